@@ -1,0 +1,229 @@
+"""Everything that a plugin's entry module may import: the hook marker and the component records.
+
+Neither torch nor any other heavy library is imported here, so that listing plugins stays cheap. What a
+component of each kind must *look like* stands in :mod:`nxdt_core.protocols`, one file a kind.
+
+A whole plugin's entry module::
+
+    from nxdt_core.api import OptimizerComponent, hookimpl
+
+    @hookimpl
+    def nxdt_optimizers():
+        return [
+            OptimizerComponent(
+                name="lion",
+                target="my_plugin.lion:build_lion",
+                config="my_plugin.config:LionConfig",
+                summary="Lion (Chen et al. 2023, arXiv:2302.06675)",
+            )
+        ]
+
+and in its ``pyproject.toml``::
+
+    [project.entry-points."nxdt.plugins"]
+    lion = "my_plugin"
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pluggy
+
+from nxdt_core._version import __version__
+from nxdt_core.errors import BadComponentRecord
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "KINDS",
+    "PROJECT",
+    "AdapterComponent",
+    "CallbackComponent",
+    "Component",
+    "DataloaderComponent",
+    "EngineComponent",
+    "Kind",
+    "LRSchedulerComponent",
+    "LoggerComponent",
+    "ModelComponent",
+    "ObjectiveComponent",
+    "OptimizerComponent",
+    "PrecisionComponent",
+    "StorageComponent",
+    "TokenizerComponent",
+    "__version__",
+    "hookimpl",
+]
+
+PROJECT = "nxdt"
+"""The pluggy project name that hook markers carry."""
+
+ENTRY_POINT_GROUP = "nxdt.plugins"
+"""The one entry-point group through which plugins are found."""
+
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Decorator that marks a function of a plugin as the implementation of the hook of the same name."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """What the kernel knows of a component without importing its implementation.
+
+    Raises:
+        BadComponentRecord: a name, alias, target or config reference is malformed.
+    """
+
+    name: str
+    """Short name, as written in the YAML: ``mixtral``. Letters, digits, ``_ . + -``; no colon."""
+    target: str
+    """Where the implementation lies, ``package.module:attribute``; imported when a run asks for it."""
+    config: str | None = None
+    """``package.module:Dataclass`` of the component's own section; its module must not import torch."""
+    summary: str = ""
+    """One line for ``nxdt plugins show``."""
+    aliases: tuple[str, ...] = ()
+    """Other short names, such as those of an older schema."""
+    capabilities: frozenset[str] = frozenset()
+    """What the implementation supports, such as ``{"tp", "pp", "sp", "cp", "ep", "lora"}``."""
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.aliases):
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise BadComponentRecord(record=type(self).__name__, field="name", found=name)
+        for field, reference in (("target", self.target), ("config", self.config)):
+            if reference is None and field == "config":
+                continue
+            if not isinstance(reference, str) or not _TARGET.fullmatch(reference):
+                raise BadComponentRecord(record=type(self).__name__, field=field, found=reference)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelComponent(Component):
+    """A :class:`nxdt_core.protocols.model.ModelBuilder`."""
+
+    hf_architectures: tuple[str, ...] = ()
+    """Values of ``architectures`` in a Hugging Face ``config.json`` that this builder reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataloaderComponent(Component):
+    """A :class:`nxdt_core.protocols.dataloader.Dataloader`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerComponent(Component):
+    """A factory of :class:`nxdt_core.protocols.tokenizer.Tokenizer`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerComponent(Component):
+    """A :class:`nxdt_core.protocols.optimizer.OptimizerFactory`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRSchedulerComponent(Component):
+    """A :class:`nxdt_core.protocols.lr_scheduler.LRScheduleFactory`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionComponent(Component):
+    """A :class:`nxdt_core.protocols.precision.PrecisionFactory`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageComponent(Component):
+    """A :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+
+    uri_schemes: tuple[str, ...] = ()
+    """Schemes of ``checkpoint.uri`` that this store serves, without ``://``: ``("s3",)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterComponent(Component):
+    """A :class:`nxdt_core.protocols.adapter.Adapter`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveComponent(Component):
+    """A :class:`nxdt_core.protocols.objective.Objective`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineComponent(Component):
+    """A :class:`nxdt_core.protocols.engine.ParallelEngine`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerComponent(Component):
+    """A factory of a PyTorch Lightning ``Logger``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallbackComponent(Component):
+    """A factory of a PyTorch Lightning ``Callback``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A family of components that are interchangeable in one place of the configuration."""
+
+    prefix: ClassVar[str] = "nxdt_"
+
+    name: str
+    """Singular, in snake case: ``model_builder``."""
+    hook: str
+    """Registration hook that yields the records: ``nxdt_model_builders``. Kinds that a plugin adds are
+    filled through ``nxdt_components`` instead."""
+    record: type[Component]
+    """Record class that the hook's results must be instances of."""
+    protocol: str
+    """``package.module:Class`` that documents what the target must look like."""
+    section: str
+    """Key of the configuration that selects the component: ``model.name``."""
+    summary: str = ""
+
+
+def _kind(name: str, record: type[Component], protocol: str, section: str, summary: str) -> Kind:
+    hook = "nxdt_precision_policies" if name == "precision_policy" else f"nxdt_{name}s"
+    return Kind(
+        name=name,
+        hook=hook,
+        record=record,
+        protocol=f"nxdt_core.protocols.{protocol}",
+        section=section,
+        summary=summary,
+    )
+
+
+KINDS: tuple[Kind, ...] = (
+    _kind("model_builder", ModelComponent, "model:ModelBuilder", "model.name", "architectures"),
+    _kind("dataloader", DataloaderComponent, "dataloader:Dataloader", "data.name", "sources of training samples"),
+    _kind("tokenizer", TokenizerComponent, "tokenizer:Tokenizer", "data.tokenizer.library", "text to ids and back"),
+    _kind("optimizer", OptimizerComponent, "optimizer:OptimizerFactory", "model.optim.name", "update rules"),
+    _kind(
+        "lr_scheduler",
+        LRSchedulerComponent,
+        "lr_scheduler:LRScheduleFactory",
+        "model.optim.sched.name",
+        "learning-rate curves",
+    ),
+    _kind("precision_policy", PrecisionComponent, "precision:PrecisionFactory", "precision.type", "dtypes of a run"),
+    _kind(
+        "checkpoint_storage",
+        StorageComponent,
+        "checkpoint_storage:CheckpointStorage",
+        "checkpoint.uri",
+        "where checkpoint bytes lie",
+    ),
+    _kind("adapter", AdapterComponent, "adapter:Adapter", "adapter.name", "changes to a model, such as LoRA"),
+    _kind("objective", ObjectiveComponent, "objective:Objective", "objective.name", "losses"),
+    _kind("parallel_engine", EngineComponent, "engine:ParallelEngine", "parallel_engine.name", "runtimes that shard"),
+    _kind("logger", LoggerComponent, "extension:LoggerFactory", "exp_manager.loggers", "where metrics go"),
+    _kind("callback", CallbackComponent, "extension:CallbackFactory", "trainer.callbacks", "actions in the loop"),
+)
+"""The kinds that the kernel itself defines, in the order in which they are listed."""

@@ -1,0 +1,161 @@
+"""The kernel's own components, registered through the same hooks as any plugin's. No torch here.
+
+Each target lies in a module of its own beside this file and is imported when a run asks for it.
+"""
+
+from __future__ import annotations
+
+from nxdt_core.api import (
+    EngineComponent,
+    LoggerComponent,
+    LRSchedulerComponent,
+    ObjectiveComponent,
+    OptimizerComponent,
+    PrecisionComponent,
+    StorageComponent,
+    TokenizerComponent,
+    hookimpl,
+)
+
+_HERE = "nxdt_core.builtins"
+
+
+@hookimpl
+def nxdt_tokenizers() -> list[TokenizerComponent]:
+    """Byte-level, Hugging Face and SentencePiece tokenizers."""
+    return [
+        TokenizerComponent(
+            name="byte",
+            target=f"{_HERE}.tokenizer_byte:ByteTokenizer",
+            config=f"{_HERE}.tokenizer_config:ByteTokenizerConfig",
+            summary="UTF-8 bytes and three special tokens; needs no files",
+        ),
+        TokenizerComponent(
+            name="huggingface",
+            target=f"{_HERE}.tokenizer_huggingface:HuggingFaceTokenizer",
+            config=f"{_HERE}.tokenizer_config:HuggingFaceTokenizerConfig",
+            summary="tokenizer.json or a pretrained directory",
+            aliases=("hf",),
+        ),
+        TokenizerComponent(
+            name="sentencepiece",
+            target=f"{_HERE}.tokenizer_sentencepiece:SentencePieceTokenizer",
+            config=f"{_HERE}.tokenizer_config:SentencePieceTokenizerConfig",
+            summary="a SentencePiece model file",
+        ),
+    ]
+
+
+@hookimpl
+def nxdt_optimizers() -> list[OptimizerComponent]:
+    """AdamW."""
+    return [
+        OptimizerComponent(
+            name="adamw",
+            target=f"{_HERE}.optimizers:adamw",
+            config=f"{_HERE}.optimizer_config:AdamWConfig",
+            summary="AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), torch's fused or foreach kernels",
+        ),
+    ]
+
+
+@hookimpl
+def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
+    """Cosine, linear, warmup-stable-decay and constant curves, each with warm-up."""
+    config = f"{_HERE}.lr_schedulers"
+    return [
+        LRSchedulerComponent(
+            name="CosineAnnealing",
+            target=f"{config}:cosine_annealing",
+            config=f"{config}:CosineAnnealingConfig",
+            summary="linear warm-up, cosine to min_lr, constant_steps at min_lr",
+            aliases=("cosine",),
+        ),
+        LRSchedulerComponent(
+            name="LinearAnnealingWithWarmUp",
+            target=f"{config}:linear_annealing",
+            config=f"{config}:LinearAnnealingConfig",
+            summary="linear warm-up, then linear to min_lr",
+            aliases=("linear",),
+        ),
+        LRSchedulerComponent(
+            name="WSD",
+            target=f"{config}:warmup_stable_decay",
+            config=f"{config}:WSDConfig",
+            summary="warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)",
+            aliases=("wsd",),
+        ),
+        LRSchedulerComponent(
+            name="constant",
+            target=f"{config}:constant",
+            config=f"{config}:ConstantConfig",
+            summary="linear warm-up, then constant",
+        ),
+    ]
+
+
+@hookimpl
+def nxdt_precision_policies() -> list[PrecisionComponent]:
+    """Full fp32, and bf16 autocast over fp32 parameters."""
+    return [
+        PrecisionComponent(
+            name="fp32",
+            target=f"{_HERE}.precision:fp32",
+            summary="everything in float32",
+        ),
+        PrecisionComponent(
+            name="autocast",
+            target=f"{_HERE}.precision:autocast",
+            summary="float32 parameters, bfloat16 compute under torch.autocast",
+        ),
+    ]
+
+
+@hookimpl
+def nxdt_checkpoint_storages() -> list[StorageComponent]:
+    """The local file system."""
+    return [
+        StorageComponent(
+            name="local",
+            target=f"{_HERE}.storage_local:LocalStorage",
+            config=f"{_HERE}.storage_config:LocalStorageConfig",
+            summary="a directory; atomic rename, files and directories fsynced",
+            uri_schemes=("file",),
+        )
+    ]
+
+
+@hookimpl
+def nxdt_objectives() -> list[ObjectiveComponent]:
+    """Next-token prediction."""
+    return [
+        ObjectiveComponent(
+            name="causal_lm",
+            target=f"{_HERE}.objective_causal_lm:CausalLM",
+            summary="cross-entropy of the next token, over labels that are not -100",
+        )
+    ]
+
+
+@hookimpl
+def nxdt_parallel_engines() -> list[EngineComponent]:
+    """The engine on stock torch."""
+    return [
+        EngineComponent(
+            name="torch",
+            target="nxdt_core.parallel.engine:TorchEngine",
+            summary="stock torch.distributed on any device type that torch knows",
+        )
+    ]
+
+
+@hookimpl
+def nxdt_loggers() -> list[LoggerComponent]:
+    """TensorBoard. (``metrics.jsonl`` is always written and is no component.)"""
+    return [
+        LoggerComponent(
+            name="tensorboard",
+            target=f"{_HERE}.loggers:tensorboard",
+            summary="TensorBoard event files in the run's directory",
+        )
+    ]

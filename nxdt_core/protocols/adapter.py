@@ -1,0 +1,30 @@
+"""Kind ``adapter``: changes a model before it is sharded, such as LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Adapter"]
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """The target of the kind, called as ``Target(config)`` with the dataclass of ``adapter``."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    def apply(self, module: torch.nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        """Change ``module`` in place, on the meta device; freeze what shall not train with
+        ``requires_grad_(False)``. Returns the plan of the changed module."""
+        ...
+
+    def init_rules(self) -> Sequence[InitRule]:
+        """Rules for the parameters that it added; they precede the model's own."""
+        ...

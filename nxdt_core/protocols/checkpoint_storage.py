@@ -1,0 +1,75 @@
+"""Kind ``checkpoint_storage``: moves bytes under keys and knows nothing of tensors. Torch-free.
+
+A key is a relative path of ``/``-separated parts, such as ``step-00000100/manifest.json``; ``..``, empty
+parts and a leading ``/`` are refused. A store that fails raises :class:`nxdt_core.errors.StorageError` or a
+subclass for what the user can mend, and ``OSError`` otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+__all__ = ["CheckpointStorage", "ObjectInfo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One object of a store."""
+
+    key: str
+    size_bytes: int
+    modified: float
+    """Seconds since the epoch, by the store's clock."""
+
+
+@runtime_checkable
+class CheckpointStorage(Protocol):
+    """The target of the kind, called as ``Target(uri, config)``; ``config`` is the section ``checkpoint.storage``.
+
+    All methods may be called from several threads and processes at once.
+    """
+
+    uri: str
+    """The root, as the user wrote it, normalised."""
+
+    def __init__(self, uri: str, config: Any) -> None: ...
+
+    def open_write(self, key: str) -> AbstractContextManager[BinaryIO]:
+        """Stream an object. It becomes visible, whole and durable, when the block ends without an exception;
+        after an exception nothing of it is visible. An object that exists is replaced."""
+        ...
+
+    def open_read(self, key: str, start: int = 0, length: int | None = None) -> AbstractContextManager[BinaryIO]:
+        """Stream the bytes ``[start, start + length)``, to the end where ``length`` is None.
+
+        Raises:
+            FileNotFoundError: no such key.
+        """
+        ...
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """The object's facts, or None where there is no such key."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key starts with ``prefix``, sorted by key; unfinished writes do not show."""
+        ...
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Delete; keys that do not exist are no error."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create an object in one atomic, durable step unless the key exists.
+
+        Returns:
+            True when this call created it, False when it existed before.
+        """
+        ...
+
+    def after_commit(self, prefix: str) -> None:
+        """Called once after the manifest under ``prefix`` is committed; most stores do nothing."""
+        ...

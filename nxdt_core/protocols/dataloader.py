@@ -1,0 +1,82 @@
+"""Kind ``dataloader``: where training samples come from.
+
+A plugin yields single samples by index or in order; the core does the rest: which rank takes which sample, order of
+epochs, micro-batches, collation, prefetching, and the exact position that a checkpoint keeps.
+
+Example::
+
+    class Lines:
+        def __init__(self, config: LinesConfig, context: DataContext) -> None: ...
+        def split(self, name: str) -> MapDataset | None:
+            return LineDataset(self.files[name]) if name in self.files else None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.tokenizer import Tokenizer
+
+__all__ = ["DataContext", "Dataloader", "IterableDataset", "MapDataset", "SplitName"]
+
+SplitName = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataContext:
+    """What a dataloader is told about the run; fields may grow."""
+
+    seq_length: int
+    """Tokens per sample."""
+    seed: int
+    tokenizer: Tokenizer | None
+    """None where the configuration names none (pre-tokenised data)."""
+    cache_dir: Path | None = None
+    """Directory of the run for indices; None means: keep them in memory."""
+
+
+@runtime_checkable
+class MapDataset(Protocol):
+    """Samples by index. The core shuffles, shards and repeats them; the index alone decides the sample."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+    def fingerprint(self) -> str:
+        """Short digest of everything that decides what sample an index gives; compared on resume."""
+        ...
+
+
+@runtime_checkable
+class IterableDataset(Protocol):
+    """Samples in an order of its own, endless or finite; the global order, of which each rank takes its part."""
+
+    def __iter__(self) -> Iterator[Sample]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able position after the last sample that was yielded."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the position of ``state``."""
+        ...
+
+    def fingerprint(self) -> str:
+        """As in :class:`MapDataset`."""
+        ...
+
+
+@runtime_checkable
+class Dataloader(Protocol):
+    """The target of the kind, called as ``Target(config, context)`` with the section's dataclass."""
+
+    def __init__(self, config: Any, context: DataContext) -> None: ...
+
+    def split(self, name: SplitName) -> MapDataset | IterableDataset | None:
+        """The samples of a split, or None where the configuration names no data for it."""
+        ...

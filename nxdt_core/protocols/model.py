@@ -1,0 +1,99 @@
+"""Kind ``model_builder``: a model's architecture, its plan, and its correspondence to Hugging Face's.
+
+Example::
+
+    class TinyBuilder:
+        def __init__(self, config: TinyConfig) -> None: ...
+        def build(self) -> torch.nn.Module: return Tiny(self.config)
+        def plan(self) -> ParallelPlan: return ParallelPlan(tensor={"head": "vocab_head"})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HFExchange", "KeyMap", "ModelBuilder"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyMap:
+    """One parameter's name here and in a Hugging Face checkpoint; ``*`` stands for a layer number.
+
+    Where shapes differ, ``transform`` names how the Hugging Face tensor is made into ours: ``none``, ``transpose``
+    (two-dimensional), ``stack`` (one Hugging Face tensor an expert, a second ``*``, stacked on a new leading
+    dimension), ``concat`` (several names, concatenated on dimension 0; ``sections`` gives their rows).
+    """
+
+    name: str
+    hf_names: tuple[str, ...]
+    transform: str = "none"
+    sections: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class ModelBuilder(Protocol):
+    """Builds one architecture. The target is called as ``Builder(config)`` with the section's dataclass.
+
+    The module's forward is ``forward(input_ids, position_ids=None, document_ids=None) -> logits`` with
+    ``input_ids``, ``position_ids``, ``document_ids`` [micro_batch, seq] int64 and ``logits``
+    [micro_batch, seq, vocab]. ``document_ids`` given means: tokens attend within their own document only.
+    Auxiliary losses are added to the graph with :func:`nxdt_core.nn.aux_loss.add_aux_loss`.
+    """
+
+    vocab_size: int
+    """Rows of the embedding; ids of the tokenizer must lie below."""
+    max_sequence_length: int | None
+    """Longest sequence that positions allow; None where there is no bound."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    def build(self) -> torch.nn.Module:
+        """Build the whole model. Called under ``torch.device("meta")``: allocate parameters, fill none.
+
+        Buffers that are not saved (rotary tables) are computed in a method ``reset_buffers()`` of the module that
+        owns them, which is called once the device is known.
+        """
+        ...
+
+    def plan(self) -> ParallelPlan:
+        """Say how the model may be sharded, cut, recomputed and regularised."""
+        ...
+
+    def init_rules(self) -> Sequence[InitRule]:
+        """Distributions of fresh weights; the first rule whose pattern matches a parameter wins."""
+        ...
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Floating-point operations of one training token, forward and backward, without recomputation.
+
+        Convention of PaLM (arXiv:2204.02311, appendix B) with causal attention counted in full.
+        """
+        ...
+
+
+@runtime_checkable
+class HFExchange(Protocol):
+    """Optional for a builder: read and write Hugging Face directories."""
+
+    hf_architectures: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate ``config.json`` into keys of the section's dataclass; unsupported features raise."""
+        ...
+
+    def config_to_hf(self) -> dict[str, Any]:
+        """Translate the section's dataclass into a ``config.json``."""
+        ...
+
+    def hf_key_map(self) -> Sequence[KeyMap]:
+        """Correspondence of all parameters."""
+        ...

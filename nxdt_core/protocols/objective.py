@@ -1,0 +1,50 @@
+"""Kind ``objective``: turns a model's outputs and a batch into a loss.
+
+Example::
+
+    class Squared:
+        def __call__(self, logits, batch):
+            ...
+            return ObjectiveOutput(loss_sum=loss.sum(), weight=batch.weight())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from nxdt_core.protocols.batch import Batch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Objective", "ObjectiveOutput"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveOutput:
+    """Loss of one micro-batch, not averaged: the step divides by the weight of the whole global batch."""
+
+    loss_sum: torch.Tensor
+    """Scalar with gradient: weighted sum over this micro-batch."""
+    weight: torch.Tensor
+    """Scalar: what the sum would be divided by, mostly the number of loss tokens."""
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Detached scalars, weighted sums like ``loss_sum``, logged after the same division."""
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """The target of the kind, called as ``Target(config)`` with the dataclass of ``objective``."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """The weight that ``__call__`` will report for ``batch``, known before the forward pass, so that each
+        micro-batch's loss can be divided by the global weight at once."""
+        ...
+
+    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+        """``logits`` [micro_batch, seq, vocab] in the compute dtype."""
+        ...

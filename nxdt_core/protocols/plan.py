@@ -1,0 +1,76 @@
+"""How a plain ``torch.nn`` model may be sharded, cut, recomputed and regularised: data, no code.
+
+Paths are dotted module or parameter names relative to the model's root; ``*`` matches one component,
+as in ``layers.*.attention.q_proj``. Layer numbers are global: also under pipeline parallelism
+``layers.17`` is the eighteenth layer of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["AttentionHeads", "ParallelPlan", "PipelinePlan", "TensorStyle"]
+
+TensorStyle = Literal["column", "row", "vocab_embedding", "vocab_head", "replicate"]
+"""How a module's weight lies over the tensor-parallel ranks.
+
+``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``:
+an embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary,
+feeding a vocabulary-parallel loss; ``replicate``: whole on each rank. (Shoeybi et al. 2019, arXiv:1909.08053.)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """Where the model may be cut into pipeline stages: before any entry of ``layers``, nowhere else."""
+
+    first: tuple[str, ...] = ("embed_tokens",)
+    """Modules that run before the layers and live on the first stage."""
+    layers: str = "layers"
+    """The ``torch.nn.ModuleDict`` of layers whose keys are global layer numbers."""
+    last: tuple[str, ...] = ("norm", "lm_head")
+    """Modules that run after the layers and live on the last stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionHeads:
+    """Head counts that tensor parallelism must divide (``kv_heads`` may be replicated instead)."""
+
+    query_heads: int
+    kv_heads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """All that an engine needs to know of a model beside its modules.
+
+    The engine applies it in a fixed order: adapters, pipeline cut, tensor/sequence/expert/context, recompute,
+    compile, data-parallel sharding, then initialisation. Patterns that match nothing are an error.
+    """
+
+    tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
+    """Module path pattern → style. Modules that no pattern names are replicated."""
+    sequence_norms: tuple[str, ...] = ()
+    """Modules that run on sequence shards under sequence parallelism (Korthikanti et al. 2022,
+    arXiv:2205.05198): norms and dropouts between the tensor-parallel blocks."""
+    heads: AttentionHeads | None = None
+    pipeline: PipelinePlan | None = None
+    attention_cores: tuple[str, ...] = ()
+    """Modules with the call ``(query, key, value, document_ids)`` that context parallelism replaces."""
+    experts: tuple[str, ...] = ()
+    """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks."""
+    expert_dispatchers: tuple[str, ...] = ()
+    """Modules that move tokens to experts and back; expert parallelism replaces them."""
+    recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name usable in ``model.activations_checkpoint_recompute`` → module path patterns."""
+    recompute_layer: str = "layers.*"
+    """What ``activations_checkpoint_granularity: full`` recomputes, one checkpoint a match."""
+    norms: tuple[str, ...] = ()
+    """Parameter path patterns of normalisation scales; decayed only where the configuration says
+    ``do_layer_norm_weight_decay: true``."""
+    no_weight_decay: tuple[str, ...] = ("*.bias",)
+    """Parameter path patterns that never take weight decay; a leading ``*`` matches any depth."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Pairs of parameters that are one: (owner, user), such as ``("embed_tokens.weight", "lm_head.weight")``."""

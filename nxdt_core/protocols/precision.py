@@ -1,0 +1,45 @@
+"""Kind ``precision_policy``: the dtypes of a run, as data.
+
+Example::
+
+    def mixed_precision(config: MixedConfig) -> PrecisionPolicy:
+        return PrecisionPolicy(name="mixed_precision", parameters="bfloat16", master_weights=True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+__all__ = ["DType", "PrecisionFactory", "PrecisionPolicy"]
+
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+"""Names of torch dtypes, so that policies can be read without torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPolicy:
+    """Which dtype each tensor of a run has. Engines apply it; models do not see it."""
+
+    name: str
+    parameters: DType = "float32"
+    """Parameters as forward and backward use them."""
+    autocast: DType | None = None
+    """Compute dtype of ``torch.autocast`` around forward; None for none."""
+    gradients: DType = "float32"
+    """Accumulation of gradients across micro-batches."""
+    reductions: DType = "float32"
+    """Reduction of gradients across ranks."""
+    optimizer_state: DType = "float32"
+    master_weights: bool = False
+    """Keep float32 copies of the parameters, which the optimizer updates."""
+    stochastic_rounding: bool = False
+    """Round the update into ``parameters`` stochastically (Gupta et al. 2015, arXiv:1502.02551)."""
+
+
+class PrecisionFactory(Protocol):
+    """The target of the kind: a callable; ``config`` is the dataclass of ``precision``."""
+
+    def __call__(self, config: Any) -> PrecisionPolicy:
+        """Return the policy."""
+        ...
