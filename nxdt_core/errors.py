@@ -108,6 +108,25 @@ class BadComponentRecord(NxdtError):
 # --- M: models and weights ------------------------------------------------------------------------------
 
 
+class WeightsDoNotFit(NxdtError):
+    """Weights of another model, or a checkpoint that lacks some."""
+
+    code = "NXDT-M050"
+    happened = "The weights do not fit the model: {summary}."
+    remedy = "Use the configuration that the weights were trained with, or load them with strict=False."
+    missing: list[str]
+    extra: list[str]
+    shapes: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        parts = [
+            f"{len(names)} {word} ({listing(names, 4)})"
+            for names, word in ((self.missing, "missing"), (self.extra, "unknown"), (self.shapes, "of another shape"))
+            if names
+        ]
+        return {**super()._view(), "summary": "; ".join(parts)}
+
+
 # --- P: parallelism and launch --------------------------------------------------------------------------
 
 
@@ -115,3 +134,37 @@ class BadComponentRecord(NxdtError):
 
 
 # --- T: training runs -----------------------------------------------------------------------------------
+
+
+class ScheduleHasNoEnd(NxdtError):
+    """A decaying learning-rate curve without a last step."""
+
+    code = "NXDT-T001"
+    happened = "model.optim.sched: {schedule} decays to an end, and neither it nor the trainer has one."
+    remedy = "Set model.optim.sched.max_steps or trainer.max_steps to a positive number."
+    schedule: str
+
+
+class OptimizerStateDoesNotFit(NxdtError):
+    """Saved optimizer state of parameters that the model does not train."""
+
+    code = "NXDT-T002"
+    happened = "The checkpoint has optimizer state of {count} parameters that this run does not train ({names})."
+    remedy = (
+        "Resume with the model and adapter of the checkpoint, or load its weights only: model.weight_init_only=true."
+    )
+    parameters: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "count": len(self.parameters), "names": listing(self.parameters, 4)}
+
+
+class OptimizerStateNotTensor(NxdtError):
+    """An optimizer keeps state that no checkpoint can hold."""
+
+    code = "NXDT-T003"
+    happened = "The optimizer keeps {state!r} of {parameter!r} as a {found}, which a checkpoint cannot hold."
+    remedy = "Keep state per parameter as tensors, ints, floats or bools."
+    parameter: str
+    state: str
+    found: str

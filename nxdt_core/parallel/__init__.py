@@ -1,0 +1,1 @@
+"""Layouts: device profiles and the engine on stock ``torch.distributed``."""

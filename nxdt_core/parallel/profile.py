@@ -1,0 +1,106 @@
+"""What differs between device types, in one table. No other file of the core names a device type.
+
+Peak figures are dense FLOP/s as the vendors' data sheets state them: NVIDIA A100, H100 SXM, H200, L4, L40S; AWS
+Trainium (trn1) and Trainium2 (trn2) per accelerator chip.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["DeviceProfile", "current_device", "max_memory_bytes", "peak_flops", "profile_of", "reset_max_memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """Facts about one device type."""
+
+    device_type: str
+    """``torch.device.type``."""
+    process_group_backend: str
+    lightning_accelerator: str
+    """Name under which Lightning knows the device type."""
+    fused_optimizers: bool = False
+    """Whether ``torch.optim`` has fused kernels for it."""
+    peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
+
+
+_T = 1e12
+
+PROFILES: Mapping[str, DeviceProfile] = {
+    profile.device_type: profile
+    for profile in (
+        DeviceProfile(
+            device_type="cpu", process_group_backend="gloo", lightning_accelerator="cpu", fused_optimizers=True
+        ),
+        DeviceProfile(
+            device_type="cuda",
+            process_group_backend="nccl",
+            lightning_accelerator="cuda",
+            fused_optimizers=True,
+            peak_flops={
+                "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},
+                "H100": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
+                "H200": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
+                "L40S": {"float32": 91.6 * _T, "bfloat16": 362 * _T},
+                "L4": {"float32": 30.3 * _T, "bfloat16": 121 * _T},
+            },
+        ),
+        DeviceProfile(
+            device_type="neuron",
+            process_group_backend="neuron",
+            lightning_accelerator="neuron",
+            peak_flops={
+                "trn1": {"float32": 47.5 * _T, "bfloat16": 190 * _T},
+                "trn2": {"float32": 181 * _T, "bfloat16": 667 * _T},
+            },
+        ),
+    )
+}
+
+
+def current_device(accelerator: str = "auto") -> torch.device:
+    """The device that this process trains on.
+
+    Args:
+        accelerator: ``auto`` (the accelerator that torch finds, else the CPU) or a device type.
+    """
+    if accelerator != "auto":
+        return torch.device(accelerator)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None and found.type in PROFILES else torch.device("cpu")
+
+
+def profile_of(device: torch.device) -> DeviceProfile:
+    """The table's row for ``device``."""
+    return PROFILES[device.type]
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Dense FLOP/s of ``device`` in ``dtype``, or None where the table does not know it (any CPU)."""
+    table = profile_of(device).peak_flops
+    if not table:
+        return None
+    name = torch.get_device_module(device).get_device_name(device)
+    match = max((part for part in table if part.lower() in name.lower()), key=len, default=None)
+    return None if match is None else table[match].get(dtype)
+
+
+def max_memory_bytes(device: torch.device) -> int:
+    """Highest memory use: allocated on an accelerator, the process's resident set on the CPU."""
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def reset_max_memory(device: torch.device) -> None:
+    """Start the high-water mark anew; on the CPU the kernel keeps one for the process's life."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
