@@ -1,0 +1,76 @@
+"""What an annotation of a configuration dataclass can say beside its type: bounds, aliases, effects.
+
+They are written with :data:`typing.Annotated`, so that type checkers see the bare type. Components' own
+dataclasses may use them too::
+
+    momentum: Annotated[float, Range(0.0, 1.0)] = 0.9
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+__all__ = [
+    "AliasOf",
+    "DefaultsTo",
+    "Fraction",
+    "NoEffect",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveInt",
+    "Range",
+    "XlaOnly",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number, both included; None means unbounded."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` lies within the bounds."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def describe(self) -> str:
+        """The bounds in words, to follow "an integer" or "a number"."""
+        if self.low is not None and self.high is not None:
+            return f"from {self.low:g} to {self.high:g}"
+        if self.low is not None:
+            return f"of at least {self.low:g}"
+        return "" if self.high is None else f"of at most {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class AliasOf:
+    """The key is another spelling of ``key``: setting one sets both, setting both differently is an error."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultsTo:
+    """Where the key is not set, it takes the value of ``key``; the two may differ."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """The key is accepted for old files, and a note says why it does nothing."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class XlaOnly:
+    """The key is read by engines with the capability ``xla``; with others a note says that it has no effect."""
+
+
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+NonNegativeFloat = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]

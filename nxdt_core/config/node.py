@@ -1,0 +1,116 @@
+"""The untyped tree between the sources and the schema: every value knows where it was written.
+
+Nodes are never changed in place; merging and setting give new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, Literal
+
+__all__ = ["Node", "Origin", "from_plain", "join", "merge", "to_plain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a value comes from."""
+
+    kind: Literal["file", "override", "default", "plugin", "alias"]
+    where: str
+    """``run.yaml:12``, ``command line``, the plugin's name, or the key that it is an alias of."""
+    line: int = 0
+    """Line in the file, counted from 1; 0 where there is none."""
+
+    def __str__(self) -> str:
+        return self.where if self.kind in ("file", "override") else f"{self.kind} {self.where}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A mapping of nodes, a list of nodes, or a scalar."""
+
+    value: Any
+    """``dict[str, Node]``, ``list[Node]`` or a scalar."""
+    origin: Origin
+
+    @property
+    def children(self) -> dict[str, Node]:
+        """The children of a mapping; none for anything else."""
+        return self.value if isinstance(self.value, dict) else {}
+
+    def find(self, path: str) -> Node | None:
+        """The node at a dotted path below this one."""
+        node: Node | None = self
+        for part in path.split("."):
+            node = node.children.get(part) if node is not None else None
+        return node
+
+    def plain(self, path: str, default: Any = None) -> Any:
+        """The plain value at a dotted path, or ``default``."""
+        node = self.find(path)
+        return default if node is None else to_plain(node)
+
+    def set(self, path: str, child: Node) -> Node:
+        """This tree with ``child`` at a dotted path; mappings on the way are made where they lack."""
+        head, _, rest = path.partition(".")
+        if rest:
+            below = self.children.get(head)
+            start = below if below is not None and isinstance(below.value, dict) else Node({}, child.origin)
+            child = start.set(rest, child)
+        return replace(self, value={**self.children, head: child})
+
+    def without(self, path: str) -> Node:
+        """This tree without what lies at a dotted path."""
+        head, _, rest = path.partition(".")
+        if head not in self.children:
+            return self
+        if rest:
+            return replace(self, value={**self.children, head: self.children[head].without(rest)})
+        return replace(self, value={key: child for key, child in self.children.items() if key != head})
+
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """Dotted path and plain value of everything that is no mapping; an empty mapping counts as a value."""
+        for path, node in self.leaf_nodes(prefix):
+            yield path, to_plain(node)
+
+    def leaf_nodes(self, prefix: str = "") -> Iterator[tuple[str, Node]]:
+        """The same with nodes instead of values."""
+        if not self.children:
+            yield prefix, self
+        for key, child in self.children.items():
+            yield from child.leaf_nodes(join(prefix, key))
+
+
+def join(prefix: str, key: str) -> str:
+    """Dotted path of ``key`` below ``prefix``."""
+    return f"{prefix}.{key}" if prefix else key
+
+
+def merge(low: Node, high: Node) -> Node:
+    """Both trees in one; where both give a value, that of ``high``. Lists are replaced, not joined."""
+    if not isinstance(low.value, dict) or not isinstance(high.value, dict):
+        return high
+    merged = dict(low.value)
+    for key, child in high.value.items():
+        merged[key] = merge(merged[key], child) if key in merged else child
+    return Node(merged, high.origin)
+
+
+def from_plain(value: Any, origin: Origin) -> Node:
+    """A tree of nodes that all have one origin."""
+    if isinstance(value, Mapping):
+        return Node({str(key): from_plain(child, origin) for key, child in value.items()}, origin)
+    if isinstance(value, (list, tuple)):
+        return Node([from_plain(child, origin) for child in value], origin)
+    return Node(str(value) if isinstance(value, PurePath) else value, origin)
+
+
+def to_plain(node: Node) -> Any:
+    """The tree without origins: dictionaries, lists and scalars."""
+    if isinstance(node.value, dict):
+        return {key: to_plain(child) for key, child in node.value.items()}
+    if isinstance(node.value, list):
+        return [to_plain(child) for child in node.value]
+    return node.value

@@ -1,0 +1,68 @@
+"""What :func:`nxdt_core.config.load` returns: a checked configuration and the components it selects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxdt_core.config.node import Origin, to_plain
+from nxdt_core.config.schema.run import RunConfig
+
+if TYPE_CHECKING:
+    from nxdt_core.config.node import Node
+    from nxdt_core.kernel import Kernel
+    from nxdt_core.kernel.registry import RegisteredComponent
+
+__all__ = ["ResolvedConfig", "Selected"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """A component and its own section, as an instance of the dataclass that it declares."""
+
+    component: RegisteredComponent
+    config: Any
+    """None where the component declares no dataclass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """A configuration in which every value is known, typed and checked."""
+
+    run: RunConfig
+    """The core's own keys."""
+    kernel: Kernel = field(compare=False)
+    components: Mapping[str, Selected | None]
+    """By slot: ``model``, ``data``, ``tokenizer``, ``optimizer``, ``lr_scheduler``, ``precision``,
+    ``checkpoint_storage``, ``objective``, ``adapter``, ``parallel_engine``. None: the run uses none."""
+    loggers: tuple[Selected, ...]
+    callbacks: tuple[Selected, ...]
+    origins: Mapping[str, Origin] = field(compare=False)
+    """By key path of each value."""
+    source: str = field(compare=False)
+    """What the user named: a path or ``recipe:NAME``."""
+    run_dir: Path
+    checkpoint_uri: str
+    notes: tuple[str, ...] = field(compare=False)
+    """Lines to print: settings that are accepted and have no effect."""
+    tree: Node = field(compare=False, repr=False)
+    """All values with their origins."""
+
+    def selected(self, slot: str) -> Selected:
+        """The component of a slot that is never empty."""
+        found = self.components[slot]
+        if found is None:
+            raise KeyError(slot)
+        return found
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Key path and plain value of every leaf, in the order of the schema."""
+        return self.tree.leaves()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able tree that :func:`nxdt_core.config.load` reads back to an equal configuration."""
+        plain = to_plain(self.tree)
+        assert isinstance(plain, dict)
+        return plain

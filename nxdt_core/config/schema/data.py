@@ -1,0 +1,38 @@
+"""Section ``data``: batches and the source of samples. The docstrings are the YAML reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxdt_core.config.marks import NonNegativeInt, PositiveInt
+
+__all__ = ["DataConfig", "TokenizerSection"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSection:
+    """Selects a tokenizer; the keys of the tokenizer stand beside ``library``."""
+
+    library: str | None = None
+    """Component of kind ``tokenizer``; ``huggingface`` where ``type`` or ``model`` is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Selects a dataloader; the keys of the dataloader stand beside ``name``."""
+
+    name: str
+    """Component of kind ``dataloader``. Where it is not set: ``sft-chat`` with ``model_alignment_strategy``, else
+    ``hf-data`` for ``model_source: hf`` and ``megatron-data`` for ``megatron``."""
+    global_batch_size: PositiveInt
+    """Sequences of one optimizer step, over all devices."""
+    micro_batch_size: PositiveInt = 1
+    """Sequences that one device takes at a time."""
+    seq_length: PositiveInt
+    """Tokens of a sequence; the same setting as ``model.encoder_seq_length``."""
+    shuffle: bool = True
+    """Draw training samples in random order, each once a pass."""
+    num_workers: NonNegativeInt = 0
+    """Threads that prepare batches ahead; 0 prepares them between steps."""
+    tokenizer: TokenizerSection | None = None
+    """Tokenizer of the data; ``null`` for data that is tokenised already."""

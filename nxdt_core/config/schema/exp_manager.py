@@ -1,0 +1,185 @@
+"""Section ``exp_manager``: where a run writes, what it logs. The docstrings are the YAML reference.
+
+Its keys about checkpoints are older spellings of keys of ``checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from nxdt_core.config.marks import AliasOf, DefaultsTo, Fraction, NoEffect, PositiveInt
+
+__all__ = ["CheckpointCallbackParams", "EmaConfig", "ExpManagerConfig"]
+
+_OWN_FORMAT = "checkpoints have a format of their own here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCallbackParams:
+    """Older spellings of keys of ``checkpoint``, and keys of the incumbent's file format."""
+
+    dirpath: Annotated[str | None, AliasOf("checkpoint.uri")] = None
+    """``checkpoint.uri``."""
+    monitor: Annotated[str, AliasOf("checkpoint.monitor")] = "step"
+    """``checkpoint.monitor``."""
+    mode: Annotated[Literal["min", "max"], AliasOf("checkpoint.mode")] = "max"
+    """``checkpoint.mode``."""
+    save_top_k: Annotated[int, AliasOf("checkpoint.save_top_k")] = 3
+    """``checkpoint.save_top_k``."""
+    save_last: Annotated[bool, AliasOf("checkpoint.save_last")] = True
+    """``checkpoint.save_last``."""
+    every_n_train_steps: Annotated[PositiveInt | None, AliasOf("checkpoint.every_n_train_steps")] = None
+    """``checkpoint.every_n_train_steps``."""
+    async_save: Annotated[bool, AliasOf("checkpoint.async_save")] = False
+    """``checkpoint.async_save``."""
+    filename: Annotated[str | None, NoEffect("checkpoints are named after their step")] = None
+    """Template of a checkpoint's name."""
+    prefix: Annotated[str | None, NoEffect("checkpoints are named after their step")] = None
+    """Text before a checkpoint's name."""
+    postfix: Annotated[str | None, NoEffect("checkpoints are named after their step")] = None
+    """Text after a checkpoint's name."""
+    enable_version_counter: Annotated[bool, NoEffect("checkpoints are named after their step")] = False
+    """Count up names that exist."""
+    train_time_interval: str | Mapping[str, int] | None = None
+    """Time between two checkpoints."""
+    every_n_epochs: int | None = None
+    """Passes over the data between two checkpoints."""
+    save_on_train_epoch_end: bool | None = None
+    """Save at the end of each pass over the data."""
+    save_nemo_on_train_end: bool = False
+    """Write NeMo's archive at the end."""
+    always_save_nemo: bool = False
+    """Write NeMo's archive beside each checkpoint."""
+    save_weights_only: bool = False
+    """Leave the optimizer's state out."""
+    save_best_model: bool = False
+    """Write the best checkpoint again at the end."""
+    save_last_n_optim_states: int = -1
+    """Keep optimizer state in the newest checkpoints only; -1 keeps all."""
+    model_parallel_size: Annotated[int | None, NoEffect("the layout comes from distributed_strategy")] = None
+    """TP × PP."""
+    use_master_weights_in_ckpt: Annotated[bool, NoEffect("master weights are always saved")] = False
+    """Save float32 master weights as the model's weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmaConfig:
+    """Exponential moving average of the weights."""
+
+    enable: bool = False
+    """Switch it on."""
+    decay: Fraction = 0.999
+    """Weight of the past."""
+    apply_ema_every_n_steps: PositiveInt = 1
+    """Steps between two updates of the average."""
+    start_step: int = 0
+    """Step of the first update."""
+    evaluate_ema_weights_instead: bool = False
+    """Validate the average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpManagerConfig:
+    """The run's directory, resuming, loggers."""
+
+    exp_dir: str = "./nxdt_experiments"
+    """Parent of the directories of runs."""
+    name: Annotated[str, DefaultsTo("name")]
+    """Directory of the run below ``exp_dir``; ``name`` of the top level where it is not set."""
+    version: str | int | None = None
+    """Directory below the run's name, for runs kept apart."""
+    use_datetime_version: bool = False
+    """Name that directory after the time of the start."""
+    explicit_log_dir: str | None = None
+    """The run's directory itself; ``exp_dir``, ``name`` and ``version`` are then not used."""
+    loggers: tuple[str | Mapping[str, Any], ...] | None = None
+    """Components of kind ``logger``: a name, or a mapping of ``name`` and the component's own keys. Where not set,
+    the ``create_*_logger`` keys decide. (``metrics.jsonl`` is always written.)"""
+    create_tensorboard_logger: bool = True
+    """Logger ``tensorboard``."""
+    summary_writer_kwargs: Mapping[str, Any] | None = None
+    """Keys of the logger ``tensorboard``."""
+    create_wandb_logger: bool = False
+    """Logger ``wandb``."""
+    wandb_logger_kwargs: Mapping[str, Any] | None = None
+    """Keys of the logger ``wandb``."""
+    create_mlflow_logger: bool = False
+    """Logger ``mlflow``."""
+    mlflow_logger_kwargs: Mapping[str, Any] | None = None
+    """Keys of the logger ``mlflow``."""
+    create_dllogger_logger: bool = False
+    """Logger ``dllogger``."""
+    dllogger_logger_kwargs: Mapping[str, Any] | None = None
+    """Keys of the logger ``dllogger``."""
+    create_clearml_logger: bool = False
+    """Logger ``clearml``."""
+    clearml_logger_kwargs: Mapping[str, Any] | None = None
+    """Keys of the logger ``clearml``."""
+    create_neptune_logger: bool = False
+    """Logger ``neptune``."""
+    neptune_logger_kwargs: Mapping[str, Any] | None = None
+    """Keys of the logger ``neptune``."""
+    log_parameter_norm: bool = True
+    """Log the 2-norm of all weights."""
+    log_gradient_norm: bool = True
+    """Log the 2-norm of the gradient before clipping."""
+    log_local_rank_0_only: bool = False
+    """One log file a node."""
+    log_global_rank_0_only: bool = False
+    """One log file a run."""
+    resume_if_exists: Annotated[bool, AliasOf("checkpoint.resume_if_exists")] = False
+    """``checkpoint.resume_if_exists``."""
+    resume_ignore_no_checkpoint: Annotated[bool, AliasOf("checkpoint.resume_ignore_no_checkpoint")] = False
+    """``checkpoint.resume_ignore_no_checkpoint``."""
+    resume_past_end: Annotated[bool, AliasOf("checkpoint.resume_past_end")] = False
+    """``checkpoint.resume_past_end``."""
+    resume_from_checkpoint: Annotated[str | None, AliasOf("checkpoint.resume_from")] = None
+    """``checkpoint.resume_from``."""
+    create_checkpoint_callback: Annotated[bool, AliasOf("checkpoint.enabled")] = True
+    """``checkpoint.enabled``."""
+    async_checkpointing: Annotated[bool, AliasOf("checkpoint.async_save")] = False
+    """``checkpoint.async_save``."""
+    checkpoint_callback_params: CheckpointCallbackParams = field(default_factory=CheckpointCallbackParams)
+    """Older spellings of keys of ``checkpoint``."""
+    save_xser: Annotated[bool, NoEffect(_OWN_FORMAT)] = True
+    """Save tensor by tensor."""
+    load_xser: Annotated[bool, NoEffect(_OWN_FORMAT)] = True
+    """Load tensor by tensor."""
+    save_bf16: Annotated[bool, NoEffect("NxD Training never read it")] = False
+    """Save in bfloat16."""
+    ckpt_ptl_version: Annotated[str | None, NoEffect(_OWN_FORMAT)] = None
+    """Version of Lightning assumed for checkpoints that do not say theirs."""
+    enable_recovery_time_instrumentation: bool = False
+    """Time the parts of a restart."""
+    log_step_timing: Annotated[bool, NoEffect("step_time_s is always logged")] = True
+    """Log the time of a step."""
+    step_timing_kwargs: Annotated[Mapping[str, Any] | None, NoEffect("step_time_s is always logged")] = None
+    """Options of that timer."""
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    """Exponential moving average of the weights."""
+    disable_validation_on_resume: bool = True
+    """Do not validate once more directly after a resume; never done here."""
+    files_to_copy: tuple[str, ...] | None = None
+    """Files to copy to the run's directory."""
+    create_early_stopping_callback: bool = False
+    """Stop when a metric no longer improves."""
+    early_stopping_callback_params: Mapping[str, Any] | None = None
+    """Its options."""
+    create_preemption_callback: bool = False
+    """Save when the scheduler preempts; here SIGTERM always saves and stops."""
+    create_straggler_detection_callback: bool = False
+    """Find slow ranks."""
+    straggler_detection_params: Mapping[str, Any] | None = None
+    """Its options."""
+    create_fault_tolerance_callback: bool = False
+    """NVIDIA's fault tolerance."""
+    fault_tolerance: Mapping[str, Any] | None = None
+    """Its options."""
+    max_time_per_run: str | Mapping[str, int] | None = None
+    """Time after which this start of the run stops."""
+    max_time: str | Mapping[str, int] | None = None
+    """The same under the name of NxD Training's docstring."""
+    seconds_to_sleep: Annotated[float, NoEffect("ranks meet at a barrier")] = 5
+    """Wait of the other ranks for rank 0."""

@@ -1,0 +1,88 @@
+"""Section ``model``: what the core itself reads of it. The docstrings are the YAML reference.
+
+The architecture's own keys (layers, heads, …) are those of the selected model's dataclass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from nxdt_core.config.marks import AliasOf, DefaultsTo, NoEffect, NonNegativeFloat, PositiveInt, XlaOnly
+
+__all__ = ["FusionsConfig", "ModelConfig", "OptimConfig", "SchedConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedConfig:
+    """Selects the learning rate's curve; the keys of the curve stand beside ``name``."""
+
+    name: str = "constant"
+    """Component of kind ``lr_scheduler``."""
+    max_steps: Annotated[PositiveInt, DefaultsTo("trainer.max_steps")]
+    """Steps after which the curve has ended; ``trainer.max_steps`` where it is not set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """Selects the optimizer; the keys of the optimizer stand beside ``name``."""
+
+    name: str = "adamw"
+    """Component of kind ``optimizer``."""
+    lr: NonNegativeFloat
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decay of the weights that the model's plan lets decay."""
+    sched: SchedConfig
+    """The learning rate's curve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionsConfig:
+    """Kernels of the incumbent."""
+
+    softmax: Annotated[bool, XlaOnly()] = False
+    """Fused softmax of the Neuron compiler."""
+    flash_attention: Annotated[bool, XlaOnly()] = False
+    """NKI flash attention; the torch engine always takes ``scaled_dot_product_attention``."""
+    ring_attention: bool = False
+    """Ring attention; follows from ``distributed_strategy.context_parallel_size``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Selects a model; the keys of the architecture stand beside ``name``."""
+
+    name: str
+    """Component of kind ``model_builder``. Where it is not set: ``mixtral`` if the run's ``name`` contains it; else
+    ``llama`` for ``model_source: hf`` and ``gpt`` for ``megatron``."""
+    encoder_seq_length: Annotated[PositiveInt, AliasOf("data.seq_length")]
+    """Tokens of a sequence; the same setting as ``data.seq_length``."""
+    model_config: str | None = None
+    """Hugging Face ``config.json``, or its directory. Keys given beside it win."""
+    optim: OptimConfig
+    """Optimizer and learning rate."""
+    do_layer_norm_weight_decay: bool = False
+    """Let the weights of normalisation layers decay too."""
+    weight_init_only: Annotated[bool, AliasOf("checkpoint.weight_init_only")] = False
+    """``checkpoint.weight_init_only``."""
+    pipeline_cuts: tuple[str, ...] | None = None
+    """Modules that end a pipeline stage (PP × VPP - 1 names); ``null`` cuts evenly."""
+    activations_checkpoint_granularity: Literal["selective", "full"] | None = None
+    """Recompute in backward: whole layers, the modules of ``activations_checkpoint_recompute``, or nothing."""
+    activations_checkpoint_recompute: tuple[str, ...] | None = None
+    """Classes of modules to recompute under ``selective``."""
+    fusions: FusionsConfig = field(default_factory=FusionsConfig)
+    """Kernels of the incumbent."""
+    use_cpu_initialization: Annotated[bool, NoEffect("weights are drawn where they live, equal on every device")] = (
+        False
+    )
+    """Draw weights on the host."""
+    qkv_linear: Annotated[bool, XlaOnly()] = False
+    """NxD's layer for grouped queries."""
+    fuse_qkv: Annotated[bool, XlaOnly()] = True
+    """One matrix for queries, keys and values."""
+    transpose_nki_inputs: Annotated[bool, XlaOnly()] = True
+    """Layout of NKI flash attention."""
+    save_logits: bool = False
+    """Write logits out while validating."""

@@ -1,0 +1,59 @@
+"""Sections that do nothing but select a component. The docstrings are the YAML reference.
+
+A bare name may stand for the section: ``parallel_engine: torch``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["AdapterSection", "EngineSection", "ObjectiveSection", "PluginsConfig", "PrecisionSection"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSection:
+    """Selects the dtypes of the run; the keys of the policy stand beside ``type``."""
+
+    type: str = "fp32"
+    """Component of kind ``precision_policy``. (NxD Training's default is ``mixed_precision``; here it is named in the
+    file, since it changes results.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSection:
+    """Selects the loss; its keys stand beside ``name``."""
+
+    name: str = "causal_lm"
+    """Component of kind ``objective``; ``dpo`` or ``orpo`` where ``model_alignment_strategy`` has that section."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSection:
+    """Selects a change to the model; its keys stand beside ``name``."""
+
+    name: str | None = None
+    """Component of kind ``adapter``; ``lora`` where ``model_alignment_strategy.peft`` is given, else none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection:
+    """Selects the runtime; its keys stand beside ``name``."""
+
+    name: str = "torch"
+    """Component of kind ``parallel_engine``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginsConfig:
+    """Which plugins a run may use. Entries are names of entry points or of distributions."""
+
+    allow: tuple[str, ...] | None = None
+    """Only these; ``null`` allows all that are installed."""
+    block: tuple[str, ...] = ()
+    """Never these; they are not even imported."""
+    prefer: tuple[str, ...] = ()
+    """Order in which plugins win where two offer the same name."""
+    local: tuple[str, ...] = ()
+    """Plugin files (``.py``) that are not installed."""
+    lock: str | None = None
+    """Lock file that the installed plugins must agree with."""

@@ -1,0 +1,82 @@
+"""Section ``trainer``: how long, how often, on how many devices. The docstrings are the YAML reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from nxdt_core.config.marks import NonNegativeFloat, NonNegativeInt, PositiveInt, XlaOnly
+
+__all__ = ["TrainerConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The training loop. Names are those of PyTorch Lightning's ``Trainer``."""
+
+    max_steps: PositiveInt
+    """Optimizer steps of the whole run, counted over resumes."""
+    accelerator: str = "auto"
+    """Device type as torch names it (``cpu``, ``cuda``, ``neuron``); ``auto`` takes what the machine has."""
+    devices: PositiveInt = 1
+    """Processes on each node, one a device."""
+    num_nodes: PositiveInt = 1
+    """Nodes of the run."""
+    gradient_clip_val: NonNegativeFloat | None = 1.0
+    """Largest global 2-norm of the gradient; larger ones are scaled down. ``null`` or 0 never clips."""
+    gradient_clip_algorithm: Literal["norm"] | None = None
+    """Only clipping by norm exists."""
+    log_every_n_steps: PositiveInt = 10
+    """Optimizer steps between two rows of metrics."""
+    val_check_interval: PositiveInt | None = None
+    """Optimizer steps between two validations; ``null`` never validates."""
+    limit_val_batches: NonNegativeInt | NonNegativeFloat | None = None
+    """Global batches of one validation: an integer counts them, a fraction below or at 1.0 is a share of the split,
+    0 switches validation off, ``null`` takes all."""
+    limit_train_batches: NonNegativeInt | NonNegativeFloat | None = None
+    """Bound of the training split, as for validation."""
+    limit_test_batches: NonNegativeInt | NonNegativeFloat | None = None
+    """Bound of the test split, as for validation; ``nxdt train`` reads no test split."""
+    limit_predict_batches: NonNegativeInt | NonNegativeFloat | None = None
+    """Bound of prediction, as for validation; ``nxdt train`` does not predict."""
+    enable_progress_bar: bool | None = None
+    """Progress bar; ``null`` shows one on a terminal and prints lines elsewhere."""
+    callbacks: tuple[str | Mapping[str, Any], ...] = ()
+    """Components of kind ``callback``: a name, or a mapping of ``name`` and the component's own keys."""
+    max_epochs: int | None = -1
+    """Passes over the data; -1 or ``null`` leaves the end to ``max_steps``."""
+    min_steps: int | None = None
+    """Steps before which nothing may stop the run."""
+    min_epochs: int | None = None
+    """Passes before which nothing may stop the run."""
+    max_time: str | Mapping[str, int] | None = None
+    """Time after which the run stops, ``DD:HH:MM:SS``."""
+    check_val_every_n_epoch: int | None = None
+    """Passes between two validations; ``null`` counts steps by ``val_check_interval``."""
+    num_sanity_val_steps: int = 0
+    """Validation batches before training starts."""
+    accumulate_grad_batches: int = 1
+    """Always 1: accumulation follows from ``data.global_batch_size`` and ``data.micro_batch_size``."""
+    enable_model_summary: bool = False
+    """Lightning's table of modules."""
+    precision: int | str | None = None
+    """Lightning's precision; only 32 is accepted, since ``precision.type`` decides."""
+    fast_dev_run: bool | int = False
+    """Lightning's one-batch run."""
+    overfit_batches: int | float = 0
+    """Lightning's run over few batches."""
+    profiler: str | None = None
+    """Lightning's profiler."""
+    detect_anomaly: bool = False
+    """Autograd's anomaly detection."""
+    reload_dataloaders_every_n_epochs: int = 0
+    """Lightning's reloading of data."""
+    inference_mode: bool = True
+    """Validate under ``torch.inference_mode``."""
+    use_distributed_sampler: bool = False
+    """Always false: the core hands out samples itself."""
+    lnc: Annotated[int | None, XlaOnly()] = None
+    """Logical NeuronCore size of Trn2."""
+    sequential_move_factor: Annotated[int | None, XlaOnly()] = None
+    """Ranks of a node that move their weights to the device at once."""
