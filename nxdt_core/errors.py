@@ -10,7 +10,59 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, dataclass_transform
 
-__all__ = ["BadComponentRecord", "NxdtError"]
+__all__ = [
+    "BadBatchSize",
+    "BadComponentChoice",
+    "BadComponentConfig",
+    "BadComponentRecord",
+    "BadInterpolation",
+    "BadJsonLine",
+    "BadOverride",
+    "BadStorageKey",
+    "BadStorageUri",
+    "BadTokenizerConfig",
+    "BadTokenizerFile",
+    "CheckpointConflict",
+    "CheckpointDamaged",
+    "CheckpointNotFound",
+    "CheckpointTooNew",
+    "ComponentFinding",
+    "ConfigError",
+    "ConfigFileNotFound",
+    "ConfigProblem",
+    "ConfigUnreadable",
+    "ConflictingKeys",
+    "DataChanged",
+    "DataFileNotFound",
+    "DataFileUnreadable",
+    "DataNeedsTokenizer",
+    "DuplicateKey",
+    "EmptyDataset",
+    "EmptyTextFile",
+    "ImpossibleCombination",
+    "JsonTextMissing",
+    "MissingKey",
+    "MixedSamples",
+    "NotSupported",
+    "NxdtError",
+    "SpecialTokenMissing",
+    "StorageDenied",
+    "StorageError",
+    "StorageFull",
+    "StoragePathIsFile",
+    "TensorNotInCheckpoint",
+    "TensorStateUnsupported",
+    "TextNotUtf8",
+    "TokenizerFileNotFound",
+    "TokenizerLibraryMissing",
+    "TooFewTokens",
+    "UnknownKey",
+    "UnknownRecipe",
+    "UnknownStorageScheme",
+    "UnsavableState",
+    "WrongValue",
+    "YamlSyntax",
+]
 
 
 @dataclass_transform(kw_only_default=True)
@@ -102,7 +154,420 @@ class BadComponentRecord(NxdtError):
 # --- C: configuration -----------------------------------------------------------------------------------
 
 
+class ConfigProblem(NxdtError):
+    """Base of what can be wrong with one key; :class:`ConfigError` gathers them."""
+
+    place: str
+    """``run.yaml:12``, ``command line``, or where else the value comes from."""
+    key: str
+    """Dotted path."""
+    line: int = 0
+
+    def row(self) -> str:
+        """One line of the report."""
+        do = self.do()
+        return f"{self.place}: {self.key}: {self.what()}{f' {do}' if do else ''} [{self.code}]"
+
+
+class ConfigError(NxdtError):
+    """A configuration with at least one problem; all of them are told together."""
+
+    code = "NXDT-C001"
+    happened = "{source}: {count}."
+    remedy = "{rows}"
+    source: str
+    problems: tuple[ConfigProblem, ...]
+
+    def _view(self) -> dict[str, Any]:
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        return {**super()._view(), "count": count, "rows": "\n  ".join(problem.row() for problem in self.problems)}
+
+
+class ConfigFileNotFound(ConfigProblem):
+    """The configuration, or a file that it names, is not there."""
+
+    code = "NXDT-C002"
+    happened = "no file '{path}'."
+    remedy = "{near}"
+    path: str
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        near = f"Did you mean {listing(self.candidates, 3)}?" if self.candidates else "Check the path."
+        return {**super()._view(), "near": near}
+
+
+class ConfigUnreadable(ConfigProblem):
+    """A file that is there and cannot be read as text."""
+
+    code = "NXDT-C003"
+    happened = "cannot read '{path}': {reason}."
+    remedy = "Name a YAML file in UTF-8 that you may read."
+    path: str
+    reason: str
+
+
+class YamlSyntax(ConfigProblem):
+    """Text that is no YAML."""
+
+    code = "NXDT-C004"
+    happened = "not valid YAML: {reason}."
+    remedy = "Correct that line or the one above it."
+    reason: str
+
+
+class DuplicateKey(ConfigProblem):
+    """A key that stands twice in one mapping; YAML libraries keep the last one in silence."""
+
+    code = "NXDT-C005"
+    happened = "the key stands twice; first at {first}."
+    remedy = "Remove one of them."
+    first: str
+
+
+class BadOverride(ConfigProblem):
+    """An argument of the command line that sets no key."""
+
+    code = "NXDT-C006"
+    happened = "'{text}' sets no key: {reason}."
+    remedy = "Write key.path=value, such as trainer.max_steps=100."
+    text: str
+    reason: str
+
+
+class UnknownRecipe(ConfigProblem):
+    """No usable plugin brings the recipe, or several do."""
+
+    code = "NXDT-C007"
+    happened = "{reason}."
+    remedy = "{near}"
+    reason: str
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        near = f"Did you mean {listing(self.candidates)}?" if self.candidates else "'nxdt recipes list' shows all."
+        return {**super()._view(), "near": near}
+
+
+class UnknownKey(ConfigProblem):
+    """A key that neither the core nor the selected components know."""
+
+    code = "NXDT-C010"
+    happened = "unknown key."
+    remedy = "{near}"
+    candidates: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        if self.candidates:
+            near = f"Did you mean {' or '.join(repr(name) for name in self.candidates)}?"
+        else:
+            near = f"Known here: {listing(self.known)}."
+        return {**super()._view(), "near": near}
+
+
+class MissingKey(ConfigProblem):
+    """A key that must be given."""
+
+    code = "NXDT-C011"
+    happened = "required key is missing."
+    remedy = "Give it {allowed}."
+    allowed: str
+
+
+class WrongValue(ConfigProblem):
+    """A value of the wrong type, out of bounds, or not among those allowed."""
+
+    code = "NXDT-C012"
+    happened = "found {found}; allowed: {allowed}."
+    remedy = "{hint}"
+    found: str
+    allowed: str
+    hint: str = ""
+
+
+class BadInterpolation(ConfigProblem):
+    """A ``${…}`` that cannot be resolved."""
+
+    code = "NXDT-C013"
+    happened = "cannot resolve '{text}': {reason}."
+    remedy = "{near}"
+    text: str
+    reason: str
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        near = f"Did you mean {' or '.join(f'${{{name}}}' for name in self.candidates)}?" if self.candidates else ""
+        return {**super()._view(), "near": near or "Name an existing key by its whole path, as in ${trainer.max_steps}."}
+
+
+class ConflictingKeys(ConfigProblem):
+    """Two spellings of one setting with two values."""
+
+    code = "NXDT-C014"
+    happened = "{found}, but '{other}' ({other_place}) says {other_found}; both are the same setting."
+    remedy = "Keep one of the two."
+    found: str
+    other: str
+    other_place: str
+    other_found: str
+
+
+class NotSupported(ConfigProblem):
+    """A key that the schema knows and that this version, or the selected component, does not carry out."""
+
+    code = "NXDT-C015"
+    happened = "found {found}; {reason}."
+    remedy = "Allowed: {allowed}."
+    found: str
+    reason: str
+    allowed: str
+
+
+class ImpossibleCombination(ConfigProblem):
+    """Values that are each valid and together cannot work."""
+
+    code = "NXDT-C016"
+    happened = "{reason}."
+    remedy = "{advice}"
+    reason: str
+    advice: str
+
+
+class BadComponentChoice(ConfigProblem):
+    """A component that cannot be had; carries the kernel's own error."""
+
+    code = "NXDT-C017"
+    happened = "{inner}"
+    remedy = "{inner_remedy}"
+    error: NxdtError
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "inner": self.error.what(), "inner_remedy": self.error.do()}
+
+    def row(self) -> str:
+        """One line of the report, with the code of the kernel's error."""
+        return super().row().replace(f"[{self.code}]", f"[{self.error.code}]")
+
+
+class BadComponentConfig(ConfigProblem):
+    """A component whose own dataclass, or whose own check, is at fault."""
+
+    code = "NXDT-C018"
+    happened = "the configuration class of {component} is faulty: {reason}."
+    remedy = "Report this to the author of {dist}."
+    component: str
+    dist: str
+    reason: str
+
+
+class ComponentFinding(ConfigProblem):
+    """What a component or a plugin finds wrong with its settings."""
+
+    code = "NXDT-C019"
+    happened = "{message}"
+    remedy = "{advice}"
+    message: str
+    advice: str = ""
+
+
 # --- D: data and tokenizers -----------------------------------------------------------------------------
+
+
+class DataFileNotFound(NxdtError):
+    """A file or pattern of the data section that matches nothing."""
+
+    code = "NXDT-D001"
+    happened = "{key}: nothing is found at '{path}'{near}."
+    remedy = "Correct the path; a relative path starts at the directory of the file that names it."
+    key: str
+    path: str
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        near = f"; nearby lies {listing(self.candidates)}" if self.candidates else ""
+        return {**super()._view(), "near": near}
+
+
+class EmptyTextFile(NxdtError):
+    """A data file without any text."""
+
+    code = "NXDT-D002"
+    happened = "{path} holds no text."
+    remedy = "Take the file out of the data section, or fill it."
+    path: str
+
+
+class DataFileUnreadable(NxdtError):
+    """A data file that the operating system or a decompressor refuses."""
+
+    code = "NXDT-D003"
+    happened = "{path} cannot be read: {reason}."
+    remedy = "Check that it is a complete file that you may read."
+    path: str
+    reason: str
+
+
+class TextNotUtf8(NxdtError):
+    """A data file with bytes that are no UTF-8."""
+
+    code = "NXDT-D004"
+    happened = "{path} is not UTF-8: byte {byte:#04x} at position {position} (line {line})."
+    remedy = "Convert the file, for example with 'iconv -f LATIN1 -t UTF-8'."
+    path: str
+    position: int
+    line: int
+    byte: int
+
+
+class BadJsonLine(NxdtError):
+    """A line of a JSONL file that is no JSON object."""
+
+    code = "NXDT-D005"
+    happened = "{path}:{line}: not a JSON object: {reason}."
+    remedy = 'Each line holds one whole object, such as {{"text": "..."}}; correct or remove this one.'
+    path: str
+    line: int
+    reason: str
+
+
+class JsonTextMissing(NxdtError):
+    """A JSON object without a string under the key that holds the text."""
+
+    code = "NXDT-D006"
+    happened = "{path}:{line}: no text under the key '{key}'; {found}."
+    remedy = "Set data.text_key to the key that holds the text, or correct the line."
+    path: str
+    line: int
+    key: str
+    found: str
+
+
+class TooFewTokens(NxdtError):
+    """A split that is shorter than one sample."""
+
+    code = "NXDT-D007"
+    happened = "The {split} data has {found} tokens; one sample of sequence length {seq_length} needs {needed}."
+    remedy = "Add text, or lower the sequence length{hint}."
+    split: str
+    found: int
+    needed: int
+    seq_length: int
+    hint: str = ""
+
+
+class EmptyDataset(NxdtError):
+    """A dataset that yields no sample."""
+
+    code = "NXDT-D008"
+    happened = "The dataset yields no sample."
+    remedy = "Check which files and which split the data section names."
+
+
+class BadBatchSize(NxdtError):
+    """Batch sizes that do not divide."""
+
+    code = "NXDT-D009"
+    happened = (
+        "A global batch of {global_batch_size} does not divide into micro-batches of {micro_batch_size} "
+        "on {dp_size} data-parallel ranks."
+    )
+    remedy = "Make the global batch size a multiple of {unit} (micro-batch size x data-parallel ranks)."
+    global_batch_size: int
+    micro_batch_size: int
+    dp_size: int
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "unit": self.micro_batch_size * self.dp_size}
+
+
+class DataChanged(NxdtError):
+    """A checkpoint whose data is not the data of this run, so that its position means nothing."""
+
+    code = "NXDT-D010"
+    happened = "The checkpoint was made with {what} {saved!r}; this run has {found!r}."
+    remedy = "Restore the data, tokenizer and settings of that run to go on, or start a new run from its weights alone."
+    what: str
+    saved: object
+    found: object
+
+
+class MixedSamples(NxdtError):
+    """Samples of one batch that do not fit together."""
+
+    code = "NXDT-D011"
+    happened = "Samples of one batch have different lengths: {lengths}."
+    remedy = "Let the dataset cut or pad every sample to the run's sequence length."
+    lengths: tuple[int, ...]
+
+
+class DataNeedsTokenizer(NxdtError):
+    """Text without a tokenizer."""
+
+    code = "NXDT-D012"
+    happened = "The '{dataloader}' data is text, and the configuration names no tokenizer."
+    remedy = "Set data.tokenizer.library, for example to 'byte', which needs no files."
+    dataloader: str
+
+
+class SpecialTokenMissing(NxdtError):
+    """A special token that is asked for and that the tokenizer does not have."""
+
+    code = "NXDT-D013"
+    happened = "{key} asks for a token that the tokenizer does not have ({token})."
+    remedy = "Set {key} to false, or name the token in the tokenizer's files."
+    key: str
+    token: str
+
+
+class TokenizerLibraryMissing(NxdtError):
+    """A tokenizer whose library is not installed."""
+
+    code = "NXDT-D020"
+    happened = "The tokenizer '{tokenizer}' needs the package '{package}', which cannot be imported: {reason}."
+    remedy = "Run: pip install nxdt-core[{extra}]"
+    tokenizer: str
+    package: str
+    extra: str
+    reason: str
+
+
+class TokenizerFileNotFound(NxdtError):
+    """A tokenizer's file or directory that is not there."""
+
+    code = "NXDT-D021"
+    happened = "{key}: no {wanted} is found at '{path}'{near}."
+    remedy = "Correct the path, or download the tokenizer's files there first."
+    key: str
+    path: str
+    wanted: str
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        near = f"; nearby lies {listing(self.candidates)}" if self.candidates else ""
+        return {**super()._view(), "near": near}
+
+
+class BadTokenizerFile(NxdtError):
+    """A tokenizer's file that its library does not accept."""
+
+    code = "NXDT-D022"
+    happened = "{path} is no {wanted}: {reason}."
+    remedy = "Replace the file with a whole one; a Git LFS pointer or an aborted download looks like this."
+    path: str
+    wanted: str
+    reason: str
+
+
+class BadTokenizerConfig(NxdtError):
+    """Settings of a tokenizer that exclude or lack each other."""
+
+    code = "NXDT-D023"
+    happened = "{key}: {reason}."
+    remedy = "{advice}."
+    key: str
+    reason: str
+    advice: str
 
 
 # --- M: models and weights ------------------------------------------------------------------------------
@@ -131,6 +596,137 @@ class WeightsDoNotFit(NxdtError):
 
 
 # --- S: checkpoints and storage -------------------------------------------------------------------------
+
+
+class StorageError(NxdtError):
+    """Base of what a store of checkpoints can fail with; a store raises it, or a subclass, for what a user can mend."""
+
+    code = "NXDT-S000"
+    happened = "The checkpoint store failed at {where}: {reason}."
+    remedy = "Check that the store can be reached and written, then run the same command again."
+    where: str
+    reason: str
+
+
+class StorageFull(StorageError):
+    """No space is left, or a quota is used up."""
+
+    code = "NXDT-S001"
+    happened = "No space is left for {where}: {reason}."
+    remedy = (
+        "Checkpoints committed before are intact. Free space, keep fewer checkpoints (checkpoint.keep_last) or name "
+        "another place (checkpoint.uri); the same command then goes on from the newest checkpoint."
+    )
+
+
+class StorageDenied(StorageError):
+    """The store may not be read or written."""
+
+    code = "NXDT-S002"
+    happened = "Access to {where} is denied: {reason}."
+    remedy = "Give this user the right to read and write there, or set checkpoint.uri to a place that is writable."
+
+
+class StoragePathIsFile(StorageError):
+    """A part of the path that must be a directory is something else."""
+
+    code = "NXDT-S003"
+    happened = "{where} cannot hold checkpoints: {reason}."
+    remedy = "Set checkpoint.uri to a directory, which need not exist, or move what lies in the way."
+
+
+class BadStorageKey(StorageError):
+    """A key that no store accepts."""
+
+    code = "NXDT-S004"
+    happened = "{where!r} is no key of a store: {reason}."
+    remedy = "Write keys as relative paths such as 'step-00000100/manifest.json'."
+
+
+class BadStorageUri(StorageError):
+    """An address of a store that means nothing."""
+
+    code = "NXDT-S005"
+    happened = "{where!r} is no address for checkpoints: {reason}."
+    remedy = "Write a path ('runs/a/checkpoints'), 'file:///absolute/path' or 'scheme://…' of an installed store."
+
+
+class UnknownStorageScheme(StorageError):
+    """No installed store serves the scheme of an address."""
+
+    code = "NXDT-S006"
+    happened = "No installed plugin stores checkpoints at '{scheme}://' ({where}): {reason}."
+    remedy = "{hint}"
+    scheme: str
+    known: tuple[str, ...]
+    plugin: str | None = None
+    """Dist that is known to serve the scheme."""
+
+    def _view(self) -> dict[str, Any]:
+        others = f"Or use one of {', '.join(f'{name}://' for name in self.known)} or a plain path."
+        hint = f"pip install {self.plugin}. {others}" if self.plugin else f"Install a plugin that serves it. {others}"
+        return {**super()._view(), "hint": hint}
+
+
+class CheckpointDamaged(StorageError):
+    """A file of a committed checkpoint is not what was written."""
+
+    code = "NXDT-S010"
+    happened = "The checkpoint file {where} is damaged: {reason}."
+    remedy = (
+        "Resume from another step ('nxdt checkpoint list' shows them), or restore the file from a copy; "
+        "'nxdt checkpoint verify' lists all that is damaged."
+    )
+
+
+class CheckpointNotFound(StorageError):
+    """No committed checkpoint where one was asked for."""
+
+    code = "NXDT-S011"
+    happened = "There is no checkpoint at {where}: {reason}."
+    remedy = "'nxdt checkpoint list' shows what an address holds; name its root or one of its step directories."
+
+
+class CheckpointTooNew(StorageError):
+    """A checkpoint of a format that this version does not read."""
+
+    code = "NXDT-S012"
+    happened = "{where} cannot be read by this version of nxdt-core: {reason}."
+    remedy = "pip install --upgrade nxdt-core."
+
+
+class UnsavableState(StorageError):
+    """A value that a checkpoint cannot hold: neither JSON nor a plain tensor."""
+
+    code = "NXDT-S013"
+    happened = "The state under {where!r} cannot be saved: {reason}."
+    remedy = (
+        "Keep None, bool, int, float, str, lists, tuples, dicts and plain tensors in states: a checkpoint holds JSON "
+        "and raw tensors only, so that loading one can run no code."
+    )
+
+
+class CheckpointConflict(StorageError):
+    """Two writers saved the same step at once."""
+
+    code = "NXDT-S014"
+    happened = "{where} was committed by another process meanwhile: {reason}."
+    remedy = "See that no second job writes to this checkpoint.uri, then run the same command again."
+
+
+class TensorNotInCheckpoint(StorageError):
+    """A tensor that was asked for is not in the checkpoint."""
+
+    code = "NXDT-S015"
+    happened = "The checkpoint {where} lacks what was asked for: {reason}."
+    remedy = "Load it into the model and optimizer that it was saved from, or ask for the names that it has."
+
+
+class TensorStateUnsupported(UnsavableState):
+    """A tensor that is not dense, plain and of a known dtype."""
+
+    code = "NXDT-S016"
+    remedy = "Save dense tensors of a floating-point, integer or boolean dtype that hold data."
 
 
 # --- T: training runs -----------------------------------------------------------------------------------
