@@ -1,0 +1,115 @@
+"""The root command, and what becomes of an error: a sentence and status 2, or a bug's traceback and status 1."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from nxdt_core._version import __version__
+from nxdt_core.cli.lazy import LazyCommand, LazyGroup
+from nxdt_core.cli.verb import write_examples
+from nxdt_core.errors import NxdtError
+
+__all__ = ["COMMANDS", "main", "root"]
+
+_INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells report it."""
+
+COMMANDS = {
+    "train": LazyCommand(target="nxdt_core.cli.train:train", summary="Train a model from a YAML file or a recipe."),
+    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
+    "config": LazyCommand(target="nxdt_core.cli.config:config", summary="Check, show and describe configurations."),
+    "recipes": LazyCommand(target="nxdt_core.cli.recipes:recipes", summary="List and print ready-made runs."),
+    "plugins": LazyCommand(target="nxdt_core.cli.plugins:plugins", summary="List, inspect and pin plugins."),
+    "checkpoint": LazyCommand(target="nxdt_core.cli.checkpoint:checkpoint", summary="List and verify checkpoints."),
+}
+"""The commands of the core, in the order of the help text."""
+
+_EXAMPLES = (
+    "nxdt recipes list",
+    "nxdt train recipe:llama-tiny",
+    "nxdt train my_run.yaml trainer.max_steps=1000",
+)
+
+
+class Root(LazyGroup):
+    """The core's commands, then those that plugins add; a plugin cannot replace one of the core's."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The core's names, then the plugins'."""
+        return [*super().list_commands(ctx), *self._contributed()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Find a command; the kernel is started only for a name that the core does not have."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            return command
+        entry = self._contributed().get(cmd_name)
+        return entry.load() if entry else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write both listings."""
+        super().format_commands(ctx, formatter)
+        contributed = self._contributed()
+        if contributed:
+            with formatter.section("Commands of plugins"):
+                formatter.write_dl([(name, entry.summary) for name, entry in contributed.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        write_examples(_EXAMPLES, formatter)
+
+    def _contributed(self) -> dict[str, LazyCommand]:
+        from nxdt_core.cli.contributed import contributed_commands
+
+        return contributed_commands(reserved=self.lazy)
+
+
+root = Root(
+    name="nxdt",
+    lazy=COMMANDS,
+    help="Train large language models from parts that anyone can swap.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+click.version_option(__version__, prog_name="nxdt", message="%(prog)s %(version)s")(root)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run ``nxdt`` and return its exit status; the entry point of the installed script.
+
+    Args:
+        args: the command line without the program's name; None takes it from ``sys.argv``.
+
+    Returns:
+        0 · 2 for a mistake of the user, told in two sentences on standard error · 130 after Ctrl-C. A bug is
+        raised, so that Python prints its traceback and exits with status 1.
+    """
+    try:
+        status = root.main(args, prog_name="nxdt", standalone_mode=False)
+        sys.stdout.flush()
+    except NxdtError as error:
+        return _report(error)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        return _close_stdout()
+    return status if isinstance(status, int) else 0
+
+
+def _report(error: NxdtError) -> int:
+    code, _, rest = str(error).partition(" ")
+    click.echo(f"{click.style(code, fg='red', bold=True)} {rest}", err=True)
+    return error.exit_status
+
+
+def _close_stdout() -> int:
+    """Let the reader of a pipe go away (``nxdt … | head``): the interpreter's last flush must not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,72 @@
+"""``nxdt config``: check, show and describe configurations, without building anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.table import print_facts
+from nxdt_core.cli.verb import VerbGroup, as_json, config_arguments, print_json
+
+if TYPE_CHECKING:
+    from nxdt_core.config import ResolvedConfig
+
+__all__ = ["config"]
+
+
+@click.group(
+    cls=VerbGroup,
+    short_help="Check, show and describe configurations.",
+    examples=("nxdt config check my_run.yaml", "nxdt config show recipe:llama-tiny"),
+)
+def config() -> None:
+    """Look at configurations without building anything. CONFIG is a YAML file or recipe:NAME."""
+
+
+@config.command(
+    "check", examples=("nxdt config check my_run.yaml", "nxdt config check my_run.yaml trainer.max_steps=1000")
+)
+@config_arguments
+def check(source: str, overrides: tuple[str, ...]) -> None:
+    """Check a configuration: report every mistake at once, with file and line, or say what would run."""
+    from nxdt_core.config import load
+
+    resolved = load(source, overrides)
+    for note in resolved.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(f"{click.style('ok', fg='green')}: {source}")
+    print_facts(_summary(resolved))
+
+
+@config.command(
+    "show",
+    examples=(
+        "nxdt config show recipe:llama-tiny",
+        "nxdt config show my_run.yaml --set",
+        "nxdt config show my_run.yaml --json",
+    ),
+)
+@config_arguments
+@click.option("--set", "only_set", is_flag=True, help="Leave out values that are defaults.")
+@as_json
+def show(source: str, overrides: tuple[str, ...], only_set: bool, json_output: bool) -> None:
+    """Print every value of a configuration and where it comes from, as YAML that can be trained again."""
+    from nxdt_core.cli.config_view import as_yaml, with_origins
+    from nxdt_core.config import load
+
+    resolved = load(source, overrides)
+    if json_output:
+        print_json(with_origins(resolved))
+    else:
+        click.echo(as_yaml(resolved, only_set=only_set), nl=False)
+
+
+def _summary(resolved: ResolvedConfig) -> list[tuple[str, str]]:
+    """What would run, one line a slot of the configuration."""
+    facts = []
+    for slot, selected in resolved.components.items():
+        if selected is not None:
+            component = selected.component
+            facts.append((slot, f"{component.record.name}  ({component.dist} {component.version})"))
+    return [*facts, ("run directory", str(resolved.run_dir)), ("checkpoints", resolved.checkpoint_uri)]

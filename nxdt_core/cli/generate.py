@@ -1,0 +1,47 @@
+"""``nxdt generate``: see what a model has learned."""
+
+from __future__ import annotations
+
+import click
+
+from nxdt_core.cli.verb import Verb
+
+__all__ = ["generate"]
+
+_RUN = "nxdt_experiments/llama-tiny/checkpoints"
+
+
+@click.command(
+    cls=Verb,
+    short_help="Continue a prompt with a checkpoint.",
+    examples=(
+        f'nxdt generate {_RUN} "In the beginning"',
+        f'nxdt generate {_RUN} "In the beginning" --temperature 0.8 --top-k 50 --seed 7',
+    ),
+)
+@click.argument("checkpoint")
+@click.argument("prompt")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to add.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    show_default=True,
+    help="0 takes the likeliest token each time; 1 samples as the model says.",
+)
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample among the K likeliest tokens only.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
+def generate(
+    checkpoint: str, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int
+) -> None:
+    """Continue PROMPT with the model of CHECKPOINT.
+
+    CHECKPOINT is a checkpoint.uri, of which the newest step that is whole is taken, or one step of it. The
+    model and its tokenizer are built from the configuration that the checkpoint keeps.
+    """
+    from nxdt_core.training.generate import generate as continue_prompt
+
+    text = continue_prompt(
+        checkpoint, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    click.echo(prompt + text)

@@ -1,0 +1,49 @@
+"""Command groups whose commands are imported on use, so that ``nxdt --help`` costs no more than its own text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import click
+
+__all__ = ["LazyCommand", "LazyGroup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyCommand:
+    """Where a command lies, and the line that a listing shows for it without importing it."""
+
+    target: str
+    """``package.module:attribute`` of a :class:`click.Command`."""
+    summary: str
+
+    def load(self) -> click.Command:
+        """Import the command."""
+        module, _, attribute = self.target.partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+
+class LazyGroup(click.Group):
+    """A group over :class:`LazyCommand` entries, listed in the order in which they were given."""
+
+    def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of declaration: the order in which a newcomer needs them."""
+        return [*self.lazy, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one command; None where there is none of that name."""
+        entry = self.lazy.get(cmd_name)
+        return entry.load() if entry else super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the listing from the summaries, importing nothing."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in self.lazy.items()])

@@ -1,0 +1,46 @@
+"""``nxdt recipes``: the ready-made runs that plugins ship."""
+
+from __future__ import annotations
+
+import click
+
+from nxdt_core.cli.table import print_table
+from nxdt_core.cli.verb import VerbGroup, as_json, print_json
+
+__all__ = ["recipes"]
+
+
+@click.group(
+    cls=VerbGroup,
+    short_help="List and print ready-made runs.",
+    examples=("nxdt recipes list", "nxdt recipes show llama-tiny > my_run.yaml"),
+)
+def recipes() -> None:
+    """Ready-made runs that plugins ship. Run one as it is, or print it and make it your own."""
+
+
+@recipes.command("list", examples=("nxdt recipes list", "nxdt recipes list --json"))
+@as_json
+def list_(json_output: bool) -> None:
+    """List the recipes of the installed plugins."""
+    from nxdt_core.config.recipes import list_recipes
+    from nxdt_core.kernel import Kernel
+
+    found = list_recipes(Kernel.start())
+    if json_output:
+        print_json([{"name": r.name, "plugin": r.plugin, "summary": r.summary} for r in found])
+    elif found:
+        print_table(("NAME", "PLUGIN", "SUMMARY"), [(r.name, r.plugin, r.summary) for r in found])
+    else:
+        click.echo("No installed plugin ships a recipe; 'nxdt plugins list' shows the plugins.", err=True)
+
+
+@recipes.command("show", examples=("nxdt recipes show llama-tiny", "nxdt recipes show llama-tiny > my_run.yaml"))
+@click.argument("name")
+def show(name: str) -> None:
+    """Print the YAML of a recipe."""
+    from nxdt_core.config.recipes import find_recipe
+    from nxdt_core.kernel import Kernel
+
+    recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))
+    click.echo(recipe.text, nl=not recipe.text.endswith("\n"))

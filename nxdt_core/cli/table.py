@@ -1,0 +1,83 @@
+"""Plain aligned tables: readable in a terminal, and one line a row for ``grep`` where the output is no terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+
+import click
+
+__all__ = ["human_size", "print_facts", "print_table", "shade"]
+
+_GAP = "  "
+_NARROWEST_LAST = 24
+"""Columns that the last column keeps, however narrow the terminal."""
+
+_SHADES = {
+    "ok": "green",
+    "committed": "green",
+    "unfinished": "yellow",
+    "blocked": "yellow",
+    "shadowed": "yellow",
+    "incompatible": "red",
+    "broken": "red",
+    "corrupt": "red",
+    "damaged": "red",
+}
+
+
+def shade(state: str) -> str:
+    """Colour a state word by how much it should worry; click drops the colour where no terminal reads it."""
+    return click.style(state, fg=_SHADES.get(state))
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """Print rows under a header; the last column wraps at the terminal's edge.
+
+    Args:
+        header: column titles.
+        rows: cells as text, colours included; as many a row as the header has.
+        right: titles of the columns that are aligned to the right.
+    """
+    widths = [max(len(click.unstyle(cells[column])) for cells in (header, *rows)) for column in range(len(header))]
+    pads: list[Callable[[str, int], str]] = [_right if title in right else _left for title in header]
+    hang = sum(widths[:-1]) + len(_GAP) * (len(header) - 1)
+    bold = [click.style(title, bold=True) for title in header]
+    for cells in (bold, *rows):
+        lead = "".join(pad(cell, width) + _GAP for pad, cell, width in zip(pads[:-1], cells, widths, strict=False))
+        last = pads[-1](cells[-1], widths[-1]) if header[-1] in right else cells[-1]
+        click.echo((lead + _wrapped(last, hang)).rstrip())
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print ``name  value`` lines with the values aligned."""
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        click.echo(f"{click.style(name.ljust(width), bold=True)}{_GAP}{_wrapped(value, width + len(_GAP))}".rstrip())
+
+
+def human_size(size_bytes: int) -> str:
+    """Bytes in the unit that leaves one to four digits: ``1.4 MiB``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _left(cell: str, width: int) -> str:
+    return cell + " " * (width - len(click.unstyle(cell)))
+
+
+def _right(cell: str, width: int) -> str:
+    return " " * (width - len(click.unstyle(cell))) + cell
+
+
+def _wrapped(text: str, hang: int) -> str:
+    if not sys.stdout.isatty() or len(click.unstyle(text)) != len(text):
+        return text
+    width = max(shutil.get_terminal_size().columns - hang, _NARROWEST_LAST)
+    return f"\n{' ' * hang}".join(textwrap.wrap(text, width, break_on_hyphens=False) or [""])
