@@ -1,0 +1,46 @@
+"""Text as its UTF-8 bytes: ids 0 to 255 and three special tokens. Needs no files, knows every script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.builtins.tokenizer_config import ByteTokenizerConfig
+
+__all__ = ["ByteTokenizer"]
+
+_BYTES = 256
+
+
+class ByteTokenizer:
+    """``ByteTokenizer(config).encode("hi") == [104, 105]``."""
+
+    vocab_size: int = _BYTES + 3
+    bos_id: int | None = _BYTES
+    eos_id: int | None = _BYTES + 1
+    pad_id: int | None = _BYTES + 2
+
+    def __init__(self, config: ByteTokenizerConfig | None = None) -> None:
+        """There is nothing to configure; ``config`` is what the kind's call passes."""
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes of ``text``; a lone surrogate, which UTF-8 cannot express, becomes a question mark."""
+        return list(text.encode("utf-8", "replace"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same for many texts."""
+        return [self.encode(text) for text in texts]
+
+    def encode_to_array(self, text: str) -> NDArray[np.uint8]:
+        """The same as :meth:`encode` in an array of one byte a token, a hundred times as fast."""
+        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ``ids``; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
+        return bytes(i for i in ids if 0 <= i < _BYTES).decode("utf-8", "replace")
+
+    def fingerprint(self) -> str:
+        """Names the rule; there is no vocabulary to digest."""
+        return "byte-1"

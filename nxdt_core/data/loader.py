@@ -1,0 +1,125 @@
+"""The loader of a run: one item a step, an exact position, the same samples in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nxdt_core.data.prefetch import run_ahead
+from nxdt_core.data.sampler import GlobalOrder
+from nxdt_core.data.sources import MapSource, Position, Slicing, StreamSource
+from nxdt_core.errors import BadBatchSize, DataChanged
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+
+__all__ = ["GlobalBatchLoader"]
+
+
+class GlobalBatchLoader:
+    """Iterates global batches: each item is the list of this rank's micro-batches of one step.
+
+    The samples of step k are those at the places ``k * global_batch_size`` … of the global order. That order knows
+    nothing of ranks, micro-batches or workers, so a run may stop at any step and go on with other ones of these.
+    Epochs follow each other without a gap: a batch may hold the end of one and the beginning of the next.
+
+    Args:
+        dataset: samples by index, or in an order of their own (``seed`` and ``shuffle`` are then its own affair).
+        global_batch_size: samples of one optimizer step, over all ranks.
+        micro_batch_size: samples of one forward pass on one rank.
+        seed: decides the order, together with the number of the epoch.
+        shuffle: whether map-style samples are taken in a random order, another one each epoch.
+        dp_rank, dp_size: which of the data-parallel ranks this is.
+        drop_last: leave out the last global batch of a single pass where it is not full. (A repeating loader has
+            none such.) Otherwise it is filled up with samples without loss tokens to whole micro-batches, equally
+            many on each rank.
+        repeat: begin again at the end of the data. False is one pass, for validation; each new iteration is then a
+            pass of its own, unless ``load_state_dict`` has just set a position.
+        num_workers: threads that prepare steps ahead; 0 prepares each when it is asked for. Map-style datasets are
+            read from that many threads at once, others from one.
+
+    Raises:
+        BadBatchSize: the global batch is not a multiple of micro-batch size x ranks.
+        EmptyDataset: the dataset has no samples.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset | IterableDataset,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        shuffle: bool,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        drop_last: bool = False,
+        repeat: bool = True,
+        num_workers: int = 0,
+    ) -> None:
+        if min(global_batch_size, micro_batch_size, dp_size) < 1 or global_batch_size % (micro_batch_size * dp_size):
+            raise BadBatchSize(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp_size=dp_size)
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"dp_rank {dp_rank} is not below dp_size {dp_size}")
+        slicing = Slicing(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            repeat=repeat,
+            drop_last=drop_last,
+        )
+        self._dataset = dataset
+        self._repeat = repeat
+        self._workers = num_workers
+        self._source: MapSource | StreamSource
+        if isinstance(dataset, MapDataset):
+            self._source = MapSource(dataset, GlobalOrder(len(dataset), seed=seed, shuffle=shuffle), slicing)
+            self._order = f"shuffled with seed {seed}" if shuffle else "in sequence"
+        else:
+            self._source = StreamSource(dataset, slicing)
+            self._order = "the dataset's own"
+            self._workers = min(num_workers, 1)
+        self._position = Position()
+        self._loaded = False
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Go on after the last step that was yielded."""
+        if not (self._repeat or self._loaded):
+            self._position = Position()
+        self._loaded = False
+        for step in run_ahead(self._source.jobs(self._position), self._workers):
+            if step is None:
+                return
+            self._position = step.after
+            yield step.batches
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples, over all ranks, of the steps that were yielded since the run began."""
+        return self._position.samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able position behind the last step that was yielded, however far the workers have got."""
+        state: dict[str, Any] = {
+            "consumed_samples": self._position.samples,
+            "fingerprint": self._dataset.fingerprint(),
+            "order": self._order,
+        }
+        if self._position.stream is not None:
+            state["stream"] = self._position.stream
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin behind the position of ``state``.
+
+        Raises:
+            DataChanged: the state is of other data, or of another order of it.
+        """
+        for key, what, found in (
+            ("fingerprint", "data of the fingerprint", self._dataset.fingerprint()),
+            ("order", "samples", self._order),
+        ):
+            if state[key] != found:
+                raise DataChanged(what=what, saved=state[key], found=found)
+        self._position = Position(samples=int(state["consumed_samples"]), stream=state.get("stream"))
+        self._loaded = True

@@ -1,0 +1,105 @@
+"""Documents end to end, cut into samples of one length; each token but the first is a label exactly once.
+
+Sample i is the window of ``seq_length + 1`` tokens from ``i * seq_length`` on: its inputs are all but the last, its
+labels all but the first. What is left behind the last whole window is not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.data.digest import digest
+from nxdt_core.data.tokens import TokenStream
+from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+
+__all__ = ["PackedDataset", "Packing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """What documents in one sample know of each other. The defaults keep them apart."""
+
+    reset_attention_mask: bool = True
+    """Number the documents of a sample, so that attention stays within each (a block-diagonal mask); a label that
+    is the first token of the next document then counts for nothing, for nothing before it could tell."""
+    reset_position_ids: bool = True
+    """Let positions restart at 0 with each document."""
+    eod_id: int | None = None
+    """Where given, positions whose *input* is this end-of-document token have no label."""
+
+
+class PackedDataset:
+    """A map-style dataset over a :class:`TokenStream`.
+
+    Args:
+        stream: the tokens; a sample is cut from them when it is asked for.
+        seq_length: tokens of a sample.
+        packing: see there. The numbering and the positions are left out (None) where the stream is a single
+            document, for which they say nothing.
+        source: digest of what the stream was made of; part of the fingerprint. None digests the tokens.
+    """
+
+    def __init__(
+        self, stream: TokenStream, *, seq_length: int, packing: Packing | None = None, source: str | None = None
+    ) -> None:
+        self._tokens = stream.tokens
+        self._starts = stream.starts
+        self._seq_length = seq_length
+        self._packing = packing or Packing()
+        self._many = len(stream.starts) > 1
+        self._source = source
+
+    def __len__(self) -> int:
+        return max(0, len(self._tokens) - 1) // self._seq_length
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        begin = index * self._seq_length
+        window = self._tokens[begin : begin + self._seq_length + 1].astype(np.int64)
+        inputs, labels = window[:-1], window[1:]
+        document_ids = position_ids = None
+        if self._many:
+            inner = self._inner_starts(begin)
+            if self._packing.reset_attention_mask:
+                document_ids = _numbered(inner, self._seq_length)
+                labels = _without(labels, inner - 1)
+            if self._packing.reset_position_ids:
+                position_ids = _restarted(inner, self._seq_length)
+        if self._packing.eod_id is not None:
+            labels = np.where(inputs == self._packing.eod_id, IGNORE_INDEX, labels)
+        return Sample(input_ids=inputs, labels=labels, position_ids=position_ids, document_ids=document_ids)
+
+    def fingerprint(self) -> str:
+        """Digest of the source, the sequence length and the packing."""
+        if self._source is None:
+            self._source = digest(self._tokens.dtype.str, self._tokens, self._starts)
+        return digest(self._source, self._seq_length, len(self), self._packing)
+
+    def _inner_starts(self, begin: int) -> NDArray[np.int64]:
+        """Starts of documents within a window, relative to it: 1 … seq_length (a label's place counts)."""
+        first, last = np.searchsorted(self._starts, (begin + 1, begin + self._seq_length + 1))
+        return self._starts[first:last] - begin
+
+
+def _numbered(inner: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    steps = np.zeros(length + 1, dtype=np.int64)
+    steps[inner] = 1
+    return np.cumsum(steps[:-1])
+
+
+def _restarted(inner: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    places = np.arange(length, dtype=np.int64)
+    latest = np.zeros(length + 1, dtype=np.int64)
+    latest[inner] = inner
+    return places - np.maximum.accumulate(latest[:-1])
+
+
+def _without(labels: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    if len(places):
+        labels = labels.copy()  # a view of the window, whose inputs shall keep these tokens
+        labels[places] = IGNORE_INDEX
+    return labels

@@ -1,0 +1,154 @@
+"""Datasets as a series of steps: the jobs that build one rank's part of each global batch.
+
+The global batch of a step is the same whatever the layout; rank r of n takes its r-th of n equal slices. Where a
+single pass ends within a global batch, every rank yields as many micro-batches as the fullest, and rows without a
+sample are blank (see :func:`nxdt_core.data.collate.blank_like`), so that collectives of all ranks still meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxdt_core.data.collate import blank_like, collate
+from nxdt_core.data.sampler import GlobalOrder
+from nxdt_core.errors import EmptyDataset
+from nxdt_core.protocols.batch import Batch, Sample
+from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+
+__all__ = ["Job", "MapSource", "Position", "Slicing", "Step", "StreamSource"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """A place between two steps."""
+
+    samples: int = 0
+    """Samples of the global order that lie before it."""
+    stream: dict[str, Any] | None = None
+    """State of an iterable dataset; None means its beginning, and for map-style data always."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One rank's part of a global batch, and the position after it."""
+
+    batches: list[Batch]
+    after: Position
+
+
+Job = Callable[[], Step | None]
+"""Builds a step; None where the data of a single pass ended before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """How a global batch is cut into the micro-batches of one rank."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    repeat: bool
+    drop_last: bool
+
+    @property
+    def mine(self) -> range:
+        """This rank's places within a global batch."""
+        per_rank = self.global_batch_size // self.dp_size
+        return range(self.dp_rank * per_rank, (self.dp_rank + 1) * per_rank)
+
+    def cut(self, samples: Sequence[Sample], template: Sample, found: int) -> list[Batch]:
+        """Micro-batches of this rank's ``samples``, filled up with blanks made of ``template``.
+
+        Args:
+            samples: those of the ``found`` samples of the global batch that stand at :attr:`mine`.
+            template: any sample of the global batch.
+            found: samples in the global batch; fewer than its size only at the end of a single pass.
+        """
+        size = self.micro_batch_size
+        micro_batches = -(-min(found, len(self.mine)) // size)
+        blanks = [blank_like(template)] * (micro_batches * size - len(samples))
+        rows = [*samples, *blanks]
+        return [collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+    def keeps(self, found: int) -> bool:
+        """Whether a global batch with ``found`` samples is used."""
+        return found == self.global_batch_size or (found > 0 and not self.drop_last)
+
+
+class MapSource:
+    """Steps of samples that are found by index; jobs may run in any order and at once."""
+
+    def __init__(self, dataset: MapDataset, order: GlobalOrder, slicing: Slicing) -> None:
+        self._dataset = dataset
+        self._order = order
+        self._slicing = slicing
+
+    def jobs(self, position: Position) -> Iterator[Job]:
+        """Jobs of the steps after ``position``; endless, unless the data is passed once."""
+        size = self._slicing.global_batch_size
+        start = position.samples
+        while True:
+            found = size if self._slicing.repeat else max(0, min(size, len(self._dataset) - start))
+            if not self._slicing.keeps(found):
+                return
+            indices = self._order.indices(start, start + found).tolist()
+            start += found
+            yield self._job(indices, Position(samples=start))
+
+    def _job(self, indices: list[int], after: Position) -> Job:
+        def build() -> Step:
+            mine = self._slicing.mine
+            samples = [self._dataset[index] for index in indices[mine.start : mine.stop]]
+            template = samples[0] if samples else self._dataset[indices[0]]
+            return Step(batches=self._slicing.cut(samples, template, len(indices)), after=after)
+
+        return build
+
+
+class StreamSource:
+    """Steps of samples in the dataset's own order; each rank reads them all and keeps its own.
+
+    Jobs run one after the other (one worker), and each records where the dataset stood behind its samples.
+    """
+
+    def __init__(self, dataset: IterableDataset, slicing: Slicing) -> None:
+        self._dataset = dataset
+        self._slicing = slicing
+        self._beginning = dataset.state_dict()
+
+    def jobs(self, position: Position) -> Iterator[Job]:
+        """Endless jobs of the steps after ``position``; they build None behind the end of a single pass."""
+        self._dataset.load_state_dict(self._beginning if position.stream is None else position.stream)
+        samples = self._endless() if self._slicing.repeat else iter(self._dataset)
+        reached = position.samples
+
+        def build() -> Step | None:
+            nonlocal reached
+            slicing = self._slicing
+            template, mine, found = None, [], 0
+            for found, sample in zip(range(1, slicing.global_batch_size + 1), samples, strict=False):
+                template = template or sample
+                if found - 1 in slicing.mine:
+                    mine.append(sample)
+            if template is None or not slicing.keeps(found):
+                return None
+            reached += found
+            after = Position(samples=reached, stream=self._dataset.state_dict())
+            return Step(batches=slicing.cut(mine, template, found), after=after)
+
+        while True:
+            yield build
+
+    def _endless(self) -> Iterator[Sample]:
+        while True:
+            empty = True
+            for sample in self._dataset:
+                empty = False
+                yield sample
+            # A resumed pass may be empty because the checkpoint stands at its very end; two in a row may not.
+            if empty and self._dataset.state_dict() == self._beginning:
+                raise EmptyDataset()
+            self._dataset.load_state_dict(self._beginning)

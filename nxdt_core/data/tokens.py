@@ -1,0 +1,85 @@
+"""Tokenised documents end to end in one compact array: what packing cuts into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.protocols.tokenizer import Tokenizer
+
+__all__ = ["ArrayTokenizer", "TokenStream", "compact_dtype", "tokenize"]
+
+_BATCH = 256
+"""Documents given to a tokenizer at once: enough for the threads of its library."""
+
+
+@runtime_checkable
+class ArrayTokenizer(Protocol):
+    """A tokenizer that yields an array without building a Python list; used where it is offered."""
+
+    def encode_to_array(self, text: str) -> NDArray[np.unsignedinteger]:
+        """The ids of ``encode(text)``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStream:
+    """Documents in order, without gaps."""
+
+    tokens: NDArray[np.unsignedinteger]
+    """[tokens], of the smallest of uint8, uint16 and uint32 that holds the vocabulary."""
+    starts: NDArray[np.int64]
+    """[documents] places of the first token of each document; ascending, the first is 0. Empty for no tokens."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def split(self, at: int) -> tuple[TokenStream, TokenStream]:
+        """The tokens before and from ``at``; a document that is cut becomes two."""
+        first = TokenStream(tokens=self.tokens[:at], starts=self.starts[self.starts < at])
+        inner = self.starts[self.starts > at] - at
+        head = np.zeros(1 if at < len(self) else 0, dtype=np.int64)
+        return first, TokenStream(tokens=self.tokens[at:], starts=np.concatenate([head, inner]))
+
+
+def compact_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest unsigned type for the ids below ``vocab_size``."""
+    return np.min_scalar_type(max(vocab_size - 1, 0))
+
+
+def tokenize(
+    documents: Iterable[str], tokenizer: Tokenizer, *, bos_id: int | None = None, eos_id: int | None = None
+) -> TokenStream:
+    """Tokenise documents, with ``bos_id`` before and ``eos_id`` behind each where they are given.
+
+    Documents without tokens of their own are left out, their special tokens with them.
+    """
+    dtype = compact_dtype(tokenizer.vocab_size)
+    head = np.array([] if bos_id is None else [bos_id], dtype)
+    tail = np.array([] if eos_id is None else [eos_id], dtype)
+    parts: list[NDArray[np.unsignedinteger]] = []
+    lengths: list[int] = []
+    for ids in _encoded(documents, tokenizer, dtype):
+        if len(ids):
+            parts += (head, ids, tail)
+            lengths.append(len(head) + len(ids) + len(tail))
+    tokens = np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.empty(0, dtype)
+    starts = np.cumsum([0, *lengths], dtype=np.int64)[: len(lengths)]
+    return TokenStream(tokens=tokens, starts=starts)
+
+
+def _encoded(
+    documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger]
+) -> Iterator[NDArray[np.unsignedinteger]]:
+    if isinstance(tokenizer, ArrayTokenizer):
+        yield from map(tokenizer.encode_to_array, documents)
+        return
+    remaining = iter(documents)
+    while batch := list(islice(remaining, _BATCH)):
+        for ids in tokenizer.encode_batch(batch):
+            yield np.array(ids, dtype)

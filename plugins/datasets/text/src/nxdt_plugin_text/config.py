@@ -1,0 +1,57 @@
+"""The keys of ``data:`` that belong to ``name: text``. Importing this costs nothing: no torch, no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["TextConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """Plain text and JSONL files, tokenised when the run starts and kept in memory.
+
+    A file whose name ends in ``.jsonl`` or ``.ndjson`` has a JSON object a line, every other is plain text; either
+    may be compressed (``.gz``). A path may be a pattern (``corpus/*.txt``); matches are taken in sorted order.
+    """
+
+    train_files: tuple[Path, ...] = ()
+    """Files to train on, in this order."""
+    validation_files: tuple[Path, ...] = ()
+    """Files to validate on."""
+    test_files: tuple[Path, ...] = ()
+    """Files to test on."""
+    validation_fraction: float = 0.0
+    """Share of the training tokens, taken from their end, to validate on instead of files; 0 takes none."""
+    text_key: str = "text"
+    """Key of the text in each object of a JSONL file."""
+    document_separator: str | None = None
+    """What stands between documents of a plain text file, such as ``"\\n\\n"`` for blank lines; null makes each file
+    one document."""
+    add_bos: bool = False
+    """Put the tokenizer's begin-of-text token before each document."""
+    add_eos: bool = True
+    """Put the tokenizer's end-of-text token behind each document."""
+    reset_attention_mask: bool = True
+    """Keep documents apart that share a sample: attention does not reach from one into another."""
+    reset_position_ids: bool = True
+    """Let positions restart at 0 with each document of a sample."""
+    eod_mask_loss: bool = False
+    """Leave the positions out of the loss whose input is the end-of-text token."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """What cannot work whatever the files hold, as (key, message)."""
+        if not (self.train_files or self.validation_files or self.test_files):
+            yield "train_files", "no files are named; give at least one path or pattern"
+        if not 0 <= self.validation_fraction < 1:
+            yield "validation_fraction", f"{self.validation_fraction} is not a share; it must be at least 0 and below 1"
+        if self.validation_fraction and self.validation_files:
+            yield "validation_fraction", "validation_files are named too; set one of the two"
+        if self.validation_fraction and not self.train_files:
+            yield "validation_fraction", "there are no train_files to take a share of"
+        if self.document_separator == "":
+            yield "document_separator", "an empty string separates nothing; use null for one document a file"
+        if self.eod_mask_loss and not self.add_eos:
+            yield "eod_mask_loss", "there is no end-of-text token to mask; set add_eos to true"

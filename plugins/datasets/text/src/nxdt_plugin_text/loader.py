@@ -1,0 +1,99 @@
+"""The dataloader ``text``: tokenises a split's files once, keeps the tokens and cuts them into samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nxdt_core.data.digest import digest
+from nxdt_core.data.packing import PackedDataset, Packing
+from nxdt_core.data.tokens import TokenStream, tokenize
+from nxdt_core.errors import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
+from nxdt_core.protocols.dataloader import DataContext, SplitName
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_plugin_text.config import TextConfig
+from nxdt_plugin_text.files import documents, expand, read_bytes
+
+__all__ = ["TextDataloader"]
+
+
+class TextDataloader:
+    """Samples of text files.
+
+    Raises:
+        DataNeedsTokenizer: the run has no tokenizer.
+        SpecialTokenMissing: ``add_bos`` or ``add_eos`` asks for a token that the tokenizer lacks.
+    """
+
+    def __init__(self, config: TextConfig, context: DataContext) -> None:
+        if context.tokenizer is None:
+            raise DataNeedsTokenizer(dataloader="text")
+        self._config = config
+        self._tokenizer: Tokenizer = context.tokenizer
+        self._seq_length = context.seq_length
+        self._bos_id = _special("data.add_bos", config.add_bos, self._tokenizer.bos_id, "begin of text")
+        self._eos_id = _special("data.add_eos", config.add_eos, self._tokenizer.eos_id, "end of text")
+        self._train_and_validation: tuple[PackedDataset, PackedDataset] | None = None
+
+    def split(self, name: SplitName) -> PackedDataset | None:
+        """The samples of a split; None where no files and no fraction are named for it.
+
+        Raises:
+            DataFileNotFound, DataFileUnreadable, EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing: of the
+                files; each names the file and the place.
+            TooFewTokens: the split is shorter than one sample.
+        """
+        if self._config.validation_fraction and name != "test":
+            train, validation = self._divided()
+            return train if name == "train" else validation
+        patterns = {
+            "train": self._config.train_files,
+            "validation": self._config.validation_files,
+            "test": self._config.test_files,
+        }[name]
+        if not patterns:
+            return None
+        stream, source = self._read(patterns, name)
+        return self._packed(stream, source, name)
+
+    def _divided(self) -> tuple[PackedDataset, PackedDataset]:
+        """Training files cut in two at a token, so that no token belongs to both."""
+        if self._train_and_validation is None:
+            stream, source = self._read(self._config.train_files, "train")
+            fraction = self._config.validation_fraction
+            first, second = stream.split(len(stream) - round(len(stream) * fraction))
+            self._train_and_validation = (
+                self._packed(first, digest(source, "train", fraction), "train"),
+                self._packed(second, digest(source, "validation", fraction), "validation"),
+            )
+        return self._train_and_validation
+
+    def _read(self, patterns: tuple[Path, ...], split: SplitName) -> tuple[TokenStream, str]:
+        """Tokens of the files, and a digest of all that decides them."""
+        config = self._config
+        texts: list[str] = []
+        digests: list[str] = []
+        for path in expand(patterns, f"data.{split}_files"):
+            content = read_bytes(path)
+            digests.append(digest(content))
+            texts += documents(path, content, text_key=config.text_key, separator=config.document_separator)
+        stream = tokenize(texts, self._tokenizer, bos_id=self._bos_id, eos_id=self._eos_id)
+        settings = (config.text_key, config.document_separator, self._bos_id, self._eos_id)
+        return stream, digest(*digests, self._tokenizer.fingerprint(), settings)
+
+    def _packed(self, stream: TokenStream, source: str, split: SplitName) -> PackedDataset:
+        needed = self._seq_length + 1
+        if len(stream) < needed:
+            hint = ", or change data.validation_fraction" if self._config.validation_fraction else ""
+            raise TooFewTokens(split=split, found=len(stream), needed=needed, seq_length=self._seq_length, hint=hint)
+        packing = Packing(
+            reset_attention_mask=self._config.reset_attention_mask,
+            reset_position_ids=self._config.reset_position_ids,
+            eod_id=self._eos_id if self._config.eod_mask_loss else None,
+        )
+        return PackedDataset(stream, seq_length=self._seq_length, packing=packing, source=source)
+
+
+def _special(key: str, wanted: bool, token_id: int | None, meaning: str) -> int | None:
+    if wanted and token_id is None:
+        raise SpecialTokenMissing(key=key, token=meaning)
+    return token_id if wanted else None
