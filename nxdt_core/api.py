@@ -41,7 +41,9 @@ __all__ = [
     "PROJECT",
     "AdapterComponent",
     "CallbackComponent",
+    "CliCommand",
     "Component",
+    "ConfigFinding",
     "DataloaderComponent",
     "EngineComponent",
     "Kind",
@@ -166,6 +168,40 @@ class LoggerComponent(Component):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallbackComponent(Component):
     """A factory of a PyTorch Lightning ``Callback``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CliCommand:
+    """A command that a plugin adds under ``nxdt``.
+
+    Raises:
+        BadComponentRecord: the name or target is malformed.
+    """
+
+    name: str
+    """The verb: ``nxdt NAME``."""
+    target: str
+    """``package.module:attribute`` of a :class:`click.Command`; imported when the command is called."""
+    summary: str
+    """One line for ``nxdt --help``."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise BadComponentRecord(record="CliCommand", field="name", found=self.name)
+        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
+            raise BadComponentRecord(record="CliCommand", field="target", found=self.target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFinding:
+    """Something that a plugin finds wrong with a configuration."""
+
+    key: str
+    """Key path: ``model.num_layers``."""
+    message: str
+    """What was found and why it cannot work."""
+    remedy: str = ""
+    """What to write instead; empty where the message says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,90 @@
+"""What exactly is installed: a digest of each plugin's files, and one of the whole set.
+
+A wheel's digest comes from the hashes in its ``RECORD``, so that no file is read; an editable installation, a
+local file and a distribution without ``RECORD`` are read. Equal installations give equal digests on any machine.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path, PurePosixPath
+
+from nxdt_core.kernel.plugin import LOCAL, PluginInfo
+
+__all__ = ["digest_plugin", "fingerprint_plugins"]
+
+_INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
+"""In ``*.dist-info``, written by whoever installs and so different for equal wheels."""
+
+
+def fingerprint_plugins(plugins: Iterable[PluginInfo]) -> str:
+    """Digest of the usable plugins: distribution, version, entry point and files of each. 32 hex digits."""
+    lines = [
+        f"{plugin.dist} {plugin.version} {plugin.name} {digest_plugin(plugin)}"
+        for plugin in plugins
+        if plugin.state == "ok"
+    ]
+    return _hex("\n".join(sorted(lines)).encode())
+
+
+def digest_plugin(plugin: PluginInfo) -> str:
+    """Digest of the files that the plugin was installed from. 32 hex digits."""
+    if plugin.dist == LOCAL:
+        return _hex(Path(plugin.location).read_bytes())
+    record = _wheel_record(plugin)
+    return _hex("\n".join(record).encode()) if record else _digest_files(plugin.module)
+
+
+def _hex(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _wheel_record(plugin: PluginInfo) -> list[str]:
+    """Path and hash of each file of an installed wheel, sorted; empty where the files have to be read."""
+    dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
+    if dist is None or _is_editable(dist):
+        return []
+    rows = [row for row in csv.reader((dist.read_text("RECORD") or "").splitlines()) if len(row) >= 2]
+    return sorted(f"{path} {digest}" for path, digest, *_ in rows if digest and _is_content(PurePosixPath(path)))
+
+
+def _is_editable(dist: Distribution) -> bool:
+    try:
+        origin = json.loads(dist.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return False
+    return bool(isinstance(origin, dict) and origin.get("dir_info", {}).get("editable"))
+
+
+def _is_content(path: PurePosixPath) -> bool:
+    """Whether a file of ``RECORD`` comes from the wheel. (Scripts lie outside and name the interpreter's path.)"""
+    if path.is_absolute() or ".." in path.parts or path.suffix == ".pyc":
+        return False
+    return not (path.parts[0].endswith(".dist-info") and path.name in _INSTALLER_FILES)
+
+
+def _digest_files(module: str) -> str:
+    """Digest of the names and contents of the top-level package or module that an entry point lies in."""
+    spec = importlib.util.find_spec(module.partition(":")[0].partition(".")[0])
+    if spec is None:
+        return _hex(b"")
+    if not spec.submodule_search_locations:
+        return _hex(Path(spec.origin or "").read_bytes())
+    digest = hashlib.sha256()
+    for root in spec.submodule_search_locations:
+        for path in _files(Path(root)):
+            digest.update(f"{path.relative_to(root).as_posix()}\0{_hex(path.read_bytes())}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Files under ``root`` in a fixed order, without byte code and hidden files."""
+    for path in sorted(root.rglob("*")):
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(root).parts)
+        if not hidden and path.is_file():
+            yield path

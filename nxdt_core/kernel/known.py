@@ -1,0 +1,39 @@
+"""Which distribution offers a component that is not installed: the project's own plugins.
+
+It serves one sentence, ``pip install nxdt-plugin-mixtral``, where a name is unknown. Plugins of third parties are
+not listed; a name that is missing here only loses that sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["offering_dist", "serving_dist"]
+
+_COMPONENTS: Final = {
+    ("model_builder", "llama"): "nxdt-plugin-llama",
+    ("model_builder", "gpt"): "nxdt-plugin-gpt",
+    ("model_builder", "mixtral"): "nxdt-plugin-mixtral",
+    ("model_builder", "hf"): "nxdt-plugin-hf",
+    ("dataloader", "text"): "nxdt-plugin-text",
+    ("dataloader", "megatron"): "nxdt-plugin-megatron",
+    ("dataloader", "hf"): "nxdt-plugin-hf-data",
+    ("dataloader", "hf-data"): "nxdt-plugin-hf-data",
+    ("dataloader", "sft-chat"): "nxdt-plugin-sft-chat",
+    ("checkpoint_storage", "s3"): "nxdt-plugin-s3",
+    ("checkpoint_storage", "fsx"): "nxdt-plugin-fsx",
+    ("adapter", "lora"): "nxdt-plugin-lora",
+    ("objective", "dpo"): "nxdt-plugin-preference",
+    ("objective", "orpo"): "nxdt-plugin-preference",
+    ("parallel_engine", "nxd"): "nxdt-plugin-nxd",
+}
+
+
+def offering_dist(kind: str, name: str) -> str | None:
+    """Distribution that offers the component, however the name is written (``SFT_Chat``, ``Mixtral``)."""
+    return _COMPONENTS.get((kind, name.lower().replace("_", "-")))
+
+
+def serving_dist(scheme: str) -> str | None:
+    """Distribution that serves ``scheme://`` locations of checkpoints."""
+    return _COMPONENTS.get(("checkpoint_storage", scheme.lower()))

@@ -1,0 +1,91 @@
+"""Reads the two metadata files of a distribution that concern plugins, without parsing what does not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from importlib.metadata import Distribution
+from pathlib import PurePath
+
+from nxdt_core.api import ENTRY_POINT_GROUP
+from nxdt_core.kernel.policy import normalise
+
+__all__ = ["CoreMetadata", "MalformedMetadata", "directory_stem", "plugin_entries", "read_core_metadata"]
+
+_VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?(\s*\[.*\])?")
+
+
+class MalformedMetadata(Exception):
+    """A metadata file cannot be read; the text is the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreMetadata:
+    """The headers of ``METADATA`` that the kernel needs."""
+
+    name: str
+    version: str
+    requires_core: tuple[str, ...]
+    """``Requires-Dist`` values on nxdt-core, markers included."""
+
+
+def plugin_entries(text: str) -> list[tuple[str, str]]:
+    """Names and values of the group ``nxdt.plugins`` in an ``entry_points.txt``; other groups may be malformed.
+
+    (:mod:`importlib.metadata` parses all groups at once and raises for everybody where one line is bad.)
+
+    Raises:
+        MalformedMetadata: a line of this group is no ``name = package.module``.
+    """
+    entries: dict[str, str] = {}
+    inside = False
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("["):
+            inside = line == f"[{ENTRY_POINT_GROUP}]"
+        elif inside and line and not line.startswith(("#", ";")):
+            name, equals, value = (part.strip() for part in line.partition("="))
+            if not equals or not name or not _VALUE.fullmatch(value):
+                raise MalformedMetadata(f"entry_points.txt has the line {line!r} in [{ENTRY_POINT_GROUP}]")
+            if name in entries:
+                raise MalformedMetadata(f"entry_points.txt names {name!r} twice in [{ENTRY_POINT_GROUP}]")
+            entries[name] = re.sub(r"\s*\[.*\]$|\s+", "", value)
+    return list(entries.items())
+
+
+def read_core_metadata(dist: Distribution) -> CoreMetadata:
+    """Read name, version and the requirements on nxdt-core from ``METADATA`` or ``PKG-INFO``.
+
+    Raises:
+        MalformedMetadata: no such file, not UTF-8, or no name or version in it.
+    """
+    try:
+        text = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MalformedMetadata(f"METADATA cannot be read: {error}") from error
+    if not text:
+        raise MalformedMetadata("METADATA is missing or empty")
+    headers = HeaderParser().parsestr(re.split(r"\r?\n\r?\n", text, maxsplit=1)[0])
+    name, version = headers.get("Name"), headers.get("Version")
+    if not name or not version:
+        raise MalformedMetadata(f"METADATA has no {'Version' if name else 'Name'}")
+    requires = tuple(str(line) for line in headers.get_all("Requires-Dist", ()) if _requires_core(str(line)))
+    return CoreMetadata(name=str(name), version=str(version), requires_core=requires)
+
+
+def _requires_core(line: str) -> bool:
+    found = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line.strip())
+    return found is not None and normalise(found[0]) == "nxdt-core"
+
+
+def directory_stem(dist: Distribution) -> str:
+    """Name part of ``<name>-<version>.dist-info``, normalised; empty where a finder keeps no directory.
+
+    It costs nothing beside reading METADATA of every distribution. (There is no public accessor: the standard
+    library's own de-duplication reads the same private attribute.)
+    """
+    path = getattr(dist, "_path", None)
+    if path is None:
+        return ""
+    directory = path.name if isinstance(path, PurePath) else str(path).rstrip("/").rpartition("/")[2]
+    return normalise(str(directory).partition("-")[0].removesuffix(".egg").removesuffix(".dist"))

@@ -1,0 +1,44 @@
+"""What is known of one plugin without running it, and the state that the kernel found it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BUILTIN", "LOCAL", "PluginInfo", "PluginState"]
+
+PluginState = Literal["ok", "blocked", "incompatible", "broken", "shadowed", "corrupt"]
+"""``ok`` registered · ``blocked`` by the policy · ``incompatible`` with this nxdt-core · ``broken``: its module or its
+hooks fail · ``shadowed`` by the same distribution earlier on the path · ``corrupt``: its metadata cannot be read."""
+
+BUILTIN = "builtin"
+"""Name of the plugin that registers the core's own components."""
+
+LOCAL = "local"
+"""Stands for the distribution of a plugin file that the configuration names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginInfo:
+    """One entry point of the group ``nxdt.plugins``, one local file, or the built-ins."""
+
+    name: str
+    """Entry point, or the stem of a local file."""
+    dist: str
+    """Distribution that brings it; ``local`` for a file that the configuration names."""
+    version: str
+    """Of the distribution; empty where it has none."""
+    module: str
+    """Value of the entry point: ``package.module`` or ``package.module:attribute``."""
+    location: str
+    """Directory of the path that the distribution was found in, or the local file."""
+    requires: tuple[str, ...] = ()
+    """Its ``Requires-Dist`` lines on nxdt-core, as written."""
+    state: PluginState = "ok"
+    reason: str = ""
+    """Why the state is not ``ok``; one line."""
+
+    @property
+    def label(self) -> str:
+        """For messages: ``'llama' (nxdt-plugin-llama 0.1.0)``."""
+        return f"{self.name!r} ({self.dist} {self.version})" if self.version else f"{self.name!r} ({self.dist})"
