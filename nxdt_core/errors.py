@@ -992,3 +992,12 @@ class CannotWriteRunDirectory(NxdtError):
     remedy = "Choose another with exp_manager.exp_dir=…."
     path: str
     reason: str
+
+
+class CannotGenerate(NxdtError):
+    """A checkpoint that text cannot be drawn from."""
+
+    code = "NXDT-T008"
+    happened = "This checkpoint cannot generate: {reason}."
+    remedy = "Give a prompt, and a checkpoint of a run whose section data.tokenizer names a tokenizer."
+    reason: str

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.nn.init import initialize
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
@@ -27,9 +28,8 @@ __all__ = ["TorchEngine"]
 class TorchEngine:
     """Built-in ``parallel_engine``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
-    def __init__(self, config: Any = None, *, accelerator: str = "auto") -> None:
-        del config  # the layout's keys are refused by validation until they have an effect
-        self.device = current_device(accelerator)
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.device = current_device(config.run.trainer.accelerator)
         self.rank_info = RankInfo(mesh={"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1})
 
     def start(self) -> None:

@@ -1,0 +1,117 @@
+"""From a resolved configuration to the objects of a run, one function an object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from nxdt_core import checkpoint
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors import SequenceTooLongForModel, VocabularyTooSmall
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.dataloader import DataContext, Dataloader
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.tokenizer import Tokenizer
+
+__all__ = [
+    "adapters",
+    "dataloader",
+    "engine",
+    "locate",
+    "model_builder",
+    "objective",
+    "precision",
+    "schedule",
+    "schedule_horizon",
+    "storage",
+    "tokenizer",
+]
+
+
+def engine(config: ResolvedConfig) -> ParallelEngine:
+    """The parallel engine, not started."""
+    target = config.selected("parallel_engine").component.load_target()
+    return cast(ParallelEngine, target(config))
+
+
+def model_builder(config: ResolvedConfig) -> ModelBuilder:
+    """The model's builder, checked against the run's sequence length.
+
+    Raises:
+        SequenceTooLongForModel: positions end before the sequence does.
+    """
+    builder = cast(ModelBuilder, _construct(config, "model"))
+    longest = builder.max_sequence_length
+    if longest is not None and config.run.data.seq_length > longest:
+        raise SequenceTooLongForModel(sequence=config.run.data.seq_length, longest=longest)
+    return builder
+
+
+def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenizer | None:
+    """The tokenizer, or None where the configuration names none.
+
+    Raises:
+        VocabularyTooSmall: the tokenizer has ids that a model of ``vocab_size`` has no row for.
+    """
+    if config.components["tokenizer"] is None:
+        return None
+    made = cast(Tokenizer, _construct(config, "tokenizer"))
+    if vocab_size is not None and made.vocab_size > vocab_size:
+        raise VocabularyTooSmall(tokenizer=made.vocab_size, model=vocab_size)
+    return made
+
+
+def dataloader(config: ResolvedConfig, tokenizer: Tokenizer | None) -> Dataloader:
+    """The source of samples."""
+    context = DataContext(seq_length=config.run.data.seq_length, seed=config.run.seed, tokenizer=tokenizer)
+    return cast(Dataloader, _construct(config, "data", context))
+
+
+def objective(config: ResolvedConfig) -> Objective:
+    """The loss."""
+    return cast(Objective, _construct(config, "objective"))
+
+
+def precision(config: ResolvedConfig) -> PrecisionPolicy:
+    """The dtypes."""
+    return cast(PrecisionPolicy, _construct(config, "precision"))
+
+
+def adapters(config: ResolvedConfig) -> Sequence[Adapter]:
+    """The adapter as a sequence of none or one."""
+    return () if config.components["adapter"] is None else (cast(Adapter, _construct(config, "adapter")),)
+
+
+def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
+    """What the learning-rate curve depends on beside its own section."""
+    optim = config.run.model.optim
+    return ScheduleHorizon(max_steps=optim.sched.max_steps, lr=optim.lr)
+
+
+def schedule(config: ResolvedConfig) -> LRSchedule:
+    """The learning-rate curve."""
+    return cast(LRSchedule, _construct(config, "lr_scheduler", schedule_horizon(config)))
+
+
+def storage(config: ResolvedConfig) -> CheckpointStorage:
+    """Where the run's checkpoints lie."""
+    return locate(config, config.checkpoint_uri)[0]
+
+
+def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStorage, int | None]:
+    """The store behind ``uri`` and the step that it names, None where it names the root of a run's checkpoints.
+
+    The options of ``checkpoint.storage`` hold for every URI that the run's own store serves.
+    """
+    selected = config.components["checkpoint_storage"]
+    return checkpoint.locate(uri, config.kernel, None if selected is None else selected.config)
+
+
+def _construct(config: ResolvedConfig, slot: str, *more: Any) -> Any:
+    selected = config.selected(slot)
+    return selected.component.load_target()(selected.config, *more)

@@ -1,0 +1,83 @@
+"""What a person sees of a running training: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+__all__ = ["Console", "human"]
+
+
+class Console:
+    """Prints to standard error; silent on all ranks but one.
+
+    Args:
+        max_steps: end of the run, −1 for none.
+        speaks: whether this rank prints at all.
+        bar: whether to draw a bar; None: on a terminal.
+        stream: standard error where None.
+    """
+
+    def __init__(
+        self, max_steps: int, *, speaks: bool = True, bar: bool | None = None, stream: TextIO | None = None
+    ) -> None:
+        self._total = max_steps if max_steps > 0 else None
+        self._stream = stream or sys.stderr
+        self._draws = self._stream.isatty() if bar is None else bar
+        self._speaks = speaks
+        self._bar: Any = None
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if not self._speaks:
+            return
+        if self._bar is not None:
+            self._bar.clear()
+        print(line, file=self._stream, flush=True)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Show a row of metrics."""
+        if not self._speaks:
+            return
+        if not self._draws:
+            self.say(self._line(row))
+            return
+        if self._bar is None:
+            # Refreshed at logging steps only: a bar that redraws each step costs 2 ms of each.
+            self._bar = tqdm(total=self._total, initial=row["step"], file=self._stream, unit="step", mininterval=0)
+        self._bar.set_postfix_str(_values(row), refresh=False)
+        self._bar.update(row["step"] - self._bar.n)
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        """Show the loss of a validation."""
+        loss = "none" if row["loss"] is None else f"{row['loss']:.4f}"
+        self.say(f"step {row['step']}: validation loss {loss} over {row['tokens']:,} tokens")
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        of = "" if self._total is None else f"/{self._total}"
+        return f"step {row['step']}{of}  {_values(row)}"
+
+
+def _values(row: Mapping[str, Any]) -> str:
+    mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
+    return (
+        f"loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+        f"{human(row['tokens_per_s'])} tokens/s{mfu}"
+    )
+
+
+def human(number: float) -> str:
+    """A count in three digits: ``12.3k``."""
+    for bound, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= bound:
+            return f"{number / bound:.3g}{suffix}"
+    return f"{number:.3g}"

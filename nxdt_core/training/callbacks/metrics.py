@@ -1,0 +1,171 @@
+"""Metrics: one device-to-host copy a logging step, then to ``metrics.jsonl``, the loggers and the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import pytorch_lightning as pl
+import torch
+
+from nxdt_core.parallel.profile import max_memory_bytes, peak_flops, reset_max_memory
+from nxdt_core.training.callbacks.console import Console
+
+if TYPE_CHECKING:
+    from nxdt_core.training.datamodule import NxdtDataModule
+    from nxdt_core.training.module import NxdtModule
+
+__all__ = ["METRICS_FILE", "VALIDATION_FILE", "MetricsWriter"]
+
+METRICS_FILE = "metrics.jsonl"
+"""One JSON object per logged training step; appended, so after a resume the last row of a step counts."""
+VALIDATION_FILE = "validation.jsonl"
+"""One JSON object per validation."""
+
+
+class MetricsWriter(pl.Callback):
+    """Writes the training metrics every ``every`` steps and the loss of each validation.
+
+    Args:
+        run_dir: directory of the two files.
+        console: where a person reads along.
+        every: steps between two rows.
+        flops_per_token: of forward and backward, for the share of the device's peak.
+        compute_dtype: dtype of the matrix products, which decides the peak.
+    """
+
+    def __init__(
+        self, run_dir: Path, console: Console, *, every: int, flops_per_token: float, compute_dtype: str
+    ) -> None:
+        self._run_dir = run_dir
+        self._console = console
+        self._every = max(1, every)
+        self._flops_per_token = flops_per_token
+        self._compute_dtype = compute_dtype
+        self._file: TextIO | None = None
+        self._peak: float | None = None
+        self._begun = self._waited = 0.0
+        self._logged_step = self._logged_tokens = 0
+        self._tokens_per_s: list[float] = []
+        self._validation: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.last: dict[str, Any] = {}
+        """The newest row."""
+
+    @property
+    def typical_tokens_per_s(self) -> float | None:
+        """Median over the logged intervals of this process, the first (warm-up) left out where there are more."""
+        rows = sorted(self._tokens_per_s[1:] or self._tokens_per_s)
+        return rows[len(rows) // 2] if rows else None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
+        """Open the file and start the clocks."""
+        device = pl_module.engine.device
+        reset_max_memory(device)
+        peak = peak_flops(device, self._compute_dtype)
+        self._peak = None if peak is None else peak * pl_module.engine.rank_info.world_size
+        if trainer.is_global_zero:
+            self._file = (self._run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        state = pl_module.train_state
+        self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
+        self._waited, self._begun = self._wait(trainer), time.perf_counter()
+
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write a row every ``every`` steps and at the end."""
+        step = pl_module.train_state.step
+        if step % self._every == 0 or step == trainer.max_steps:
+            self._log(trainer, pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget the last validation."""
+        self._validation.clear()
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the loss on the device."""
+        self._validation.append((outputs.loss, outputs.weight))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
+        """Write the loss per loss token of the whole validation; its time is not the training's."""
+        if self._validation and not trainer.sanity_checking:
+            total = sum(float(loss) * float(weight) for loss, weight in self._validation)
+            weight = sum(float(weight) for _, weight in self._validation)
+            row = {
+                "step": pl_module.train_state.step,
+                "loss": total / weight if weight else None,
+                "tokens": int(weight),
+            }
+            trainer.callback_metrics["val_loss"] = torch.tensor(total / weight if weight else math.nan)
+            if trainer.is_global_zero:
+                _append(self._run_dir / VALIDATION_FILE, row)
+                self._send(trainer, {"val_loss": row["loss"]}, pl_module.train_state.step)
+                self._console.validation(row)
+        self._begun, self._waited = time.perf_counter(), self._wait(trainer)
+        self._logged_step = pl_module.train_state.step
+        self._logged_tokens = pl_module.train_state.consumed_tokens
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _log(self, trainer: pl.Trainer, module: NxdtModule) -> None:
+        state, result = module.train_state, module.last
+        named = {"loss": result.loss.loss, "grad_norm": result.grad_norm, **result.loss.metrics}
+        values = torch.stack([value.detach().float() for value in named.values()]).tolist()  # the one copy
+        now, waited = time.perf_counter(), self._wait(trainer)
+        steps = max(1, state.step - self._logged_step)
+        seconds = max(now - self._begun, 1e-9)
+        tokens_per_s = (state.consumed_tokens - self._logged_tokens) / seconds
+        self._tokens_per_s.append(tokens_per_s)
+        scalars = dict(zip(named, values, strict=True))
+        self.last = {
+            "step": state.step,
+            "consumed_samples": state.consumed_samples,
+            "consumed_tokens": state.consumed_tokens,
+            "loss": scalars.pop("loss"),
+            "grad_norm": scalars.pop("grad_norm"),
+            "lr": module.horizon.lr * result.lr_factor,
+            "tokens_per_s": tokens_per_s,
+            "mfu": None if self._peak is None else self._flops_per_token * tokens_per_s / self._peak,
+            "data_wait_s": (waited - self._waited) / steps,
+            "step_time_s": seconds / steps,
+            "max_memory_bytes": max_memory_bytes(module.engine.device),
+            **scalars,
+        }
+        self._begun, self._waited = now, waited
+        self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
+        if trainer.is_global_zero:
+            assert self._file is not None
+            self._file.write(_json(self.last) + "\n")
+            self._file.flush()
+            self._send(trainer, self.last, state.step)
+            self._console.step(self.last)
+
+    def _send(self, trainer: pl.Trainer, row: Mapping[str, Any], step: int) -> None:
+        numbers = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step)
+
+    def _wait(self, trainer: pl.Trainer) -> float:
+        data: NxdtDataModule | Any = getattr(trainer, "datamodule", None)
+        loader = getattr(data, "train_loader", None)
+        return 0.0 if loader is None else float(loader.waited_s)
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_json(row) + "\n")
+
+
+def _json(row: Mapping[str, Any]) -> str:
+    """JSON has no NaN and no infinity: they become null, and the loss of a broken run stays readable."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite)

@@ -1,0 +1,86 @@
+"""Text from a checkpoint, to see what a model learned. Greedy or sampled; no cache, so meant for small models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.errors import CannotGenerate, NoCheckpointToResume
+from nxdt_core.parallel.model import TorchModel
+from nxdt_core.training import assemble, primitives
+
+__all__ = ["generate"]
+
+
+def generate(
+    uri: str,
+    prompt: str,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Yield the continuation of ``prompt`` piece by piece.
+
+    Args:
+        uri: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
+        prompt: may be empty where the tokenizer has a begin-of-sequence token.
+        max_new_tokens: end, where the model does not end by itself.
+        temperature: 0 takes the likeliest token; higher is more random.
+        top_k: draw among this many likeliest tokens only.
+        seed: of the draws.
+
+    Raises:
+        CannotGenerate: the run has no tokenizer, or there is nothing to begin with.
+    """
+    config, model = _load(uri)
+    tokenizer = assemble.tokenizer(config)
+    if tokenizer is None:
+        raise CannotGenerate(reason="its run names no tokenizer")
+    ids = tokenizer.encode(prompt)
+    if tokenizer.bos_id is not None and not ids:
+        ids = [tokenizer.bos_id]
+    if not ids:
+        raise CannotGenerate(reason="the prompt is empty and the tokenizer has no begin-of-sequence token")
+    draws = torch.Generator().manual_seed(seed)
+    begun, shown = len(ids), ""
+    for _ in range(max_new_tokens):
+        window = torch.tensor([ids[-config.run.data.seq_length :]])
+        logits = model.forward(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
+        token = _pick(logits, temperature, top_k, draws)
+        if token == tokenizer.eos_id:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids[begun:])
+        if not text.endswith("\ufffd"):  # a character of several tokens is shown once it is whole
+            yield text[len(shown) :]
+            shown = text
+
+
+def _load(uri: str) -> tuple[ResolvedConfig, TorchModel]:
+    """The run that wrote the checkpoint, and its model with the checkpoint's weights."""
+    found, step = checkpoint.locate(uri)
+    manifest = checkpoint.latest(found) if step is None else checkpoint.read_manifest(found, step)
+    if manifest is None:
+        raise NoCheckpointToResume(uri=uri)
+    config = load(manifest.facts.config)
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine, materialise=False)
+    primitives.load_checkpoint(found, manifest, engine=engine, model=model)
+    return config, cast(TorchModel, model)
+
+
+def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, draws: torch.Generator) -> int:
+    """One token of ``logits`` [vocab]."""
+    if temperature <= 0:
+        return int(logits.argmax())
+    if top_k is not None:
+        floor = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draws))

@@ -1,0 +1,135 @@
+"""Lightning's module over the primitives: one ``training_step`` is one optimizer step on one global batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+import torch
+
+from nxdt_core.checkpoint import Manifest
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.training import assemble, primitives
+from nxdt_core.training.state import TrainState, seed_all
+from nxdt_core.training.strategy import NxdtStrategy
+
+if TYPE_CHECKING:
+    from nxdt_core.training.datamodule import StepInput
+
+__all__ = ["NxdtModule"]
+
+
+class NxdtModule(pl.LightningModule):
+    """The configured model, objective, optimizer and schedule; needs ``NxdtStrategy`` in the ``Trainer``.
+
+    Args:
+        config: the run.
+    """
+
+    model: ParallelModel
+    optimizer: ParallelOptimizer
+    last: primitives.StepResult
+    """Result of the newest training step."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.config = config
+        self.train_state = TrainState()
+        self.objective = assemble.objective(config)
+        self.horizon = assemble.schedule_horizon(config)
+        self.schedule = assemble.schedule(config)
+        self.saved: Manifest | None = None
+        """The newest checkpoint of this process."""
+        self.resumed: Manifest | None = None
+        """The checkpoint that this run went on from."""
+        self.resumed_horizon: int | None = None
+        """Last step of the schedule that it was trained with."""
+        self._resume: tuple[CheckpointStorage, Manifest] | None = None
+        self._weights_only: tuple[CheckpointStorage, Manifest] | None = None
+
+    @property
+    def engine(self) -> ParallelEngine:
+        """The strategy's engine."""
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, NxdtStrategy), "NxdtModule needs Trainer(strategy=NxdtStrategy(config))"
+        return strategy.engine
+
+    def start_from(self, storage: CheckpointStorage, manifest: Manifest) -> None:
+        """Begin a new run with the weights of a checkpoint (``model.weight_init_only``)."""
+        self._weights_only = (storage, manifest)
+
+    def resume_from(self, storage: CheckpointStorage, manifest: Manifest) -> None:
+        """Go on from a checkpoint once model and optimizer exist; called by the strategy."""
+        self._resume = (storage, manifest)
+
+    def configure_model(self) -> None:
+        """Build the model, unless it is there already."""
+        if hasattr(self, "model"):
+            return
+        seed_all(self.config.run.seed)
+        loads = self._resume is not None or self._weights_only is not None
+        self.model = primitives.initialize_parallel_model(self.config, self.engine, materialise=not loads)
+        if self._weights_only is not None:
+            storage, manifest = self._weights_only
+            primitives.load_checkpoint(storage, manifest, engine=self.engine, model=self.model)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Build the optimizer."""
+        self.optimizer = primitives.initialize_parallel_optimizer(self.config, self.engine, self.model)
+        return self.optimizer.inner
+
+    def load_resumed(self) -> None:
+        """Load what ``resume_from`` named."""
+        if self._resume is None:
+            return
+        storage, manifest = self._resume
+        extra = primitives.load_checkpoint(
+            storage,
+            manifest,
+            engine=self.engine,
+            model=self.model,
+            optimizer=getattr(self, "optimizer", None),
+            state=self.train_state,
+        )
+        self.resumed, self.resumed_horizon = manifest, extra["horizon"]
+
+    def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
+        """Commit a checkpoint of everything under the root or step that ``uri`` names."""
+        storage, _ = assemble.locate(self.config, uri)
+        self.saved = primitives.save_checkpoint(
+            storage,
+            config=self.config,
+            engine=self.engine,
+            model=self.model,
+            optimizer=self.optimizer,
+            state=self.train_state,
+            extra={"lightning": lightning, "horizon": self.horizon.max_steps},
+        )
+        return self.saved
+
+    def training_step(self, batch: StepInput, batch_idx: int) -> None:
+        """One optimizer step."""
+        counted: Any = self.optimizers(use_pl_optimizer=True)
+        self.last = primitives.train_step(
+            self.model,
+            self.optimizer,
+            batch.micro_batches,
+            self.objective,
+            self.schedule,
+            self.train_state,
+            max_norm=self.config.run.trainer.gradient_clip_val or None,
+            dp_size=self.engine.rank_info.dp_size,
+            apply=counted.step,
+        )
+        self.train_state.data = batch.position
+
+    def validation_step(self, batch: StepInput, batch_idx: int) -> StepLoss:
+        """Loss of one global batch."""
+        return self.model.run_eval(batch.micro_batches, self.objective)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """``batch`` as it is: micro-batches go to the device one at a time."""
+        return batch

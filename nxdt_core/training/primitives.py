@@ -1,0 +1,196 @@
+"""Core primitives: the step and what surrounds it, for a loop of one's own. Needs no Lightning.
+
+A whole training loop::
+
+    config = nxdt_core.config.load("recipe.yaml")
+    engine = assemble.engine(config); engine.start()
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
+    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    for micro_batches in loader:
+        result = train_step(model, optimizer, micro_batches, objective, schedule, state, max_norm=1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import CheckpointFacts, Manifest
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.lr_scheduler import LRSchedule
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.training import assemble
+from nxdt_core.training.state import TrainState, capture_rng, restore_rng
+
+__all__ = [
+    "StepResult",
+    "evaluate",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "save_checkpoint",
+    "train_step",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step; tensors are device scalars, read only when something is logged."""
+
+    loss: StepLoss
+    grad_norm: torch.Tensor
+    """Global 2-norm before clipping."""
+    lr_factor: float
+
+
+def initialize_parallel_model(
+    config: ResolvedConfig, engine: ParallelEngine, *, materialise: bool = True
+) -> ParallelModel:
+    """Build the configured model in the engine's layout with fresh weights.
+
+    Args:
+        config: the run.
+        engine: started.
+        materialise: False where a checkpoint will be loaded: allocate, draw nothing.
+    """
+    return engine.initialize_model(
+        assemble.model_builder(config),
+        precision=assemble.precision(config),
+        seed=config.run.seed,
+        adapters=assemble.adapters(config),
+        materialise=materialise,
+    )
+
+
+def initialize_parallel_optimizer(
+    config: ResolvedConfig, engine: ParallelEngine, model: ParallelModel
+) -> ParallelOptimizer:
+    """Build the configured optimizer over ``model`` with the configuration's decay rules."""
+    selected = config.selected("optimizer")
+    return engine.initialize_optimizer(
+        model,
+        selected.component.load_target(),
+        selected.config,
+        decay_norms=config.run.model.do_layer_norm_weight_decay,
+    )
+
+
+def train_step(
+    model: ParallelModel,
+    optimizer: ParallelOptimizer,
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    schedule: LRSchedule,
+    state: TrainState,
+    *,
+    max_norm: float | None = None,
+    dp_size: int = 1,
+    apply: Callable[[], object] | None = None,
+) -> StepResult:
+    """Forward, backward, clipping, update: one optimizer step on one global batch; advances ``state``.
+
+    Args:
+        model: in its layout.
+        optimizer: over ``model``.
+        micro_batches: this rank's part of the global batch.
+        objective: the loss.
+        schedule: factor on the learning rate by step.
+        state: counters, changed in place.
+        max_norm: clip the global gradient norm to this; None measures only.
+        dp_size: ranks that read different samples, for the counters.
+        apply: called instead of ``optimizer.step``, by a loop that counts updates itself and ends in it.
+    """
+    factor = schedule(state.step)
+    optimizer.set_lr_factor(factor)
+    loss = model.run_train(micro_batches, objective)
+    grad_norm = optimizer.clip_grad_norm(max_norm)
+    (apply or optimizer.step)()
+    state.step += 1
+    state.consumed_samples += dp_size * sum(batch.input_ids.shape[0] for batch in micro_batches)
+    state.consumed_tokens += dp_size * sum(batch.input_ids.numel() for batch in micro_batches)
+    return StepResult(loss=loss, grad_norm=grad_norm, lr_factor=factor)
+
+
+def evaluate(model: ParallelModel, batches: Iterable[Sequence[Batch]], objective: Objective) -> float:
+    """Mean loss per loss token over ``batches`` (each a rank's part of one global batch)."""
+    total, weight = 0.0, 0.0
+    for micro_batches in batches:
+        step = model.run_eval(micro_batches, objective)
+        total += float(step.loss) * float(step.weight)
+        weight += float(step.weight)
+    return total / weight if weight else float("nan")
+
+
+def save_checkpoint(
+    storage: CheckpointStorage,
+    *,
+    config: ResolvedConfig,
+    engine: ParallelEngine,
+    model: ParallelModel,
+    optimizer: ParallelOptimizer | None,
+    state: TrainState,
+    extra: dict[str, Any] | None = None,
+) -> Manifest:
+    """Commit weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
+
+    Args:
+        storage: where to.
+        config: kept in the manifest, so that the checkpoint says what it is.
+        engine: of ``model``.
+        model: in its layout.
+        optimizer: None saves weights and counters only.
+        state: counters and data position.
+        extra: further JSON-able state of the caller's loop; tensors are allowed as leaves.
+    """
+    return checkpoint.save_checkpoint(
+        storage,
+        step=state.step,
+        model=model.state_dict(),
+        optimizer={} if optimizer is None else optimizer.state_dict(),
+        state={"train": state.to_dict(), "rng": capture_rng(engine.device), "extra": extra or {}},
+        facts=CheckpointFacts(
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            config=config.to_dict(),
+            plugin_fingerprint=config.kernel.fingerprint(),
+            mesh=dict(engine.rank_info.mesh),
+        ),
+    )
+
+
+def load_checkpoint(
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    *,
+    engine: ParallelEngine,
+    model: ParallelModel,
+    optimizer: ParallelOptimizer | None = None,
+    state: TrainState | None = None,
+) -> dict[str, Any]:
+    """Load what is given and return the ``extra`` of the save.
+
+    Args:
+        storage: where from.
+        manifest: of the step to load; see :func:`nxdt_core.checkpoint.latest`.
+        engine: of ``model``.
+        model: its weights are replaced.
+        optimizer: None leaves optimizer state and random-number generators alone: weights only.
+        state: its counters are replaced.
+    """
+    model.load_state_dict(checkpoint.load_model(storage, manifest))
+    saved = checkpoint.load_state(storage, manifest)
+    if optimizer is not None:
+        optimizer.load_state_dict(checkpoint.load_optimizer(storage, manifest))
+        restore_rng(saved["rng"], engine.device)
+    if state is not None:
+        state.update(saved["train"])
+    extra: dict[str, Any] = saved["extra"]
+    return extra

@@ -1,0 +1,180 @@
+"""The run that a configuration describes: what ``nxdt train`` calls, in terms of the Lightning classes."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+
+from nxdt_core import checkpoint
+from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.errors import CannotWriteRunDirectory
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.training import assemble
+from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
+from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
+from nxdt_core.training.callbacks.metrics import MetricsWriter
+from nxdt_core.training.callbacks.signals import StopSignals
+from nxdt_core.training.datamodule import NxdtDataModule
+from nxdt_core.training.module import NxdtModule
+from nxdt_core.training.start import Start, decide_start
+from nxdt_core.training.strategy import NxdtStrategy
+from nxdt_core.training.summary import RunSummary
+
+__all__ = ["train"]
+
+
+def train(config: ResolvedConfig) -> RunSummary:
+    """Train, save, and report.
+
+    Raises:
+        NxdtError: something that the user can mend; what was committed before stays.
+    """
+    _quieten_lightning()
+    strategy = NxdtStrategy(config)
+    console = Console(
+        config.run.trainer.max_steps, speaks=strategy.is_global_zero, bar=config.run.trainer.enable_progress_bar
+    )
+    _prepare_run_dir(config)
+    own = assemble.storage(config)
+    start = decide_start(config, own, console.say)
+    if start is not None and not start.weights_only and start.manifest.step >= config.run.trainer.max_steps:
+        console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
+        return _finished(config, own, start)
+    module, data = NxdtModule(config), NxdtDataModule(config)
+    data.prepare()
+    metrics = _metrics(config, console)
+    signals = StopSignals(console)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator=strategy.lightning_accelerator,
+        devices=1,
+        max_steps=config.run.trainer.max_steps,
+        # Without this Lightning counts passes, and reading its estimate of steps resets the data (its issue 20550).
+        max_epochs=-1,
+        val_check_interval=config.run.trainer.val_check_interval,
+        check_val_every_n_epoch=None,
+        limit_val_batches=_val_batches(config),
+        num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
+        inference_mode=config.run.trainer.inference_mode,
+        logger=[_built(selected, config.run_dir) for selected in config.loggers] if strategy.is_global_zero else False,
+        callbacks=_callbacks(config, own, console, metrics, signals),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    try:
+        trainer.fit(module, data, ckpt_path=_start(module, start, console))
+    finally:
+        console.close()
+    return _summary(config, own, module, metrics, signals)
+
+
+def _start(module: NxdtModule, start: Start | None, console: Console) -> str | None:
+    """Tell the module what to begin with; returns the path to hand to Lightning."""
+    if start is None:
+        return None
+    uri = checkpoint.step_uri(start.storage, start.manifest.step)
+    if start.weights_only:
+        console.say(f"starting from the weights of {uri}")
+        module.start_from(start.storage, start.manifest)
+        return None
+    console.say(f"resuming from {uri}")
+    return uri
+
+
+def _metrics(config: ResolvedConfig, console: Console) -> MetricsWriter:
+    policy = assemble.precision(config)
+    return MetricsWriter(
+        config.run_dir,
+        console,
+        every=config.run.trainer.log_every_n_steps,
+        flops_per_token=assemble.model_builder(config).flops_per_token(config.run.data.seq_length),
+        compute_dtype=policy.autocast or policy.parameters,
+    )
+
+
+def _callbacks(
+    config: ResolvedConfig, own: CheckpointStorage, console: Console, metrics: MetricsWriter, signals: StopSignals
+) -> list[pl.Callback]:
+    """In the order in which they see a step: figures first, then what acts on them, then saving and stopping."""
+    named = [_built(selected, config.run_dir) for selected in config.callbacks]
+    saver = [CheckpointSaver(own, console, config)] if config.run.checkpoint.enabled else []
+    return [metrics, LifecycleHooks(config, metrics, signals), *named, *saver, signals]
+
+
+def _built(selected: Any, run_dir: Path) -> Any:
+    return selected.component.load_target()(selected.config, run_dir)
+
+
+def _val_batches(config: ResolvedConfig) -> int | float:
+    trainer = config.run.trainer
+    if trainer.val_check_interval is None:
+        return 0
+    return 1.0 if trainer.limit_val_batches is None else trainer.limit_val_batches
+
+
+def _prepare_run_dir(config: ResolvedConfig) -> None:
+    """Make the run's directory and keep the configuration beside what it produced."""
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
+    except OSError as error:
+        raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
+
+
+def _summary(
+    config: ResolvedConfig, own: CheckpointStorage, module: NxdtModule, metrics: MetricsWriter, signals: StopSignals
+) -> RunSummary:
+    return RunSummary(
+        step=module.train_state.step,
+        max_steps=config.run.trainer.max_steps,
+        loss=metrics.last.get("loss"),
+        consumed_tokens=module.train_state.consumed_tokens,
+        tokens_per_s=metrics.typical_tokens_per_s,
+        run_dir=config.run_dir,
+        checkpoint=_newest_uri(own),
+        resume_command=_resume_command(config, module.train_state.step),
+        exit_status=0 if signals.received is None else 128 + signals.received,
+    )
+
+
+def _finished(config: ResolvedConfig, own: CheckpointStorage, start: Start) -> RunSummary:
+    return RunSummary(
+        step=start.manifest.step,
+        max_steps=config.run.trainer.max_steps,
+        loss=None,
+        consumed_tokens=start.manifest.facts.consumed_tokens,
+        tokens_per_s=None,
+        run_dir=config.run_dir,
+        checkpoint=checkpoint.step_uri(own, start.manifest.step),
+        resume_command=_resume_command(config, start.manifest.step),
+    )
+
+
+def _newest_uri(own: CheckpointStorage) -> str | None:
+    steps = [entry.step for entry in checkpoint.list_checkpoints(own) if entry.state == "committed"]
+    return checkpoint.step_uri(own, max(steps)) if steps else None
+
+
+def _resume_command(config: ResolvedConfig, step: int) -> str:
+    """The command that goes on: the same one, told to resume, and with a later end where this one is reached."""
+    overrides = {word.partition("=")[0]: word for word in config.overrides}
+    if not config.run.checkpoint.resume_if_exists:
+        overrides["exp_manager.resume_if_exists"] = "exp_manager.resume_if_exists=true"
+    if step >= config.run.trainer.max_steps:
+        overrides["trainer.max_steps"] = f"trainer.max_steps={2 * step}"
+    return shlex.join(["nxdt", "train", config.source, *overrides.values()])
+
+
+def _quieten_lightning() -> None:
+    """Lightning's banners and hints speak of things that a user of ``nxdt`` did not choose."""
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")

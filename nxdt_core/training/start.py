@@ -1,0 +1,60 @@
+"""Where a run begins: afresh, from the newest good checkpoint, or from one that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors import NoCheckpointToResume, RunAlreadyHasCheckpoints
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.training import assemble
+
+__all__ = ["Start", "decide_start"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The checkpoint that a run begins with."""
+
+    storage: CheckpointStorage
+    manifest: Manifest
+    weights_only: bool
+
+
+def decide_start(config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None]) -> Start | None:
+    """Decide what to load; None starts afresh.
+
+    Args:
+        config: its section ``checkpoint`` says what is wanted.
+        own: the run's store.
+        say: prints a line about what is skipped.
+
+    Raises:
+        RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
+        NoCheckpointToResume: told to resume, and there is nothing good to resume from.
+    """
+    wanted = config.run.checkpoint
+    if wanted.resume_if_exists:
+        newest = checkpoint.latest(own, warn=say)
+        if newest is not None:
+            return Start(storage=own, manifest=newest, weights_only=False)
+    else:
+        committed = [entry.step for entry in checkpoint.list_checkpoints(own) if entry.state == "committed"]
+        if committed and wanted.enabled:
+            raise RunAlreadyHasCheckpoints(uri=own.uri, step=max(committed))
+    if wanted.resume_from is not None:
+        return _named(config, wanted.resume_from, wanted.weight_init_only, say)
+    if wanted.resume_if_exists and not wanted.resume_ignore_no_checkpoint:
+        raise NoCheckpointToResume(uri=own.uri)
+    return None
+
+
+def _named(config: ResolvedConfig, uri: str, weights_only: bool, say: Callable[[str], None]) -> Start:
+    storage, step = assemble.locate(config, uri)
+    manifest = checkpoint.latest(storage, warn=say) if step is None else checkpoint.read_manifest(storage, step)
+    if manifest is None:
+        raise NoCheckpointToResume(uri=uri)
+    return Start(storage=storage, manifest=manifest, weights_only=weights_only)

@@ -1,0 +1,71 @@
+"""Where a run stands: counters, data position and random-number generators, as a checkpoint keeps them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all"]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """Counters of a run; JSON-able."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    """Position of the training data after the last step, as the loader's ``state_dict`` gave it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return asdict(self)
+
+    def update(self, saved: dict[str, Any]) -> None:
+        """Take over the values of :meth:`to_dict`."""
+        for name in self.__slots__:
+            setattr(self, name, saved[name])
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (torch's on every device)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # the legacy global generator: third-party datasets draw from it
+    torch.manual_seed(seed)
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """State of every generator that ``seed_all`` seeds, as JSON-able values and tensors."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+    }
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    """Undo what happened to the generators since ``capture_rng``."""
+    torch.set_rng_state(state["torch"])
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"])

@@ -1,0 +1,150 @@
+"""Lightning's strategy over a parallel engine: placement, the optimizer step, and checkpoints without pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pytorch_lightning.strategies import Strategy
+
+from nxdt_core import checkpoint
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.parallel.profile import profile_of
+from nxdt_core.training import assemble
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+    from nxdt_core.training.module import NxdtModule
+
+__all__ = ["NxdtStrategy"]
+
+
+class NxdtStrategy(Strategy):
+    """Drives a :class:`nxdt_core.training.module.NxdtModule` in any ``Trainer``.
+
+    ``Trainer(strategy=NxdtStrategy(config), devices=1, accelerator=…)``; paths of Lightning's checkpoints become
+    checkpoint URIs of ours, so ``trainer.save_checkpoint`` and ``fit(ckpt_path=…)`` write and read our format.
+    """
+
+    strategy_name = "nxdt"
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.engine = assemble.engine(config)
+
+    @property
+    def lightning_accelerator(self) -> str:
+        """Name to pass as the trainer's ``accelerator``."""
+        return profile_of(self.engine.device).lightning_accelerator
+
+    @property
+    def root_device(self) -> torch.device:
+        """The engine's device."""
+        return self.engine.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.engine.rank_info.rank == 0
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: model and optimizer exist before anything is loaded."""
+        return True
+
+    def setup_environment(self) -> None:
+        """Start the engine before any hook runs."""
+        self.engine.start()
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Build the optimizer; the engine has placed the model already."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Nothing: the engine built the model where it belongs."""
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Let the parallel optimizer step; called by Lightning, which counts the step."""
+        self._module.optimizer.step()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:  # the names are Lightning's
+        """Commit a checkpoint under the URI ``filepath`` (a root, or a root with ``step-…`` behind it)."""
+        self._module.save(str(filepath), lightning=_light(checkpoint))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Find the checkpoint and return what Lightning itself had saved; tensors are loaded after set-up."""
+        storage, step = assemble.locate(self.config, str(checkpoint_path))
+        manifest = checkpoint.read_manifest(storage, step) if step is not None else checkpoint.latest(storage)
+        self._module.resume_from(storage, manifest)
+        saved = checkpoint.load_state(storage, manifest)
+        lightning: dict[str, Any] = saved["extra"]["lightning"]
+        return {**lightning, "state_dict": {}, "optimizer_states": [], "lr_schedulers": []}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: weights do not travel through Lightning's dictionary."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Empty: optimizer state does not travel through Lightning's dictionary."""
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights, optimizer state, counters and generators of the checkpoint found before."""
+        self._module.load_resumed()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing left: loaded together with the weights."""
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete the step that ``filepath`` names."""
+        if self.is_global_zero:
+            storage, step = assemble.locate(self.config, str(filepath))
+            if step is not None:
+                checkpoint.delete_step(storage, step)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """``tensor``: metrics come out of the engine reduced."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """``tensor``: the only rank's."""
+        return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        """Nothing to wait for."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank 0's object on every rank."""
+        return self.engine.broadcast_object(obj)
+
+    def teardown(self) -> None:
+        """Stop the engine."""
+        super().teardown()
+        self.engine.shutdown()
+
+    @property
+    def _module(self) -> NxdtModule:
+        module: Any = self.lightning_module
+        return module
+
+
+def _light(dumped: dict[str, Any]) -> dict[str, Any]:
+    """What Lightning dumped, without the tensors that travel another way."""
+    heavy = {"state_dict", "optimizer_states", "lr_schedulers", "hparams_name", "hyper_parameters"}
+    return {key: value for key, value in dumped.items() if key not in heavy}

@@ -1,0 +1,43 @@
+"""What a run leaves to say: the last figures, where the checkpoint lies, how to go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxdt_core.training.callbacks.console import human
+
+__all__ = ["RunSummary"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Result of :func:`nxdt_core.training.run.train`."""
+
+    step: int
+    max_steps: int
+    loss: float | None
+    """Loss of the last logged step; None where no step was trained."""
+    consumed_tokens: int
+    tokens_per_s: float | None
+    """Median over the logged intervals; None where no step was trained."""
+    run_dir: Path
+    checkpoint: str | None
+    """URI of the newest checkpoint."""
+    resume_command: str
+    exit_status: int = 0
+    """128 + the signal's number after a signal, as shells count."""
+
+    def __str__(self) -> str:
+        rows = [("steps", f"{self.step} of {self.max_steps}")]
+        if self.loss is not None:
+            rows.append(("loss", f"{self.loss:.4f}"))
+        rows.append(("tokens", f"{self.consumed_tokens:,}"))
+        if self.tokens_per_s is not None:
+            rows.append(("tokens/s", human(self.tokens_per_s)))
+        rows += [
+            ("run", str(self.run_dir)),
+            ("checkpoint", self.checkpoint or "none"),
+            ("resume", self.resume_command),
+        ]
+        return "\n".join(f"{name + ':':<12}{value}" for name, value in rows)
