@@ -41,11 +41,18 @@ __all__ = [
     "DuplicateKey",
     "EmptyDataset",
     "EmptyTextFile",
+    "HFExchangeUnsupported",
+    "HFFileDamaged",
+    "HFFileMissing",
+    "HFNotWritable",
+    "HFUnsupported",
     "ImpossibleCombination",
     "JsonTextMissing",
+    "KeyMapIncomplete",
     "LocalPluginMissing",
     "MissingKey",
     "MixedSamples",
+    "NoInitRule",
     "NotSupported",
     "NxdtError",
     "PluginHookFailed",
@@ -68,6 +75,7 @@ __all__ = [
     "UnknownKind",
     "UnknownRecipe",
     "UnknownScheme",
+    "UnknownPlugin",
     "UnknownStorageScheme",
     "UnsavableState",
     "WrongValue",
@@ -317,6 +325,19 @@ class LocalPluginMissing(NxdtError):
 
 def _unusable(sentences: tuple[str, ...]) -> str:
     return f" Installed but unusable: {'; '.join(sentences)}." if sentences else ""
+
+
+class UnknownPlugin(NxdtError):
+    """A plugin that is asked for by name and is not installed."""
+
+    code = "NXDT-K020"
+    happened = "No plugin or distribution is called '{name}'."
+    remedy = "Installed are {installed}; 'nxdt plugins list' says more of them."
+    name: str
+    available: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "installed": listing(self.available)}
 
 
 # --- C: configuration -----------------------------------------------------------------------------------
@@ -741,6 +762,80 @@ class BadTokenizerConfig(NxdtError):
 
 
 # --- M: models and weights ------------------------------------------------------------------------------
+
+
+class NoInitRule(NxdtError):
+    """No rule of the model says how a parameter starts."""
+
+    code = "NXDT-M001"
+    happened = "No initialisation rule matches the parameter '{parameter}'; there are rules for {listed}."
+    remedy = "Add a rule to the builder's or the adapter's init_rules(); the pattern '*' matches whatever is left."
+    parameter: str
+    patterns: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": listing(self.patterns) or "nothing"}
+
+
+class HFFileMissing(NxdtError):
+    """A Hugging Face directory lacks a file."""
+
+    code = "NXDT-M010"
+    happened = "'{directory}' holds no {wanted}."
+    remedy = "Name a directory with config.json and safetensors weights; pickled weights (.bin, .pt) are never read."
+    directory: str
+    wanted: str
+
+
+class HFFileDamaged(NxdtError):
+    """A file of a Hugging Face directory cannot be read."""
+
+    code = "NXDT-M011"
+    happened = "'{path}' cannot be read: {reason}."
+    remedy = "Download or export the file again."
+    path: str
+    reason: str
+
+
+class HFUnsupported(NxdtError):
+    """A Hugging Face model has a feature that the builder does not implement."""
+
+    code = "NXDT-M012"
+    happened = "The Hugging Face configuration has {key} = {found!r}, which the model '{model}' does not implement."
+    remedy = "Supported is {supported}; take another model or a plugin that implements this one."
+    model: str
+    key: str
+    found: object
+    supported: str
+
+
+class HFNotWritable(NxdtError):
+    """An export would overwrite files."""
+
+    code = "NXDT-M013"
+    happened = "'{directory}' is not an empty directory."
+    remedy = "Export into a new directory."
+    directory: str
+
+
+class HFExchangeUnsupported(NxdtError):
+    """A builder has no correspondence to Hugging Face's parameters."""
+
+    code = "NXDT-M014"
+    happened = "The model builder '{builder}' does not read or write Hugging Face directories."
+    remedy = "Let it implement nxdt_core.protocols.model.HFExchange."
+    builder: str
+
+
+class KeyMapIncomplete(NxdtError):
+    """A builder's key map does not cover a parameter, or covers it wrongly."""
+
+    code = "NXDT-M015"
+    happened = "The key map of '{builder}' does not fit the parameter '{parameter}': {reason}."
+    remedy = "Correct the builder's hf_key_map(): one entry a parameter, '*' for each number in its name."
+    builder: str
+    parameter: str
+    reason: str
 
 
 class WeightsDoNotFit(NxdtError):

@@ -1,0 +1,59 @@
+"""Entry module: says what the plugin offers. It imports neither torch nor its own implementations."""
+
+from nxdt_core.api import (
+    DataloaderComponent,
+    LRSchedulerComponent,
+    ModelComponent,
+    OptimizerComponent,
+    PrecisionComponent,
+    StorageComponent,
+    TokenizerComponent,
+    hookimpl,
+)
+
+
+@hookimpl
+def nxdt_model_builders() -> list[ModelComponent]:
+    """A model."""
+    config = "acme_nxdt.config:BigramConfig"
+    return [ModelComponent(name="bigram", target="acme_nxdt.model:BigramBuilder", config=config)]
+
+
+@hookimpl
+def nxdt_optimizers() -> list[OptimizerComponent]:
+    """An optimizer."""
+    config = "acme_nxdt.config:LionConfig"
+    return [OptimizerComponent(name="lion", target="acme_nxdt.optimizer:Lion", config=config)]
+
+
+@hookimpl
+def nxdt_checkpoint_storages() -> list[StorageComponent]:
+    """A store of checkpoints: ``checkpoint.uri: sqlite://path/to/file.db``."""
+    return [StorageComponent(name="sqlite", target="acme_nxdt.store:SQLiteStore", uri_schemes=("sqlite",))]
+
+
+@hookimpl
+def nxdt_dataloaders() -> list[DataloaderComponent]:
+    """A source of samples."""
+    config = "acme_nxdt.config:SumsConfig"
+    return [DataloaderComponent(name="sums", target="acme_nxdt.data:Sums", config=config)]
+
+
+@hookimpl
+def nxdt_tokenizers() -> list[TokenizerComponent]:
+    """A tokenizer."""
+    return [TokenizerComponent(name="digits", target="acme_nxdt.tokenizer:DigitTokenizer")]
+
+
+@hookimpl
+def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
+    """A curve of the learning rate."""
+    config = "acme_nxdt.config:InverseSqrtConfig"
+    target = "acme_nxdt.schedule:inverse_sqrt"
+    return [LRSchedulerComponent(name="inverse_sqrt", target=target, config=config)]
+
+
+@hookimpl
+def nxdt_precision_policies() -> list[PrecisionComponent]:
+    """A choice of dtypes."""
+    return [PrecisionComponent(name="fp64", target="acme_nxdt.precision:fp64")]

@@ -1,0 +1,41 @@
+"""The sections of the YAML that belong to this plugin's components. No torch here: `nxdt config check` reads it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramConfig:
+    """Keys beside ``model.name: bigram``."""
+
+    vocab_size: int = 512
+    """Rows of the embedding."""
+    hidden_size: int = 64
+    """Width of the embedding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionConfig:
+    """Keys beside ``model.optim.name: lion``."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled decay."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Weight of the momentum in the update, and in the momentum itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumsConfig:
+    """Keys beside ``data.name: sums``."""
+
+    count: int = 1000
+    """Samples of the training split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseSqrtConfig:
+    """Keys beside ``model.optim.sched.name: inverse_sqrt``."""
+
+    warmup_steps: int = 10
+    """Steps of linear warm-up."""

@@ -1,0 +1,51 @@
+"""A bigram model: the next token from this one alone."""
+
+import torch
+
+from acme_nxdt.config import BigramConfig
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import ParallelPlan
+
+
+class Bigram(torch.nn.Module):
+    """Embedding and output projection."""
+
+    def __init__(self, config: BigramConfig) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``input_ids`` [batch, seq] to logits [batch, seq, vocab]."""
+        return self.lm_head(self.embed_tokens(input_ids))
+
+
+class BigramBuilder:
+    """Builds :class:`Bigram` and says how it may be sharded and initialised."""
+
+    max_sequence_length = None
+
+    def __init__(self, config: BigramConfig) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+
+    def build(self) -> torch.nn.Module:
+        """The module; called on the meta device."""
+        return Bigram(self.config)
+
+    def plan(self) -> ParallelPlan:
+        """Both matrices can be cut along the vocabulary."""
+        return ParallelPlan(tensor={"embed_tokens": "vocab_embedding", "lm_head": "vocab_head"})
+
+    def init_rules(self) -> list[InitRule]:
+        """Everything normal."""
+        return [InitRule(pattern="*", distribution="normal", std=0.02)]
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Six for each weight of the output projection: two forward, four backward."""
+        return 6.0 * self.config.hidden_size * self.config.vocab_size

@@ -1,0 +1,10 @@
+"""Everything in float64: slow, and right to the last digit that matters when layouts are compared."""
+
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+
+def fp64(config: None = None) -> PrecisionPolicy:
+    """The dtypes."""
+    return PrecisionPolicy(
+        name="fp64", parameters="float64", gradients="float64", reductions="float64", optimizer_state="float64"
+    )

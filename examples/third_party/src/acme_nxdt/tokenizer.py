@@ -1,0 +1,33 @@
+"""Characters of sums to ids."""
+
+from collections.abc import Iterable, Sequence
+
+_SYMBOLS = "0123456789+=\n"
+
+
+class DigitTokenizer:
+    """One id a character; characters that it does not know are left out."""
+
+    vocab_size = len(_SYMBOLS) + 1
+    bos_id = None
+    eos_id = len(_SYMBOLS)
+    pad_id = None
+
+    def __init__(self, config: None = None) -> None:
+        self._ids = {symbol: index for index, symbol in enumerate(_SYMBOLS)}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the characters."""
+        return [self._ids[symbol] for symbol in text if symbol in self._ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same for many texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Characters of the ids; the end of text is left out."""
+        return "".join(_SYMBOLS[index] for index in ids if index < len(_SYMBOLS))
+
+    def fingerprint(self) -> str:
+        """The symbols are all that there is."""
+        return f"digits-{len(_SYMBOLS)}"

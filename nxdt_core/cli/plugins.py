@@ -1,0 +1,159 @@
+"""``nxdt plugins``: what is installed, what it offers, and the lock file that pins it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.table import print_facts, print_table, shade
+from nxdt_core.cli.verb import VerbGroup, as_json, print_json
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel import Kernel, RegisteredComponent
+    from nxdt_core.kernel.plugin import PluginInfo
+
+__all__ = ["plugins"]
+
+_LOCK = "nxdt-plugins.lock"
+
+
+@click.group(
+    cls=VerbGroup,
+    short_help="List, inspect and pin plugins.",
+    examples=("nxdt plugins list", "nxdt plugins show llama", "nxdt plugins lock"),
+)
+def plugins() -> None:
+    """Plugins are installed with pip and found by themselves; these commands say what was found."""
+
+
+@plugins.command("list", examples=("nxdt plugins list", "nxdt plugins list --json"))
+@as_json
+def list_(json_output: bool) -> None:
+    """List all plugins, also those that cannot be used, with the reason."""
+    kernel = _start()
+    if json_output:
+        print_json([_as_object(kernel, plugin) for plugin in kernel.plugins])
+        return
+    rows = []
+    for plugin in kernel.plugins:
+        offers = plugin.reason or ", ".join(c.record.name for c in _components(kernel, plugin))
+        rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
+    print_table(("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT"), rows)
+
+
+@plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))
+@click.argument("name")
+def show(name: str) -> None:
+    """Show one plugin: state, where it lies, and each component with what it supports.
+
+    NAME is the plugin's name or that of its distribution.
+    """
+    from nxdt_core.errors import UnknownPlugin
+    from nxdt_core.kernel.policy import names
+
+    kernel = _start()
+    chosen = [plugin for plugin in kernel.plugins if names(name, name=plugin.name, dist=plugin.dist)]
+    if not chosen:
+        raise UnknownPlugin(name=name, available=tuple(dict.fromkeys(plugin.name for plugin in kernel.plugins)))
+    for number, plugin in enumerate(chosen):
+        click.echo(nl=number > 0)
+        _print_plugin(kernel, plugin)
+
+
+@plugins.command("hooks", examples=("nxdt plugins hooks",))
+def hooks() -> None:
+    """List the moments at which plugins are called, and who listens."""
+    from nxdt_core.kernel.hookspecs import PHASES
+
+    kernel = _start()
+    rows = []
+    for phase in PHASES:
+        for hook in (name for name in vars(phase) if name in phase.__all__):
+            listeners = ", ".join(each.plugin for each in kernel.hooks.implementations(hook))
+            summary = _plain_text((getattr(phase, hook).__doc__ or "").split("\n", 1)[0])
+            rows.append((phase.__name__.rpartition(".")[2], hook, listeners or "-", summary))
+    print_table(("PHASE", "HOOK", "PLUGINS", "SUMMARY"), rows)
+
+
+@plugins.command("lock", examples=("nxdt plugins lock", "nxdt plugins lock deploy/plugins.lock"))
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=_LOCK)
+def lock(file: Path) -> None:
+    """Write the versions and digests of all usable plugins to FILE (nxdt-plugins.lock).
+
+    A configuration with plugins.lock refuses to run with other plugins.
+    """
+    from nxdt_core.kernel.lock import write_lock
+
+    write_lock(_start(), file)
+    click.echo(f"wrote {file}", err=True)
+
+
+@plugins.command("verify", examples=("nxdt plugins verify", "nxdt plugins verify deploy/plugins.lock"))
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=_LOCK)
+def verify(file: Path) -> None:
+    """Compare the installed plugins with FILE (nxdt-plugins.lock); exit status 2 where they differ."""
+    from nxdt_core.kernel import Kernel, PluginPolicy
+
+    Kernel.start(PluginPolicy(lock=file))
+    click.echo(f"{click.style('ok', fg='green')}: the plugins are those of {file}")
+
+
+def _start() -> Kernel:
+    from nxdt_core.kernel import Kernel
+
+    return Kernel.start()
+
+
+def _components(kernel: Kernel, plugin: PluginInfo) -> list[RegisteredComponent]:
+    """What one plugin registered, in the order of the kinds."""
+    every = [c for kind in kernel.registry.kinds() for c in kernel.registry.all(kind.name)]
+    return [c for c in every if plugin.state == "ok" and (c.plugin, c.dist) == (plugin.name, plugin.dist)]
+
+
+def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
+    """One plugin in ``--json``; keys are only ever added."""
+    return {
+        "name": plugin.name,
+        "dist": plugin.dist,
+        "version": plugin.version,
+        "state": plugin.state,
+        "reason": plugin.reason,
+        "components": [{"kind": c.kind, "name": c.record.name} for c in _components(kernel, plugin)],
+    }
+
+
+def _print_plugin(kernel: Kernel, plugin: PluginInfo) -> None:
+    facts = [
+        ("plugin", plugin.name),
+        ("distribution", f"{plugin.dist} {plugin.version}".rstrip()),
+        ("state", shade(plugin.state)),
+        ("reason", plugin.reason),
+        ("module", plugin.module),
+        ("location", plugin.location),
+        ("requires", ", ".join(plugin.requires)),
+    ]
+    print_facts([(name, value) for name, value in facts if value])
+    components = _components(kernel, plugin)
+    if components:
+        click.echo()
+        print_table(
+            ("KIND", "NAME", "SUPPORTS", "SUMMARY"),
+            [
+                (c.kind, _names(c), ", ".join(sorted(c.record.capabilities)) or "-", c.record.summary)
+                for c in components
+            ],
+        )
+
+
+def _plain_text(docstring: str) -> str:
+    """The first sentence of a docstring without its markup."""
+    sentence = docstring.partition(". ")[0].rstrip(".")
+    return re.sub(r"(:\w+:)?`+([^`]+)`+", r"\2", sentence)
+
+
+def _names(component: RegisteredComponent) -> str:
+    """The name, and the aliases behind it."""
+    return " = ".join((component.record.name, *component.record.aliases))
