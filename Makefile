@@ -1,0 +1,46 @@
+# Two commands do all, each with its own set-up, on a machine that has Python 3.11 and pip:
+#   make demo    train a small Llama on real text, stop, resume, generate, plot
+#   make test    all tests
+# Others: install, lint, docs, wheels, bench, clean.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+DISTS := . plugins/datasets/text plugins/models/llama
+PYTEST_ARGS ?=
+
+.PHONY: install demo test lint docs wheels bench clean
+
+install: $(STAMP)
+
+$(STAMP): constraints.txt requirements-dev.txt $(DISTS:%=%/pyproject.toml)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch==2.13.0 hatchling editables
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -r requirements-dev.txt
+	touch $(STAMP)
+
+demo: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+wheels: $(STAMP)
+	rm -rf dist
+	for dist in $(DISTS); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$dist || exit 1; done
+
+bench: $(STAMP)
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) dist site nxdt_experiments
