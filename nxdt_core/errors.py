@@ -349,13 +349,14 @@ class ConfigProblem(NxdtError):
     place: str
     """``run.yaml:12``, ``command line``, or where else the value comes from."""
     key: str
-    """Dotted path."""
+    """Dotted path; empty where the problem belongs to no key."""
     line: int = 0
 
     def row(self) -> str:
         """One line of the report."""
         do = self.do()
-        return f"{self.place}: {self.key}: {self.what()}{f' {do}' if do else ''} [{self.code}]"
+        key = f"{self.key}: " if self.key else ""
+        return f"{self.place}: {key}{self.what()}{f' {do}' if do else ''} [{self.code}]"
 
 
 class ConfigError(NxdtError):

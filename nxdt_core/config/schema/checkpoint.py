@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from nxdt_core.config.marks import PositiveInt, Range
+from nxdt_core.config.marks import NoEffect, PositiveInt, Range
 
-__all__ = ["CheckpointConfig"]
+__all__ = ["CheckpointConfig", "StorageSection"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageSection:
+    """The store of the checkpoints; its keys stand beside ``name``."""
+
+    name: str | None = None
+    """Component of kind ``checkpoint_storage``; ``null`` takes the one that serves the scheme of ``checkpoint.uri``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +44,11 @@ class CheckpointConfig:
     """Go on from the newest good checkpoint at ``uri``."""
     resume_ignore_no_checkpoint: bool = False
     """With ``resume_if_exists``: start afresh where there is none, instead of an error."""
-    resume_past_end: bool = False
-    """Resume a run that has reached ``trainer.max_steps``, instead of an error."""
+    resume_past_end: Annotated[bool, NoEffect("a run that has reached trainer.max_steps says so and ends")] = False
+    """Resume a run that has reached ``trainer.max_steps``."""
     resume_from: str | None = None
     """One checkpoint to start from: its directory or URI."""
     weight_init_only: bool = False
     """Take only the weights from ``resume_from``: optimizer, step and data start afresh."""
+    storage: StorageSection = field(default_factory=StorageSection)
+    """The store."""

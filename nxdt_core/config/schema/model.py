@@ -6,6 +6,7 @@ The architecture's own keys (layers, heads, …) are those of the selected model
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from nxdt_core.config.marks import AliasOf, DefaultsTo, NoEffect, NonNegativeFloat, PositiveInt, XlaOnly
@@ -58,7 +59,7 @@ class ModelConfig:
     ``llama`` for ``model_source: hf`` and ``gpt`` for ``megatron``."""
     encoder_seq_length: Annotated[PositiveInt, AliasOf("data.seq_length")]
     """Tokens of a sequence; the same setting as ``data.seq_length``."""
-    model_config: str | None = None
+    model_config: Path | None = None
     """Hugging Face ``config.json``, or its directory. Keys given beside it win."""
     optim: OptimConfig
     """Optimizer and learning rate."""

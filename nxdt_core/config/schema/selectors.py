@@ -6,6 +6,7 @@ A bare name may stand for the section: ``parallel_engine: torch``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["AdapterSection", "EngineSection", "ObjectiveSection", "PluginsConfig", "PrecisionSection"]
 
@@ -53,7 +54,7 @@ class PluginsConfig:
     """Never these; they are not even imported."""
     prefer: tuple[str, ...] = ()
     """Order in which plugins win where two offer the same name."""
-    local: tuple[str, ...] = ()
+    local: tuple[Path, ...] = ()
     """Plugin files (``.py``) that are not installed."""
-    lock: str | None = None
+    lock: Path | None = None
     """Lock file that the installed plugins must agree with."""

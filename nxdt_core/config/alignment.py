@@ -1,0 +1,53 @@
+"""Spreads ``model_alignment_strategy`` over the sections that it is an older spelling of."""
+
+from __future__ import annotations
+
+from nxdt_core.config.interpolation import has_interpolation
+from nxdt_core.config.node import Node, Origin, join
+
+__all__ = ["SECTION", "Pair", "link", "spread_alignment"]
+
+SECTION = "model_alignment_strategy"
+
+Pair = tuple[str, str]
+"""Two key paths that must say the same."""
+
+_TARGETS = {
+    "sft": ("data", None),
+    "dpo": ("objective", "dpo"),
+    "orpo": ("objective", "orpo"),
+    "peft": ("adapter", "lora"),
+}
+"""Part → section that it goes to, and the component's name that its presence means."""
+
+
+def link(tree: Node, source: str, kind: str = "alias") -> Node | None:
+    """A node that takes its value from the key ``source``; None where that key does not exist."""
+    found = tree.find(source)
+    if found is None:
+        return None
+    value = f"${{{source}}}" if has_interpolation(found.value) else found.value
+    origin = Origin(kind="alias" if kind == "alias" else "default", where=source, line=found.origin.line)
+    return Node(value, origin)
+
+
+def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:
+    """The tree with each part's keys in their new sections, and the pairs that were given in both places."""
+    pairs: list[Pair] = []
+    strategy = tree.find(SECTION)
+    for part, node in (strategy.children if strategy else {}).items():
+        if part not in _TARGETS or not isinstance(node.value, dict):
+            continue
+        section, name = _TARGETS[part]
+        place = Origin(kind="alias", where=join(SECTION, part), line=node.origin.line)
+        if name is not None and tree.plain(f"{section}.name") is None:
+            tree = tree.set(f"{section}.name", Node(name, place))
+        for key, child in node.children.items():
+            target = f"{section}.{key}"
+            if child.value is None:
+                continue
+            if tree.find(target) is not None:
+                pairs.append((target, join(place.where, key)))
+            elif linked := link(tree, join(place.where, key)):
+                tree = tree.set(target, linked)
+    return tree, pairs
