@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdt_core.errors import OptimizerStateDoesNotFit, OptimizerStateNotTensor
-from nxdt_core.parallel.patterns import matches_any
+from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.plan import ParallelPlan
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data import GlobalBatchLoader
+from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors import NoTrainingData
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, SplitName

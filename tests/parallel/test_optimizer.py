@@ -1,0 +1,135 @@
+"""Decay rules, global gradient norm, and optimizer state under global names."""
+
+import pytest
+import torch
+from torch import nn
+
+from nxdt_core.builtins.optimizer_config import AdamWConfig
+from nxdt_core.builtins.optimizers import adamw
+from nxdt_core.errors import OptimizerStateDoesNotFit, OptimizerStateNotTensor
+from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
+from nxdt_core.protocols.plan import ParallelPlan
+
+PLAN = ParallelPlan(norms=("norm.weight", "layers.*.norm.weight"), no_weight_decay=("*.bias",))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.layers = nn.ModuleDict({"0": nn.ModuleDict({"norm": nn.LayerNorm(4), "linear": nn.Linear(4, 4)})})
+
+
+def groups_of(net, *, decay_norms, weight_decay=0.25, lr=0.1):
+    return parameter_groups(net.named_parameters(), PLAN, lr=lr, weight_decay=weight_decay, decay_norms=decay_norms)
+
+
+def decay_by_name(groups):
+    return {name: group["weight_decay"] for group in groups for name in group["names"]}
+
+
+@pytest.mark.parametrize(("decay_norms", "norm_decay"), [(False, 0.0), (True, 0.25)])
+def test_norms_decay_only_when_told_and_biases_never(decay_norms, norm_decay):
+    assert decay_by_name(groups_of(Net(), decay_norms=decay_norms)) == {
+        "layers.0.linear.weight": 0.25,
+        "norm.weight": norm_decay,
+        "layers.0.norm.weight": norm_decay,
+        "norm.bias": 0.0,
+        "layers.0.norm.bias": 0.0,
+        "layers.0.linear.bias": 0.0,
+    }
+
+
+def test_the_configured_decay_reaches_the_weights():
+    net = Net()
+    groups = groups_of(net, decay_norms=False, weight_decay=0.5, lr=0.1)
+    optimizer = TorchOptimizer(adamw(groups, AdamWConfig(lr=0.1, weight_decay=0.5)), groups)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)  # no gradient: what changes is decay alone
+    optimizer.step()
+    for name, p in net.named_parameters():
+        factor = 1 - 0.1 * 0.5 if name == "layers.0.linear.weight" else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * factor)
+
+
+def test_frozen_parameters_are_in_no_group():
+    net = Net()
+    net.norm.weight.requires_grad_(False)
+    assert "norm.weight" not in decay_by_name(groups_of(net, decay_norms=True))
+
+
+def optimizer_with_gradients(scale=1.0):
+    torch.manual_seed(0)
+    net = Net()
+    groups = groups_of(net, decay_norms=False)
+    optimizer = TorchOptimizer(adamw(groups, AdamWConfig(lr=0.1, weight_decay=0.25)), groups)
+    for p in net.parameters():
+        p.grad = scale * torch.randn_like(p)
+    return net, optimizer
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+def test_the_norm_is_that_of_all_gradients_before_clipping(max_norm):
+    net, optimizer = optimizer_with_gradients()
+    flat = torch.cat([p.grad.flatten() for p in net.parameters()])
+    norm = optimizer.clip_grad_norm(max_norm)
+    torch.testing.assert_close(norm, flat.norm())
+    clipped = torch.cat([p.grad.flatten() for p in net.parameters()])
+    torch.testing.assert_close(clipped, flat * min(1.0, (max_norm or 1e9) / flat.norm().item()))
+
+
+def test_state_goes_out_and_comes_back_under_global_names():
+    net, optimizer = optimizer_with_gradients()
+    optimizer.step()
+    state = {key: value.clone() for key, value in optimizer.state_dict().items()}
+    assert "layers.0.linear.weight/exp_avg" in state
+    other_net, other = optimizer_with_gradients(scale=3.0)
+    other_net.load_state_dict(net.state_dict())
+    other.load_state_dict(state)
+    for mine, theirs in ((net, optimizer), (other_net, other)):
+        torch.manual_seed(5)
+        for p in mine.parameters():
+            p.grad = torch.randn_like(p)
+        theirs.step()
+    for (name, a), (_, b) in zip(net.named_parameters(), other_net.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+class Counting(torch.optim.SGD):
+    """Keeps plain numbers, as simple third-party optimizers do."""
+
+    extra: object = 3
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"step": self.state[p].get("step", 0) + 1, "extra": self.extra}
+
+
+def test_plain_numbers_come_back_as_what_they_were():
+    net = Net()
+    groups = groups_of(net, decay_norms=False)
+    optimizer = TorchOptimizer(Counting(groups, lr=0.1), groups)
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert optimizer.inner.state[net.norm.weight] == {"step": 1, "extra": 3}
+    assert type(optimizer.inner.state[net.norm.weight]["step"]) is int
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_with_its_name():
+    net = Net()
+    groups = groups_of(net, decay_norms=False)
+    optimizer = TorchOptimizer(Counting(groups, lr=0.1), groups)
+    optimizer.inner.extra = {"a": 1}
+    optimizer.step()
+    with pytest.raises(OptimizerStateNotTensor, match="'extra'"):
+        optimizer.state_dict()
+
+
+def test_state_of_unknown_parameters_is_refused():
+    _, optimizer = optimizer_with_gradients()
+    with pytest.raises(OptimizerStateDoesNotFit, match="elsewhere"):
+        optimizer.load_state_dict({"elsewhere/exp_avg": torch.zeros(1)})
