@@ -73,9 +73,9 @@ __all__ = [
     "UnknownComponent",
     "UnknownKey",
     "UnknownKind",
+    "UnknownPlugin",
     "UnknownRecipe",
     "UnknownScheme",
-    "UnknownPlugin",
     "UnknownStorageScheme",
     "UnsavableState",
     "WrongValue",
@@ -707,7 +707,9 @@ class SpecialTokenMissing(NxdtError):
 
     code = "NXDT-D013"
     happened = "{key} asks for a token that the tokenizer does not have ({token})."
-    remedy = "Set {key} to false, or name the token in the tokenizer's files."
+    remedy = (
+        "Set {key} to false, or name the token: in the tokenizer's files, or under data.tokenizer where it has a key."
+    )
     key: str
     token: str
 
@@ -728,7 +730,7 @@ class TokenizerFileNotFound(NxdtError):
     """A tokenizer's file or directory that is not there."""
 
     code = "NXDT-D021"
-    happened = "{key}: no {wanted} is found at '{path}'{near}."
+    happened = "{key}: '{path}' is no {wanted}{near}."
     remedy = "Correct the path, or download the tokenizer's files there first."
     key: str
     path: str
@@ -752,14 +754,13 @@ class BadTokenizerFile(NxdtError):
 
 
 class BadTokenizerConfig(NxdtError):
-    """Settings of a tokenizer that exclude or lack each other."""
+    """Settings of a tokenizer that exclude each other or do not fit its files."""
 
     code = "NXDT-D023"
     happened = "{key}: {reason}."
-    remedy = "{advice}."
+    remedy = "Correct the section data.tokenizer."
     key: str
     reason: str
-    advice: str
 
 
 # --- M: models and weights ------------------------------------------------------------------------------

@@ -1,0 +1,16 @@
+"""The section ``checkpoint.storage`` of the local store. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LocalStorageConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStorageConfig:
+    """How files are written to a directory."""
+
+    fsync: bool = True
+    """Flush files and directories to the disk before a checkpoint counts as committed. Without it a power failure can
+    damage the newest checkpoint (which is then detected, and skipped)."""

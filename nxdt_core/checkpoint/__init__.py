@@ -1,0 +1,62 @@
+"""Checkpoints: verified, committed by one manifest, read without running anything.
+
+Names are imported when they are first used, so that listing and verifying checkpoints works without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint.committed import read_manifest
+    from nxdt_core.checkpoint.load import load_model, load_optimizer, load_state
+    from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
+    from nxdt_core.checkpoint.retention import prune
+    from nxdt_core.checkpoint.save import save_checkpoint
+    from nxdt_core.checkpoint.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
+    from nxdt_core.checkpoint.storage import check_writable, locate, open_storage
+
+__all__ = [
+    "CheckpointFacts",
+    "CheckpointStatus",
+    "Manifest",
+    "check_writable",
+    "find_checkpoint",
+    "latest",
+    "list_checkpoints",
+    "load_model",
+    "load_optimizer",
+    "load_state",
+    "locate",
+    "open_storage",
+    "prune",
+    "read_manifest",
+    "save_checkpoint",
+    "verify",
+]
+
+_MODULES = {
+    "CheckpointFacts": "manifest",
+    "CheckpointStatus": "status",
+    "Manifest": "manifest",
+    "check_writable": "storage",
+    "find_checkpoint": "status",
+    "latest": "status",
+    "list_checkpoints": "status",
+    "load_model": "load",
+    "load_optimizer": "load",
+    "load_state": "load",
+    "locate": "storage",
+    "open_storage": "storage",
+    "prune": "retention",
+    "read_manifest": "committed",
+    "save_checkpoint": "save",
+    "verify": "status",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

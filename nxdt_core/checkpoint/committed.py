@@ -1,0 +1,42 @@
+"""What is committed: reading manifests. Torch-free."""
+
+from __future__ import annotations
+
+from nxdt_core.checkpoint.layout import manifest_key, step_name
+from nxdt_core.checkpoint.manifest import Manifest, decode_manifest
+from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+__all__ = ["committed_attempt", "read_manifest", "read_object"]
+
+
+def read_manifest(storage: CheckpointStorage, step: int) -> Manifest:
+    """The manifest of the committed checkpoint of ``step``. Its files are verified when they are read.
+
+    Raises:
+        CheckpointNotFound: nothing is committed under that step.
+        CheckpointDamaged: the manifest is not what was written.
+        CheckpointTooNew: a later version wrote it.
+    """
+    data = read_object(storage, manifest_key(step))
+    if data is None:
+        where = f"{storage.uri}/{step_name(step)}"
+        raise CheckpointNotFound(where=where, reason="it does not exist, or its save was not finished")
+    return decode_manifest(data, step=step, where=f"{storage.uri}/{manifest_key(step)}")
+
+
+def read_object(storage: CheckpointStorage, key: str) -> bytes | None:
+    """All bytes of ``key``, or None where there is no such object."""
+    try:
+        with storage.open_read(key) as stream:
+            return stream.read()
+    except FileNotFoundError:
+        return None
+
+
+def committed_attempt(storage: CheckpointStorage, step: int) -> str | None:
+    """The attempt that a readable manifest of ``step`` names, or None."""
+    try:
+        return read_manifest(storage, step).attempt
+    except (CheckpointNotFound, CheckpointDamaged, CheckpointTooNew):
+        return None

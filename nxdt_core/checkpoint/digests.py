@@ -1,0 +1,106 @@
+"""Digests of a file by blocks, so that a ranged read can be verified without reading the whole file.
+
+xxh3 with 128 bits: ten times as fast as SHA-256 per CPU-second. It detects accidents (a flipped bit escapes with
+probability 2⁻¹²⁸), not forgery; what protects from forged files is that nothing in a checkpoint is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+__all__ = ["BLOCK_BYTES", "BlockDigests", "DigestingWriter", "block_digest", "digest"]
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes that one digest covers."""
+
+_ALGORITHM = "xxh3_128"
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """Name of the algorithm and hexadecimal digest: ``xxh3_128:99aa…``."""
+    return f"{_ALGORITHM}:{xxh3_128_hexdigest(data)}"
+
+
+def block_digest(data: memoryview) -> str:
+    """Hexadecimal digest of one block."""
+    return xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDigests:
+    """The digests of the blocks of one file; the last block may be short."""
+
+    size_bytes: int
+    blocks: tuple[str, ...]
+    block_bytes: int = BLOCK_BYTES
+
+    def encode(self) -> bytes:
+        """As it is stored beside the file."""
+        table = {
+            "algorithm": _ALGORITHM,
+            "block_bytes": self.block_bytes,
+            "size_bytes": self.size_bytes,
+            "blocks": self.blocks,
+        }
+        return json.dumps(table, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> BlockDigests:
+        """The inverse of :meth:`encode`.
+
+        Raises:
+            ValueError: ``data`` is something else.
+        """
+        try:
+            table = json.loads(data)
+            if table["algorithm"] != _ALGORITHM:
+                raise ValueError(f"algorithm {table['algorithm']!r} is not known")
+            found = cls(
+                size_bytes=int(table["size_bytes"]),
+                blocks=tuple(str(block) for block in table["blocks"]),
+                block_bytes=int(table["block_bytes"]),
+            )
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError("it is no table of digests") from error
+        if found.block_bytes < 1 or len(found.blocks) != -(-found.size_bytes // found.block_bytes):
+            raise ValueError("its number of digests does not fit its size")
+        return found
+
+
+class DigestingWriter:
+    """Passes bytes on to ``stream`` and digests them on their way, block by block while they are in the cache."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._running = xxh3_128()
+        self._filled = 0
+        self._blocks: list[str] = []
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of ``data``; a memoryview must be one of bytes."""
+        view = memoryview(data)
+        while view:
+            chunk = view[: BLOCK_BYTES - self._filled]
+            self._running.update(chunk)
+            self._stream.write(chunk)
+            self._filled += len(chunk)
+            self._size += len(chunk)
+            if self._filled == BLOCK_BYTES:
+                self._close_block()
+            view = view[len(chunk) :]
+
+    def finish(self) -> BlockDigests:
+        """The digests of everything that was written; call it once."""
+        if self._filled:
+            self._close_block()
+        return BlockDigests(size_bytes=self._size, blocks=tuple(self._blocks))
+
+    def _close_block(self) -> None:
+        self._blocks.append(self._running.hexdigest())
+        self._running.reset()
+        self._filled = 0

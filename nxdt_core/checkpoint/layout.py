@@ -1,0 +1,79 @@
+"""Where the files of a checkpoint lie below the root of its store: names only.
+
+::
+
+    step-00000100/manifest.json
+    step-00000100/<attempt>/model/shard-00000-00000.safetensors         <rank>-<number>
+    step-00000100/<attempt>/model/shard-00000-00000.safetensors.digests
+    step-00000100/<attempt>/state/rank-00000.json
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from datetime import UTC, datetime
+
+__all__ = [
+    "SECTIONS",
+    "attempt_prefix",
+    "digests_name",
+    "manifest_key",
+    "new_attempt",
+    "shard_name",
+    "state_name",
+    "step_name",
+    "step_of",
+    "step_prefix",
+]
+
+SECTIONS = ("model", "optim", "state")
+"""Directories of an attempt, and families of tensors in a manifest."""
+
+_STEP = re.compile(r"step-([0-9]{8,15})")
+
+
+def step_name(step: int) -> str:
+    """Directory of a step: ``step-00000100``."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory name means, or None."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def step_prefix(step: int) -> str:
+    """What the keys of all objects of a step begin with."""
+    return f"{step_name(step)}/"
+
+
+def manifest_key(step: int) -> str:
+    """The object whose existence commits a step."""
+    return f"{step_name(step)}/manifest.json"
+
+
+def new_attempt() -> str:
+    """A name that no other save uses; sorts by time of day, for people."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+
+
+def attempt_prefix(step: int, attempt: str) -> str:
+    """What the keys of the files of one attempt begin with; names in a manifest are relative to it."""
+    return f"{step_name(step)}/{attempt}/"
+
+
+def shard_name(section: str, rank: int, number: int) -> str:
+    """The ``number``-th file of tensors of ``section`` that ``rank`` writes."""
+    return f"{section}/shard-{rank:05d}-{number:05d}.safetensors"
+
+
+def state_name(rank: int) -> str:
+    """The JSON state of ``rank``."""
+    return f"state/rank-{rank:05d}.json"
+
+
+def digests_name(name: str) -> str:
+    """The file of block digests beside the file ``name``."""
+    return f"{name}.digests"

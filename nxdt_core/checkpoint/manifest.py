@@ -1,0 +1,144 @@
+"""The manifest: the one file whose existence commits a checkpoint, and all that is known of it without a tensor.
+
+It is JSON that carries a digest of itself. Any changed byte, also one that leaves the JSON valid, makes it damaged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nxdt_core.checkpoint import layout
+from nxdt_core.checkpoint.digests import digest
+from nxdt_core.checkpoint.state_tree import decode_tree, encode_tree
+from nxdt_core.checkpoint.tensor_index import TensorEntry, decode_index, encode_index
+from nxdt_core.errors import CheckpointDamaged, CheckpointTooNew
+
+__all__ = ["CheckpointFacts", "FileEntry", "Manifest", "decode_manifest", "encode_facts", "encode_manifest"]
+
+FORMAT = 1
+"""Version of the layout and of this file; a reader refuses a greater one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """What a run says of itself beside its state. Everything is JSON-able."""
+
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration."""
+    plugin_fingerprint: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Size by dimension of the mesh that wrote it; any other mesh can load it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Version by distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One data file; its digests by block lie beside it."""
+
+    size_bytes: int
+    digests_bytes: int
+    """Size of the file of its digests."""
+    digests_digest: str
+    """Digest of the file of its digests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One committed checkpoint. File names are relative to its attempt's directory."""
+
+    step: int
+    attempt: str
+    created: str
+    """Time of the save in UTC, ISO 8601."""
+    facts: CheckpointFacts
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    """Section (``model``, ``optim``, ``state``) → tensor name → where it lies."""
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of its files begin with."""
+        return layout.attempt_prefix(self.step, self.attempt)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its files, without the manifest itself."""
+        return sum(entry.size_bytes + entry.digests_bytes for entry in self.files.values())
+
+
+def encode_facts(facts: CheckpointFacts) -> dict[str, Any]:
+    """The facts as JSON-able keys of the manifest.
+
+    Raises:
+        UnsavableState: something in them is not JSON-able.
+    """
+    return {item.name: encode_tree(getattr(facts, item.name), at=item.name) for item in fields(facts)}
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of ``manifest.json``."""
+    table: dict[str, Any] = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "created": manifest.created,
+        **encode_facts(manifest.facts),
+        "files": {
+            name: [entry.size_bytes, entry.digests_bytes, entry.digests_digest]
+            for name, entry in manifest.files.items()
+        },
+        "tensors": {section: encode_index(index) for section, index in manifest.tensors.items()},
+    }
+    return _dump({**table, "digest": digest(_dump(table))})
+
+
+def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
+    """The inverse of :func:`encode_manifest`, for the manifest that lies at ``where`` under ``step``.
+
+    Raises:
+        CheckpointDamaged: a byte differs from what was written, or it is no manifest of ``step``.
+        CheckpointTooNew: a later version of nxdt-core wrote it.
+    """
+    try:
+        table = json.loads(data)
+        stored = table.pop("digest")
+        unchanged = digest(_dump(table)) == stored and _dump({**table, "digest": stored}) == data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(where=where, reason="it is no manifest") from error
+    if not unchanged:
+        raise CheckpointDamaged(where=where, reason="it differs from its digest")
+    if table.get("format") != FORMAT:
+        raise CheckpointTooNew(where=where, reason=f"its format is {table.get('format')!r}, known is {FORMAT}")
+    try:
+        manifest = _from_table(table)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(where=where, reason=f"it is no manifest ({error})") from error
+    if manifest.step != step:
+        raise CheckpointDamaged(where=where, reason=f"it is the manifest of step {manifest.step}")
+    return manifest
+
+
+def _from_table(table: Mapping[str, Any]) -> Manifest:
+    facts = CheckpointFacts(**{item.name: decode_tree(table[item.name]) for item in fields(CheckpointFacts)})
+    return Manifest(
+        step=table["step"],
+        attempt=table["attempt"],
+        created=table["created"],
+        facts=facts,
+        files={
+            name: FileEntry(size_bytes=int(size), digests_bytes=int(digests_size), digests_digest=str(digests))
+            for name, (size, digests_size, digests) in table["files"].items()
+        },
+        tensors={section: decode_index(index) for section, index in table["tensors"].items()},
+    )
+
+
+def _dump(table: Mapping[str, Any]) -> bytes:
+    return json.dumps(table, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,48 @@
+"""Which checkpoints may go. Torch-free."""
+
+from __future__ import annotations
+
+from nxdt_core.checkpoint.faults import explained_os_errors
+from nxdt_core.checkpoint.layout import manifest_key, step_prefix
+from nxdt_core.checkpoint.status import list_checkpoints, verify
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+__all__ = ["prune"]
+
+
+def prune(storage: CheckpointStorage, keep_last: int, *, deep: bool = True) -> list[int]:
+    """Keep the ``keep_last`` newest committed checkpoints and delete every step older than these.
+
+    Unfinished and damaged steps do not count, and go when they are older than what is kept. Call it after a commit,
+    never before. Nothing is deleted unless one of those kept verifies; where none does, older ones are kept until
+    one does.
+
+    Args:
+        storage: where they lie.
+        keep_last: at least 1.
+        deep: verify by reading every byte of a kept checkpoint (mostly one). Without it, by names and sizes: for a
+            caller that has just committed the newest and wants no second reading of it.
+
+    Returns:
+        The steps that were deleted, ascending.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}; the last checkpoint is never deleted")
+    found = list_checkpoints(storage)
+    good = [status.step for status in found if status.state == "committed"]
+    kept, older = good[-keep_last:], good[:-keep_last]
+    while not any(not verify(storage, step, deep=deep) for step in reversed(kept)):
+        if not older:
+            return []
+        kept.insert(0, older.pop())
+    doomed = [status.step for status in found if status.step < kept[0]]
+    with explained_os_errors(storage.uri):
+        for step in doomed:
+            _delete(storage, step)
+    return doomed
+
+
+def _delete(storage: CheckpointStorage, step: int) -> None:
+    """The manifest first: what is left of an interrupted deletion is unfinished, never damaged."""
+    storage.delete_many([manifest_key(step)])
+    storage.delete_many([info.key for info in storage.list(step_prefix(step))])

@@ -1,0 +1,153 @@
+"""What a store holds and whether it is sound. Torch-free.
+
+Cheap: names, sizes and manifests (one listing and one small read a step). Deep: every byte against its digest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from nxdt_core.checkpoint.committed import read_manifest
+from nxdt_core.checkpoint.faults import explained_os_errors
+from nxdt_core.checkpoint.files import VerifiedFile
+from nxdt_core.checkpoint.layout import digests_name, manifest_key, step_name, step_of, step_prefix
+from nxdt_core.checkpoint.manifest import Manifest
+from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+__all__ = ["CheckpointStatus", "find_checkpoint", "latest", "list_checkpoints", "verify"]
+
+State = Literal["committed", "unfinished", "damaged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStatus:
+    """One step of a store."""
+
+    step: int
+    state: State
+    """``unfinished``: it has no manifest. ``damaged``: its manifest is no longer one, or files are missing or have
+    another size; changed bytes in files show only in :func:`verify`."""
+    uri: str
+    """Address of the step."""
+    size_bytes: int
+    """Of everything below the step's directory, leftovers of other attempts included."""
+    problem: str = ""
+    """What is wrong with it, naming the file."""
+
+
+def list_checkpoints(storage: CheckpointStorage) -> list[CheckpointStatus]:
+    """All steps that have a file in ``storage``, ascending; an address that does not exist has none."""
+    sizes: dict[int, dict[str, int]] = defaultdict(dict)
+    with explained_os_errors(storage.uri):
+        for info in storage.list("step-"):
+            step = step_of(info.key.partition("/")[0])
+            if step is not None:
+                sizes[step][info.key] = info.size_bytes
+        return [_status(storage, step, sizes[step]) for step in sorted(sizes)]
+
+
+def verify(storage: CheckpointStorage, step: int, *, deep: bool = True) -> list[str]:
+    """All that is wrong with the checkpoint of ``step``, a sentence each, naming the file; empty where it is good.
+
+    Args:
+        storage: where it lies.
+        step: which one.
+        deep: read every file and compare every block with its digest, instead of names and sizes only.
+    """
+    with explained_os_errors(f"{storage.uri}/{step_name(step)}"):
+        try:
+            manifest = read_manifest(storage, step)
+        except (CheckpointDamaged, CheckpointNotFound, CheckpointTooNew) as error:
+            return [f"{error.where}: {error.reason}"]
+        if not deep:
+            sizes = {info.key: info.size_bytes for info in storage.list(step_prefix(step))}
+            return _wrong_sizes(storage, manifest, sizes)
+        problems = []
+        for name in manifest.files:
+            try:
+                VerifiedFile(storage, manifest, name).verify()
+            except CheckpointDamaged as error:
+                problems.append(f"{error.where}: {error.reason}")
+        return problems
+
+
+def latest(storage: CheckpointStorage, *, warn: Callable[[str], None]) -> Manifest | None:
+    """The newest committed checkpoint whose every byte verifies, or None.
+
+    Unfinished saves are passed over in silence; each damaged checkpoint is told to ``warn`` in a line that names
+    the file.
+
+    Raises:
+        CheckpointTooNew: the newest sound one was written by a later version. (Going on from an older one would
+            throw its steps away.)
+    """
+    for status in reversed(list_checkpoints(storage)):
+        if status.state == "unfinished":
+            continue
+        problems = [status.problem]
+        if status.state == "committed":
+            with explained_os_errors(status.uri):
+                manifest = read_manifest(storage, status.step)
+            problems = verify(storage, status.step)
+            if not problems:
+                return manifest
+        warn(f"Checkpoint {step_name(status.step)} is damaged and skipped: {problems[0]}")
+    return None
+
+
+def find_checkpoint(storage: CheckpointStorage, step: int | None, *, warn: Callable[[str], None]) -> Manifest:
+    """The checkpoint of ``step``, or the newest sound one where ``step`` is None (see :func:`latest`).
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointDamaged: ``step`` was named and its manifest is not what was written.
+    """
+    if step is not None:
+        with explained_os_errors(f"{storage.uri}/{step_name(step)}"):
+            return read_manifest(storage, step)
+    manifest = latest(storage, warn=warn)
+    if manifest is None:
+        raise CheckpointNotFound(where=storage.uri, reason="no step there is committed and sound")
+    return manifest
+
+
+def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> CheckpointStatus:
+    state, problem = _state(storage, step, sizes)
+    return CheckpointStatus(
+        step=step,
+        state=state,
+        uri=f"{storage.uri}/{step_name(step)}",
+        size_bytes=sum(sizes.values()),
+        problem=problem,
+    )
+
+
+def _state(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> tuple[State, str]:
+    if manifest_key(step) not in sizes:
+        return "unfinished", ""
+    try:
+        manifest = read_manifest(storage, step)
+    except CheckpointNotFound:  # deleted since it was listed
+        return "unfinished", ""
+    except CheckpointTooNew as error:
+        return "committed", f"{error.where}: {error.reason}"
+    except CheckpointDamaged as error:
+        return "damaged", f"{error.where}: {error.reason}"
+    problems = _wrong_sizes(storage, manifest, sizes)
+    return ("damaged", problems[0]) if problems else ("committed", "")
+
+
+def _wrong_sizes(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
+    problems = []
+    for name, entry in manifest.files.items():
+        for file, size in ((name, entry.size_bytes), (digests_name(name), entry.digests_bytes)):
+            key = manifest.prefix + file
+            found = sizes.get(key)
+            if found != size:
+                reason = "it is missing" if found is None else f"it has {found} bytes instead of {size}"
+                problems.append(f"{storage.uri}/{key}: {reason}")
+    return problems

@@ -1,0 +1,84 @@
+"""From an address to a store. Torch-free."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint.faults import explained_os_errors
+from nxdt_core.checkpoint.layout import step_of
+from nxdt_core.errors import UnknownStorageScheme
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel import Kernel
+
+__all__ = ["check_writable", "locate", "open_storage"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+_KNOWN_PLUGINS = {"s3": "nxdt-plugin-s3", "fsx": "nxdt-plugin-fsx"}
+"""Scheme → dist of this project that serves it, for the error when it is not installed."""
+
+
+def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> CheckpointStorage:
+    """The store that ``uri`` names.
+
+    Args:
+        uri: a plain path, ``file:///absolute/path``, or ``scheme://…`` of an installed plugin.
+        kernel: knows the plugins; paths need none.
+        config: the dataclass of ``checkpoint.storage``; None means the component's defaults.
+
+    Raises:
+        BadStorageUri: ``uri`` is malformed.
+        UnknownStorageScheme: no usable plugin serves its scheme.
+    """
+    match = _SCHEME.match(uri)
+    scheme = match[1].lower() if match else "file"
+    if scheme == "file":
+        return LocalStorage(uri, config)
+    schemes: dict[str, Any] = {}
+    for component in kernel.registry.all("checkpoint_storage") if kernel else ():
+        schemes |= dict.fromkeys(getattr(component.record, "uri_schemes", ()), component)
+    if kernel is None or scheme not in schemes:
+        raise UnknownStorageScheme(
+            where=uri,
+            reason="no plugin that serves it is installed and usable",
+            scheme=scheme,
+            known=tuple(sorted({"file", *schemes})),
+            plugin=_KNOWN_PLUGINS.get(scheme),
+        )
+    component = kernel.registry.storage_for_scheme(scheme)
+    config_class = component.load_config()
+    if config is None and config_class is not None:
+        config = config_class()
+    storage: CheckpointStorage = component.load_target()(uri, config)
+    return storage
+
+
+def locate(uri: str, kernel: Kernel | None = None, config: Any = None) -> tuple[CheckpointStorage, int | None]:
+    """The store and step that an address of a person means: its root, or one of its step directories.
+
+    ``runs/a/checkpoints`` gives None as the step, ``runs/a/checkpoints/step-00000100`` gives 100.
+    """
+    name = uri.rstrip("/").rpartition("/")[2]
+    step = step_of(name)
+    if step is None:
+        return open_storage(uri, kernel, config), None
+    root = uri.rstrip("/").removesuffix(name)
+    return open_storage(root or ".", kernel, config), step
+
+
+def check_writable(storage: CheckpointStorage) -> None:
+    """Write and delete a small object, so that a run learns at its start what would stop its first save.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    key = f"probe-{secrets.token_hex(8)}"
+    with explained_os_errors(storage.uri):
+        with storage.open_write(key) as stream:
+            stream.write(b"nxdt")
+        storage.delete_many([key])

@@ -1,0 +1,119 @@
+"""Which tensor lies where: the part of a manifest that finds a tensor's bytes without opening a shard. Torch-free.
+
+A tensor consists of parts, boxes that tile it; one part for a whole tensor, one a rank (or several) for a sharded
+one. A part's elements lie contiguously, row-major, in one file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ITEM_BYTES", "TensorEntry", "TensorPart", "decode_index", "encode_index"]
+
+ITEM_BYTES: Mapping[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+}
+"""Bytes of an element by the name of the torch dtype, for every dtype that a checkpoint can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """A box of a tensor, and where its bytes lie."""
+
+    file: str
+    """Relative to the attempt's directory."""
+    start: int
+    """Byte of the file at which its elements begin."""
+    offsets: tuple[int, ...]
+    """Index in the whole tensor of its first element."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor; ``same_as`` names the tensor whose memory it shared when it was saved, and then has no parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    parts: tuple[TensorPart, ...] = ()
+    same_as: str | None = None
+
+    def part_bytes(self, part: TensorPart) -> int:
+        """Bytes that ``part`` takes in its file."""
+        return math.prod(part.shape) * ITEM_BYTES[self.dtype]
+
+
+def encode_index(index: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """JSON-able: a part is ``[file, start]``, followed by its offsets and shape unless it is the whole tensor."""
+    return {name: _encode_entry(entry) for name, entry in index.items()}
+
+
+def decode_index(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    """The inverse of :func:`encode_index`.
+
+    Raises:
+        ValueError: an entry contradicts itself. (``KeyError``, ``TypeError``, ``AttributeError``: it is malformed.)
+    """
+    index = {name: _decode_entry(name, row) for name, row in table.items()}
+    for name, entry in index.items():
+        if entry.same_as is not None and not index[entry.same_as].parts:
+            raise ValueError(f"tensor {name!r} shares the memory of one that is not stored")
+    return index
+
+
+def _encode_entry(entry: TensorEntry) -> dict[str, Any]:
+    row: dict[str, Any] = {"dtype": entry.dtype, "shape": entry.shape}
+    if entry.same_as is not None:
+        return {**row, "same_as": entry.same_as}
+    return {**row, "parts": [_encode_part(part, entry) for part in entry.parts]}
+
+
+def _encode_part(part: TensorPart, entry: TensorEntry) -> list[Any]:
+    whole = part.shape == entry.shape
+    return [part.file, part.start] if whole else [part.file, part.start, part.offsets, part.shape]
+
+
+def _decode_entry(name: str, row: Mapping[str, Any]) -> TensorEntry:
+    dtype, shape = str(row["dtype"]), _sizes(row["shape"])
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+    if "same_as" in row:
+        return TensorEntry(dtype=dtype, shape=shape, same_as=str(row["same_as"]))
+    parts = tuple(_decode_part(part, shape) for part in row["parts"])
+    if not parts or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+        raise ValueError(f"the parts of tensor {name!r} do not make it up")
+    for part in parts:
+        ends = (offset + size for offset, size in zip(part.offsets, part.shape, strict=True))
+        if any(end > size for end, size in zip(ends, shape, strict=True)):
+            raise ValueError(f"a part of tensor {name!r} lies outside of it")
+    return TensorEntry(dtype=dtype, shape=shape, parts=parts)
+
+
+def _decode_part(row: list[Any], whole: tuple[int, ...]) -> TensorPart:
+    file, start, *box = row
+    offsets, shape = (_sizes(box[0]), _sizes(box[1])) if box else ((0,) * len(whole), whole)
+    return TensorPart(file=str(file), start=_sizes([start])[0], offsets=offsets, shape=shape)
+
+
+def _sizes(values: list[Any]) -> tuple[int, ...]:
+    if any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} are no sizes")
+    return tuple(values)

@@ -1,0 +1,1 @@
+"""Conformance kits that plugin authors subclass once. They need pytest."""
