@@ -110,6 +110,9 @@ def _report(error: NxdtError) -> int:
 
 
 def _close_stdout() -> int:
-    """Let the reader of a pipe go away (``nxdt … | head``): the interpreter's last flush must not complain."""
+    """Let the reader of a pipe go away (``nxdt … | head``): the interpreter's last flush must not complain.
+
+    The status is the one that click gives when it meets the closed pipe while a command still writes.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return 1

@@ -10,6 +10,7 @@ from nxdt_core.cli.table import human_size, print_table, shade
 from nxdt_core.cli.verb import VerbGroup, as_json, print_json
 
 if TYPE_CHECKING:
+    from nxdt_core.checkpoint import CheckpointStatus
     from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
 __all__ = ["checkpoint"]
@@ -32,50 +33,53 @@ def checkpoint() -> None:
 def list_(uri: str, json_output: bool) -> None:
     """List the checkpoints at URI: committed, unfinished and damaged ones.
 
-    Damage that shows without reading all bytes is seen here; `verify` reads them all.
+    Missing files and wrong sizes are seen here; changed bytes are found by `verify`, which reads them all.
     """
-    from nxdt_core.checkpoint import list_checkpoints
-
-    found = list_checkpoints(_open(uri))
+    _, found = _look(uri)
     if json_output:
         keys = ("step", "state", "uri", "size_bytes")
         print_json([{key: getattr(status, key) for key in keys} for status in found])
     elif found:
-        rows = [(str(s.step), shade(s.state), human_size(s.size_bytes), s.uri) for s in found]
+        rows = [
+            (str(s.step), shade(s.state), human_size(s.size_bytes), s.uri + (f"\n{s.problem}" if s.problem else ""))
+            for s in found
+        ]
         print_table(("STEP", "STATE", "SIZE", "URI"), rows, right=("STEP", "SIZE"))
     else:
         click.echo(f"No checkpoint lies at {uri}.", err=True)
 
 
-@checkpoint.command("verify", examples=(f"nxdt checkpoint verify {_RUN}", f"nxdt checkpoint verify {_RUN} --step 40"))
+@checkpoint.command(
+    "verify", examples=(f"nxdt checkpoint verify {_RUN}", f"nxdt checkpoint verify {_RUN}/step-00000040")
+)
 @click.argument("uri")
-@click.option("--step", type=click.IntRange(min=0), help="Verify this step alone.")
 @as_json
 @click.pass_context
-def verify(ctx: click.Context, uri: str, step: int | None, json_output: bool) -> None:
-    """Read every byte of the committed checkpoints at URI and compare with their digests.
+def verify(ctx: click.Context, uri: str, json_output: bool) -> None:
+    """Read every byte of the committed checkpoints at URI and compare it with the digests.
 
-    Exit status 1 where anything is damaged.
+    URI may name one step. Exit status 1 where anything is damaged.
     """
-    from nxdt_core.checkpoint import list_checkpoints
     from nxdt_core.checkpoint import verify as problems_of
     from nxdt_core.errors import CheckpointNotFound
 
-    storage = _open(uri)
-    steps = [s.step for s in list_checkpoints(storage) if s.state != "unfinished" and step in (None, s.step)]
+    storage, found = _look(uri)
+    steps = [status.step for status in found if status.state != "unfinished"]
     if not steps:
-        raise CheckpointNotFound(where=uri, reason="nothing committed" if step is None else f"no committed step {step}")
+        raise CheckpointNotFound(where=uri, reason="nothing there is committed")
     problems = {step: problems_of(storage, step) for step in steps}
     if json_output:
-        print_json([{"step": step, "problems": list(found)} for step, found in problems.items()])
+        print_json([{"step": step, "problems": bad} for step, bad in problems.items()])
     else:
-        rows = [(str(step), shade("damaged" if bad else "ok"), "; ".join(bad)) for step, bad in problems.items()]
+        rows = [(str(step), shade("damaged" if bad else "ok"), "\n".join(bad)) for step, bad in problems.items()]
         print_table(("STEP", "STATE", "PROBLEMS"), rows, right=("STEP",))
     ctx.exit(1 if any(problems.values()) else 0)
 
 
-def _open(uri: str) -> CheckpointStorage:
-    from nxdt_core.checkpoint import open_storage
+def _look(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
+    """The store that an address names, and what lies there: all steps, or the one that the address ends with."""
+    from nxdt_core.checkpoint import list_checkpoints, locate
     from nxdt_core.kernel import Kernel
 
-    return open_storage(uri, Kernel.start())
+    storage, step = locate(uri, Kernel.start())
+    return storage, [status for status in list_checkpoints(storage) if step in (None, status.step)]

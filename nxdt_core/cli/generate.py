@@ -41,7 +41,10 @@ def generate(
     """
     from nxdt_core.training.generate import generate as continue_prompt
 
-    text = continue_prompt(
+    pieces = continue_prompt(
         checkpoint, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
     )
-    click.echo(prompt + text)
+    click.echo(prompt + next(pieces, ""), nl=False)  # only now, so that an error comes before any text
+    for piece in pieces:
+        click.echo(piece, nl=False)
+    click.echo()

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from nxdt_core.cli.verb import Suggesting
+
 __all__ = ["LazyCommand", "LazyGroup"]
 
 
@@ -27,7 +29,7 @@ class LazyCommand:
         return command
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Suggesting):
     """A group over :class:`LazyCommand` entries, listed in the order in which they were given."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:

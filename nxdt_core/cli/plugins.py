@@ -139,13 +139,7 @@ def _print_plugin(kernel: Kernel, plugin: PluginInfo) -> None:
     components = _components(kernel, plugin)
     if components:
         click.echo()
-        print_table(
-            ("KIND", "NAME", "SUPPORTS", "SUMMARY"),
-            [
-                (c.kind, _names(c), ", ".join(sorted(c.record.capabilities)) or "-", c.record.summary)
-                for c in components
-            ],
-        )
+        print_table(("KIND", "NAME", "SUPPORTS", "SUMMARY"), [_row(component) for component in components])
 
 
 def _plain_text(docstring: str) -> str:
@@ -154,6 +148,8 @@ def _plain_text(docstring: str) -> str:
     return re.sub(r"(:\w+:)?`+([^`]+)`+", r"\2", sentence)
 
 
-def _names(component: RegisteredComponent) -> str:
-    """The name, and the aliases behind it."""
-    return " = ".join((component.record.name, *component.record.aliases))
+def _row(component: RegisteredComponent) -> tuple[str, str, str, str]:
+    """Kind, name with its aliases, capabilities and summary of one component."""
+    record = component.record
+    names = " = ".join((record.name, *record.aliases))
+    return component.kind, names, ", ".join(sorted(record.capabilities)) or "-", record.summary

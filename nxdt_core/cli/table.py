@@ -34,7 +34,7 @@ def shade(state: str) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print rows under a header; the last column wraps at the terminal's edge.
+    """Print rows under a header; the last column may hold several lines, and wraps at the terminal's edge.
 
     Args:
         header: column titles.
@@ -77,7 +77,9 @@ def _right(cell: str, width: int) -> str:
 
 
 def _wrapped(text: str, hang: int) -> str:
-    if not sys.stdout.isatty() or len(click.unstyle(text)) != len(text):
-        return text
-    width = max(shutil.get_terminal_size().columns - hang, _NARROWEST_LAST)
-    return f"\n{' ' * hang}".join(textwrap.wrap(text, width, break_on_hyphens=False) or [""])
+    """Lines of the last column, each wrapped at the terminal's edge and indented under the first."""
+    lines = text.split("\n")
+    if sys.stdout.isatty() and click.unstyle(text) == text:
+        width = max(shutil.get_terminal_size().columns - hang, _NARROWEST_LAST)
+        lines = [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]
+    return f"\n{' ' * hang}".join(lines)

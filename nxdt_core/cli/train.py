@@ -19,7 +19,8 @@ __all__ = ["train"]
     ),
 )
 @config_arguments
-def train(source: str, overrides: tuple[str, ...]) -> None:
+@click.pass_context
+def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     """Train a model.
 
     CONFIG is a YAML file or recipe:NAME. KEY=VALUE replaces or adds one value of it, with the key written
@@ -36,4 +37,6 @@ def train(source: str, overrides: tuple[str, ...]) -> None:
 
     from nxdt_core.training.run import train as run  # imports torch: only a configuration that is right pays for it
 
-    run(config)
+    summary = run(config)
+    click.echo(str(summary))
+    ctx.exit(summary.exit_status)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["Verb", "VerbGroup", "as_json", "config_arguments", "print_json"]
+__all__ = ["Suggesting", "Verb", "VerbGroup", "as_json", "config_arguments", "print_json", "write_examples"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -25,7 +25,24 @@ class Verb(click.Command):
         write_examples(self.examples, formatter)
 
 
-class VerbGroup(click.Group):
+class Suggesting(click.Group):
+    """A group that names the command which was probably meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of the first word; the usage error suggests a close one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            for close in get_close_matches(args[0], self.list_commands(ctx), n=1):
+                error.message += f" Did you mean '{close}'?"
+            raise
+
+
+class VerbGroup(Suggesting):
     """A group of verbs, listed in the order of their definition."""
 
     command_class = Verb

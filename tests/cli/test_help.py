@@ -1,0 +1,63 @@
+"""Every verb has a help text whose examples are command lines that parse."""
+
+import shlex
+
+import click
+import pytest
+
+from nxdt_core.cli.app import COMMANDS, root
+
+
+def verbs(command=root, path=("nxdt",)):
+    """Every command with the words that call it, groups before their verbs."""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        names = COMMANDS if command is root else command.list_commands(context)
+        for name in names:
+            child = command.get_command(context, name)
+            yield (*path, name), child
+            yield from verbs(child, (*path, name))
+
+
+VERBS = dict(verbs())
+LEAVES = [path for path, verb in VERBS.items() if not isinstance(verb, click.Group)]
+
+
+@pytest.mark.parametrize("path", VERBS, ids=" ".join)
+def test_help_ends_with_examples_of_the_verb_itself(path):
+    command = VERBS[path]
+    text = command.get_help(click.Context(command, info_name=" ".join(path)))
+    examples = text.partition("Examples:\n")[2].splitlines()
+    assert examples
+    assert all(line.strip().startswith(" ".join(path)) for line in examples)
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=" ".join)
+def test_examples_parse(path):
+    for example in VERBS[path].examples:
+        words = shlex.split(example.partition(" > ")[0])
+        VERBS[path].make_context(" ".join(path), words[len(path) :])
+
+
+@pytest.mark.parametrize("path", VERBS, ids=" ".join)
+def test_every_option_is_explained(path):
+    options = [parameter for parameter in VERBS[path].params if isinstance(parameter, click.Option)]
+    assert all(option.help for option in options)
+
+
+def test_summaries_shown_without_importing_are_those_of_the_commands():
+    for name, entry in COMMANDS.items():
+        assert entry.load().get_short_help_str(limit=100) == entry.summary, name
+
+
+def test_the_root_lists_every_command(nxdt):
+    done = nxdt("--help")
+    assert done.returncode == 0
+    assert all(entry.summary in done.stdout for entry in COMMANDS.values())
+    assert nxdt().stdout == "" or "Usage: nxdt" in nxdt().stdout + nxdt().stderr
+
+
+def test_version_is_that_of_the_package(nxdt):
+    from nxdt_core import __version__
+
+    assert nxdt("--version").stdout == f"nxdt {__version__}\n"

@@ -1,0 +1,88 @@
+"""``nxdt plugins`` over real and fake distributions."""
+
+import json
+
+OFFER = """
+from nxdt_core.api import OptimizerComponent, hookimpl
+
+@hookimpl
+def nxdt_optimizers():
+    return [OptimizerComponent(name="lion", target="nowhere:Lion", summary="signs", aliases=("evo",))]
+"""
+HEAVY = ("torch", "numpy", "omegaconf", "pytorch_lightning", "transformers")
+
+
+def test_list_json_has_the_promised_shape_and_nothing_else_on_stdout(nxdt, dist):
+    dist("acme", OFFER)
+    dist("broken", "raise RuntimeError('at import')")
+    dist("ancient", OFFER, requires="nxdt-core<0.0.1")
+    rows = {row["name"]: row for row in json.loads(nxdt("plugins", "list", "--json").stdout)}
+    assert set(rows["acme"]) == {"name", "dist", "version", "state", "reason", "components"}
+    assert rows["acme"] == {
+        "name": "acme",
+        "dist": "acme",
+        "version": "1.0",
+        "state": "ok",
+        "reason": "",
+        "components": [{"kind": "optimizer", "name": "lion"}],
+    }
+    assert (rows["broken"]["state"], rows["broken"]["components"]) == ("broken", [])
+    assert "at import" in rows["broken"]["reason"]
+    assert rows["ancient"]["state"] == "incompatible"
+    assert {"kind": "optimizer", "name": "adamw"} in rows["builtin"]["components"]
+
+
+def test_list_shows_one_line_a_plugin_aligned(nxdt, dist):
+    dist("acme", OFFER)
+    header, *lines = nxdt("plugins", "list").stdout.splitlines()
+    assert len(lines) == len(json.loads(nxdt("plugins", "list", "--json").stdout))
+    column = header.index("STATE")
+    assert all(line[column:].startswith("ok ") for line in lines)
+    assert any(line.startswith("acme ") and line.endswith(" lion") for line in lines)
+
+
+def test_light_commands_import_nothing_heavy(nxdt):
+    for args in (["--help"], ["--version"], ["plugins", "list"], ["plugins", "hooks"], ["plugins", "show", "builtin"]):
+        done = nxdt(*args, without=HEAVY)
+        assert (done.returncode, done.stderr) == (0, ""), args
+
+
+def test_show_tells_names_aliases_and_reason(nxdt, dist):
+    dist("acme", OFFER)
+    dist("broken", "raise RuntimeError('at import')")
+    assert "lion = evo" in nxdt("plugins", "show", "acme").stdout
+    assert "at import" in nxdt("plugins", "show", "broken").stdout
+
+
+def test_show_of_an_unknown_name_lists_what_is_installed(nxdt):
+    done = nxdt("plugins", "show", "nobody")
+    assert done.returncode == 2
+    assert "[NXDT-K020]" in done.stderr
+    assert "'builtin'" in done.stderr
+
+
+def test_hooks_names_every_hook_and_its_listeners(nxdt, dist):
+    from nxdt_core.kernel.hookspecs import PHASES
+
+    dist("acme", OFFER)
+    lines = nxdt("plugins", "hooks").stdout.splitlines()
+    names = {line.split()[1] for line in lines[1:]}
+    assert names == {hook for phase in PHASES for hook in phase.__all__}
+    (optimizers,) = [line for line in lines if " nxdt_optimizers " in line]
+    assert "acme" in optimizers
+
+
+def test_lock_then_verify_then_another_plugin(nxdt, dist):
+    dist("acme", OFFER)
+    assert nxdt("plugins", "lock", "plugins.lock").returncode == 0
+    assert nxdt("plugins", "verify", "plugins.lock").returncode == 0
+    dist("bolt", OFFER)
+    done = nxdt("plugins", "verify", "plugins.lock")
+    assert done.returncode == 2
+    assert "bolt" in done.stderr
+
+
+def test_verify_without_a_lock_file_says_how_to_write_one(nxdt):
+    done = nxdt("plugins", "verify")
+    assert done.returncode == 2
+    assert "nxdt plugins lock" in done.stderr
