@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.protocols.adapter import Adapter
@@ -28,6 +29,7 @@ __all__ = [
     "precision",
     "schedule",
     "schedule_horizon",
+    "step_uri",
     "storage",
     "tokenizer",
 ]
@@ -110,6 +112,11 @@ def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStorage, int | N
     """
     selected = config.components["checkpoint_storage"]
     return checkpoint.locate(uri, config.kernel, None if selected is None else selected.config)
+
+
+def step_uri(storage: CheckpointStorage, step: int) -> str:
+    """Address of one checkpoint of a store."""
+    return f"{storage.uri}/{step_name(step)}"
 
 
 def _construct(config: ResolvedConfig, slot: str, *more: Any) -> Any:

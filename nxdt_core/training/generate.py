@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import cast
 
@@ -9,11 +10,14 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.errors import CannotGenerate, NoCheckpointToResume
+from nxdt_core.errors import CannotGenerate
+from nxdt_core.kernel import Kernel
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.training import assemble, primitives
 
 __all__ = ["generate"]
+
+_log = logging.getLogger(__name__)
 
 
 def generate(
@@ -64,10 +68,8 @@ def generate(
 
 def _load(uri: str) -> tuple[ResolvedConfig, TorchModel]:
     """The run that wrote the checkpoint, and its model with the checkpoint's weights."""
-    found, step = checkpoint.locate(uri)
-    manifest = checkpoint.latest(found) if step is None else checkpoint.read_manifest(found, step)
-    if manifest is None:
-        raise NoCheckpointToResume(uri=uri)
+    found, step = checkpoint.locate(uri, Kernel.start())
+    manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning)
     config = load(manifest.facts.config)
     engine = assemble.engine(config)
     engine.start()

@@ -80,7 +80,7 @@ def _start(module: NxdtModule, start: Start | None, console: Console) -> str | N
     """Tell the module what to begin with; returns the path to hand to Lightning."""
     if start is None:
         return None
-    uri = checkpoint.step_uri(start.storage, start.manifest.step)
+    uri = assemble.step_uri(start.storage, start.manifest.step)
     if start.weights_only:
         console.say(f"starting from the weights of {uri}")
         module.start_from(start.storage, start.manifest)
@@ -153,14 +153,14 @@ def _finished(config: ResolvedConfig, own: CheckpointStorage, start: Start) -> R
         consumed_tokens=start.manifest.facts.consumed_tokens,
         tokens_per_s=None,
         run_dir=config.run_dir,
-        checkpoint=checkpoint.step_uri(own, start.manifest.step),
+        checkpoint=assemble.step_uri(own, start.manifest.step),
         resume_command=_resume_command(config, start.manifest.step),
     )
 
 
 def _newest_uri(own: CheckpointStorage) -> str | None:
     steps = [entry.step for entry in checkpoint.list_checkpoints(own) if entry.state == "committed"]
-    return checkpoint.step_uri(own, max(steps)) if steps else None
+    return assemble.step_uri(own, max(steps)) if steps else None
 
 
 def _resume_command(config: ResolvedConfig, step: int) -> str:

@@ -54,7 +54,5 @@ def decide_start(config: ResolvedConfig, own: CheckpointStorage, say: Callable[[
 
 def _named(config: ResolvedConfig, uri: str, weights_only: bool, say: Callable[[str], None]) -> Start:
     storage, step = assemble.locate(config, uri)
-    manifest = checkpoint.latest(storage, warn=say) if step is None else checkpoint.read_manifest(storage, step)
-    if manifest is None:
-        raise NoCheckpointToResume(uri=uri)
+    manifest = checkpoint.find_checkpoint(storage, step, warn=say)
     return Start(storage=storage, manifest=manifest, weights_only=weights_only)

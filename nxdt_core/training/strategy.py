@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from nxdt_core.training.module import NxdtModule
 
 __all__ = ["NxdtStrategy"]
+
+_log = logging.getLogger(__name__)
 
 
 class NxdtStrategy(Strategy):
@@ -90,7 +93,7 @@ class NxdtStrategy(Strategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Find the checkpoint and return what Lightning itself had saved; tensors are loaded after set-up."""
         storage, step = assemble.locate(self.config, str(checkpoint_path))
-        manifest = checkpoint.read_manifest(storage, step) if step is not None else checkpoint.latest(storage)
+        manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning)
         self._module.resume_from(storage, manifest)
         saved = checkpoint.load_state(storage, manifest)
         lightning: dict[str, Any] = saved["extra"]["lightning"]
@@ -116,7 +119,7 @@ class NxdtStrategy(Strategy):
         if self.is_global_zero:
             storage, step = assemble.locate(self.config, str(filepath))
             if step is not None:
-                checkpoint.delete_step(storage, step)
+                checkpoint.delete(storage, step)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """``tensor``: metrics come out of the engine reduced."""

@@ -10,6 +10,7 @@ from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.kernel.contexts import CheckpointContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.training import assemble
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:
@@ -53,11 +54,11 @@ class CheckpointSaver(pl.Callback):
         step = module.train_state.step
         if step == self._saved:
             return
-        uri = checkpoint.step_uri(self._storage, step)
+        uri = assemble.step_uri(self._storage, step)
         trainer.save_checkpoint(uri)
         self._saved = step
         if self._keep > 0:
-            checkpoint.prune(self._storage, keep_last=self._keep)
+            checkpoint.prune(self._storage, keep_last=self._keep, deep=False)
         assert module.saved is not None, "the strategy saves through the module"
         self._console.say(f"step {step}: checkpoint saved to {uri}")
         self._hooks.nxdt_checkpoint_saved(self._context(module, module.saved))
@@ -65,7 +66,7 @@ class CheckpointSaver(pl.Callback):
     def _context(self, module: NxdtModule, manifest: checkpoint.Manifest) -> CheckpointContext:
         return CheckpointContext(
             step=manifest.step,
-            uri=checkpoint.step_uri(self._storage, manifest.step),
+            uri=assemble.step_uri(self._storage, manifest.step),
             size_bytes=manifest.size_bytes,
             consumed_samples=module.train_state.consumed_samples,
             rank=module.engine.rank_info.rank,

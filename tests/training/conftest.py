@@ -1,0 +1,61 @@
+"""Small real runs: the Llama plugin on the shipped text, in a few steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nxdt_core.config import load
+
+SMALL = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    "data.seq_length=32",
+    "data.global_batch_size=8",
+    "data.micro_batch_size=2",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=null",
+    "model.optim.sched.max_steps=40",
+)
+
+
+@pytest.fixture
+def small_run(tmp_path):
+    """Load the tiny recipe, smaller still, with its runs below the test's directory."""
+
+    def make(*overrides, name="run", exp_dir=None):
+        where = (f"exp_manager.exp_dir={exp_dir or tmp_path}", f"name={name}")
+        return load("recipe:llama-tiny", [*SMALL, *where, *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def metric_rows():
+    """Read a run's metrics; the last row of a step counts."""
+
+    def read(run_dir, file="metrics.jsonl"):
+        rows = [json.loads(line) for line in (Path(run_dir) / file).read_text(encoding="utf-8").splitlines()]
+        return {row["step"]: row for row in rows}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def weights():
+    """All tensors of a run's newest checkpoint, optimizer state included."""
+
+    def read(config):
+        from nxdt_core import checkpoint
+        from nxdt_core.training import assemble
+
+        store = assemble.storage(config)
+        manifest = checkpoint.latest(store, warn=print)
+        return {
+            **checkpoint.load_model(store, manifest),
+            **{f"optim/{k}": v for k, v in checkpoint.load_optimizer(store, manifest).items()},
+        }
+
+    return read

@@ -1,0 +1,221 @@
+"""Whole runs: what they write, how they stop, how they go on."""
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+
+from nxdt_core.errors import (
+    CannotWriteRunDirectory,
+    NoCheckpointToResume,
+    NxdtError,
+    RunAlreadyHasCheckpoints,
+    SequenceTooLongForModel,
+    VocabularyTooSmall,
+)
+from nxdt_core.training import train
+
+KEYS = {
+    "step",
+    "consumed_samples",
+    "consumed_tokens",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_s",
+    "mfu",
+    "data_wait_s",
+    "step_time_s",
+    "max_memory_bytes",
+}
+
+
+def same_weights(first, second):
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different
+
+
+def test_a_run_writes_one_row_a_logged_step_with_the_promised_keys(small_run, metric_rows):
+    config = small_run("trainer.max_steps=6", "trainer.log_every_n_steps=2")
+    summary = train(config)
+    rows = metric_rows(config.run_dir)
+    assert list(rows) == [2, 4, 6]
+    assert set(rows[2]) == KEYS
+    assert rows[6]["consumed_samples"] == 48
+    assert rows[6]["consumed_tokens"] == 48 * 32 == summary.consumed_tokens
+    assert rows[6]["mfu"] is None, "the peak of a CPU is not known"
+    assert all(rows[6][key] > 0 for key in ("tokens_per_s", "step_time_s", "max_memory_bytes", "grad_norm"))
+    assert rows[6]["loss"] == summary.loss < rows[2]["loss"] < math.log(272) + 0.5
+    assert list(config.run_dir.glob("events.out.tfevents.*"))
+    assert yaml.safe_load((config.run_dir / "config.yaml").read_text())["trainer"]["max_steps"] == 6
+
+
+def test_tensorboard_has_the_same_figures(small_run, metric_rows):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = small_run("trainer.max_steps=3")
+    train(config)
+    events = EventAccumulator(str(config.run_dir))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("loss")}
+    assert logged == pytest.approx({step: row["loss"] for step, row in metric_rows(config.run_dir).items()})
+
+
+def test_the_logged_rate_is_the_schedules(small_run, metric_rows):
+    config = small_run("trainer.max_steps=5")
+    train(config)
+    sched, optim = config.selected("lr_scheduler").config, config.run.model.optim
+    floor = sched.min_lr / optim.lr
+    for step, row in metric_rows(config.run_dir).items():
+        done = step - 1
+        if done < sched.warmup_steps:
+            factor = (done + 1) / (sched.warmup_steps + 1)
+        else:
+            share = (done - sched.warmup_steps) / (40 - sched.warmup_steps)
+            factor = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
+        assert row["lr"] == pytest.approx(optim.lr * factor)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(small_run, metric_rows, weights, workers):
+    more = (f"data.num_workers={workers}",)
+    whole = small_run("trainer.max_steps=8", *more, name="whole")
+    train(whole)
+    train(small_run("trainer.max_steps=3", *more, name="parts"))
+    parts = small_run("trainer.max_steps=8", *more, name="parts")
+    train(parts)
+    first, second = metric_rows(whole.run_dir), metric_rows(parts.run_dir)
+    assert [row["loss"] for row in first.values()] == [row["loss"] for row in second.values()]
+    assert [row["grad_norm"] for row in first.values()] == [row["grad_norm"] for row in second.values()]
+    assert second[8]["consumed_samples"] == 64
+    same_weights(weights(whole), weights(parts))
+
+
+def test_a_finished_run_has_nothing_to_do(small_run, metric_rows, capsys):
+    config = small_run("trainer.max_steps=2")
+    train(config)
+    again = train(config)
+    assert again.step == 2
+    assert "nothing to do" in capsys.readouterr().err
+    assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_resume_with_another_horizon_says_so(small_run, capsys):
+    train(small_run("trainer.max_steps=2"))
+    train(small_run("trainer.max_steps=3", "model.optim.sched.max_steps=50"))
+    assert "learning rate's curve now ends at step 50, it ended at 40" in capsys.readouterr().err
+
+
+def test_validation_runs_at_its_interval_and_leaves_training_alone(small_run, metric_rows):
+    plain = small_run("trainer.max_steps=6", name="plain")
+    train(plain)
+    validated = small_run(
+        "trainer.max_steps=6", "trainer.val_check_interval=3", "trainer.limit_val_batches=2", name="validated"
+    )
+    train(validated)
+    rows = metric_rows(validated.run_dir, "validation.jsonl")
+    assert list(rows) == [3, 6]
+    assert rows[6]["loss"] < rows[3]["loss"]
+    assert rows[3]["tokens"] == 2 * 8 * 32
+    assert [r["loss"] for r in metric_rows(plain.run_dir).values()] == [
+        r["loss"] for r in metric_rows(validated.run_dir).values()
+    ]
+
+
+def test_checkpoints_are_saved_at_the_interval_and_the_newest_kept(small_run):
+    from nxdt_core import checkpoint
+    from nxdt_core.training import assemble
+
+    config = small_run("trainer.max_steps=7", "checkpoint.every_n_train_steps=2", "checkpoint.save_top_k=2")
+    summary = train(config)
+    store = assemble.storage(config)
+    assert [(c.step, c.state) for c in checkpoint.list_checkpoints(store)] == [(6, "committed"), (7, "committed")]
+    assert checkpoint.verify(store, 7) == []
+    assert summary.checkpoint.endswith("step-00000007")
+
+
+def test_a_new_run_does_not_mix_with_an_older_ones_checkpoints(small_run):
+    config = small_run("trainer.max_steps=1", "exp_manager.resume_if_exists=false")
+    train(config)
+    with pytest.raises(RunAlreadyHasCheckpoints, match="up to step 1"):
+        train(config)
+
+
+def test_told_to_resume_from_nothing_is_an_error(small_run):
+    with pytest.raises(NoCheckpointToResume):
+        train(small_run("trainer.max_steps=1", "exp_manager.resume_ignore_no_checkpoint=false"))
+
+
+def test_a_run_can_begin_with_the_weights_of_another(small_run, weights, metric_rows):
+    first = small_run("trainer.max_steps=3", name="first")
+    train(first)
+    second = small_run(
+        "trainer.max_steps=1",
+        f"exp_manager.resume_from_checkpoint={first.checkpoint_uri}",
+        "model.weight_init_only=true",
+        "model.optim.lr=0.0",
+        "model.optim.sched.min_lr=0.0",
+        name="second",
+    )
+    summary = train(second)
+    assert summary.step == 1
+    assert metric_rows(second.run_dir)[1]["consumed_samples"] == 8
+    before, after = weights(first), weights(second)
+    assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("optim/"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(small_run, metric_rows, capsys):
+    config = small_run("trainer.max_steps=4", "checkpoint.every_n_train_steps=2")
+    train(config)
+    shard = next((config.run_dir / "checkpoints" / "step-00000004").rglob("model/*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    train(small_run("trainer.max_steps=5", "checkpoint.every_n_train_steps=2"))
+    said = capsys.readouterr().err
+    assert shard.name in said
+    assert "resuming from" in said
+    assert "step-00000002" in said
+    assert list(metric_rows(config.run_dir)) == [1, 2, 3, 4, 5]
+
+
+def test_bf16_autocast_trains_close_to_fp32(small_run, metric_rows):
+    rows = {}
+    for kind in ("fp32", "autocast"):
+        config = small_run("trainer.max_steps=3", f"precision.type={kind}", name=kind)
+        train(config)
+        rows[kind] = [row["loss"] for row in metric_rows(config.run_dir).values()]
+    assert rows["autocast"] == pytest.approx(rows["fp32"], rel=2e-2)
+    assert rows["autocast"] != rows["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [("model.vocab_size=256", VocabularyTooSmall), ("model.max_position_embeddings=16", SequenceTooLongForModel)],
+)
+def test_what_cannot_fit_is_said_before_training(small_run, override, error):
+    with pytest.raises(error):
+        train(small_run("trainer.max_steps=1", override))
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error(small_run, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CannotWriteRunDirectory):
+        train(small_run("trainer.max_steps=1", exp_dir=tmp_path / "file"))
+
+
+def test_another_model_cannot_resume_this_ones_checkpoint(small_run):
+    train(small_run("trainer.max_steps=1"))
+    with pytest.raises(NxdtError, match="do not fit"):
+        train(small_run("trainer.max_steps=2", "model.ffn_hidden_size=128"))
+
+
+def test_a_broken_loss_is_null_in_the_file_not_nan(small_run):
+    config = small_run("trainer.max_steps=4", "model.optim.lr=1e30", "trainer.gradient_clip_val=null")
+    train(config)
+    text = (config.run_dir / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert [json.loads(line)["loss"] for line in text.splitlines()][-1] is None
