@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nxdt_core.api import KINDS, Component, Kind
+from nxdt_core.api import KINDS, CliCommand, Component, Kind
 from nxdt_core.errors import NxdtError, PluginHookFailed
 from nxdt_core.kernel.component import RegisteredComponent
 from nxdt_core.kernel.defect import GUARDED, PluginDefect, describe_failure
@@ -56,6 +56,7 @@ def declare(plugin: PluginInfo, hooks: Hooks) -> Declaration:
         for record in _yielded(kind.hook, getattr(hooks, kind.hook), kind.record)
     ]
     _refuse_duplicates(components)
+    _yielded("nxdt_cli", hooks.nxdt_cli, CliCommand)  # checked now; the command line calls it again
     return Declaration(plugin=plugin, kinds=kinds, components=tuple(components), added=_added(hooks))
 
 

@@ -15,6 +15,7 @@ from nxdt_core._version import __version__
 from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.kernel.metadata import (
     MalformedMetadata,
+    directory_name,
     directory_stem,
     plugin_entries,
     read_core_metadata,
@@ -34,23 +35,33 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
         path: Directories to look in; ``sys.path`` where None.
     """
     found: list[PluginInfo] = []
-    first_seen: dict[str, str] = {}
-    for dist in _distributions(path):
-        stem = directory_stem(dist)
-        location = str(dist.locate_file(""))
+    winners: dict[str, str] = {}
+    for directory, location, dist in _distributions(path):
+        stem = directory_stem(directory)
         plugins = list(_plugins_of(dist, stem, location))
         key = normalise(plugins[0].dist) if plugins else stem
-        winner = first_seen.setdefault(key, location) if key else location
-        if winner == location:
+        here = f"{location}/{directory}"
+        winner = winners.setdefault(key, here) if key else here
+        if winner == here:
             found += [_judged(plugin, policy) for plugin in plugins]
-        elif os.path.realpath(winner) != os.path.realpath(location):
-            found += [replace(p, state="shadowed", reason=f"hidden by the one in {winner}") for p in plugins]
-    return sorted(found, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state != "ok"))
+        else:
+            found += [replace(p, state="shadowed", reason=f"hidden by {winner}") for p in plugins]
+    return sorted(found, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state == "shadowed"))
 
 
-def _distributions(path: Sequence[str] | None) -> Iterator[Distribution]:
-    """Walk the distributions; a finder that fails half-way ends the walk of none but itself."""
-    yield from distributions() if path is None else distributions(path=list(path))
+def _distributions(path: Sequence[str] | None) -> Iterator[tuple[str, str, Distribution]]:
+    """Metadata directory, location and object of each distribution, once, in the order of the path.
+
+    Within one location they come by name, the last first: file systems list in different orders, and every rank
+    must make the same choice where an upgrade left two releases behind.
+    """
+    by_location: dict[str, dict[str, Distribution]] = {}
+    for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
+        location = os.path.realpath(str(dist.locate_file("")))
+        by_location.setdefault(location, {}).setdefault(directory_name(dist) or f"?{number}", dist)
+    for location, dists in by_location.items():
+        for directory in sorted(dists, reverse=True):
+            yield directory, location, dists[directory]
 
 
 def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[PluginInfo]:

@@ -10,6 +10,7 @@ from nxdt_core import __version__
 from nxdt_core.api import KINDS
 from nxdt_core.errors import PluginsUnusable
 from nxdt_core.kernel.discovery import find_plugins
+from nxdt_core.kernel.doctor import advise, diagnose
 from nxdt_core.kernel.fingerprint import fingerprint_plugins
 from nxdt_core.kernel.hook_table import order_hooks
 from nxdt_core.kernel.hooks import Hooks
@@ -103,6 +104,6 @@ def _builtin() -> PluginInfo:
 
 
 def _refuse_unusable(plugins: Sequence[PluginInfo]) -> None:
-    problems = [f"{p.label} is {p.state}: {p.reason}" for p in plugins if p.state not in ("ok", "blocked")]
+    problems = [f"{diagnose(p)} ({advise(p)})" for p in plugins if p.state not in ("ok", "blocked")]
     if problems:
         raise PluginsUnusable(problems=tuple(problems))

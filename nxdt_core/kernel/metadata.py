@@ -6,12 +6,18 @@ import re
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from importlib.metadata import Distribution
-from pathlib import PurePath
 
 from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.kernel.policy import normalise
 
-__all__ = ["CoreMetadata", "MalformedMetadata", "directory_stem", "plugin_entries", "read_core_metadata"]
+__all__ = [
+    "CoreMetadata",
+    "MalformedMetadata",
+    "directory_name",
+    "directory_stem",
+    "plugin_entries",
+    "read_core_metadata",
+]
 
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?(\s*\[.*\])?")
 
@@ -78,14 +84,15 @@ def _requires_core(line: str) -> bool:
     return found is not None and normalise(found[0]) == "nxdt-core"
 
 
-def directory_stem(dist: Distribution) -> str:
-    """Name part of ``<name>-<version>.dist-info``, normalised; empty where a finder keeps no directory.
+def directory_name(dist: Distribution) -> str:
+    """``<name>-<version>.dist-info`` or ``.egg-info``; empty where a finder keeps no directory.
 
-    It costs nothing beside reading METADATA of every distribution. (There is no public accessor: the standard
-    library's own de-duplication reads the same private attribute.)
+    (There is no public accessor; the standard library's own de-duplication reads the same private attribute.)
     """
     path = getattr(dist, "_path", None)
-    if path is None:
-        return ""
-    directory = path.name if isinstance(path, PurePath) else str(path).rstrip("/").rpartition("/")[2]
-    return normalise(str(directory).partition("-")[0].removesuffix(".egg").removesuffix(".dist"))
+    return "" if path is None else str(path).rstrip("/\\").replace("\\", "/").rpartition("/")[2]
+
+
+def directory_stem(name: str) -> str:
+    """The distribution's name in such a directory's, normalised. It costs nothing beside reading METADATA."""
+    return normalise(name.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])

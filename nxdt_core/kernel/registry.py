@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from nxdt_core.api import Kind, StorageComponent
 from nxdt_core.errors import AmbiguousComponent, UnknownComponent, UnknownKind, UnknownScheme
 from nxdt_core.kernel.component import RegisteredComponent
+from nxdt_core.kernel.doctor import diagnose
 from nxdt_core.kernel.known import offering_dist, serving_dist
 from nxdt_core.kernel.plugin import PluginInfo
 from nxdt_core.kernel.policy import names, normalise
@@ -152,7 +153,7 @@ class Registry:
         usable = {normalise(plugin.dist) for plugin in self._plugins if plugin.state == "ok"}
         bad = [p for p in self._plugins if p.state != "ok" and normalise(p.dist) not in usable]
         meant = [plugin for plugin in bad if normalise(plugin.dist) == dist]
-        return tuple(f"{plugin.label} is {plugin.state}: {plugin.reason}" for plugin in meant or bad)
+        return tuple(diagnose(plugin) for plugin in meant or bad)
 
 
 def _close(name: str, candidates: Iterable[str]) -> tuple[str, ...]:

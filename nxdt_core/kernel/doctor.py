@@ -1,0 +1,30 @@
+"""Says what is wrong with a plugin and what its user can do, in one sentence each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from nxdt_core.kernel.plugin import LOCAL, PluginInfo, PluginState
+
+__all__ = ["advise", "diagnose"]
+
+_ADVICE: Final[dict[PluginState, str]] = {
+    "ok": "",
+    "blocked": "change plugins.block or plugins.allow to use it",
+    "incompatible": "pip install --upgrade {dist} nxdt-core",
+    "broken": "repair or reinstall {dist}, or report the reason to its authors",
+    "shadowed": "uninstall one of the two",
+    "corrupt": "pip install --force-reinstall {dist}",
+}
+
+
+def diagnose(plugin: PluginInfo) -> str:
+    """State and reason: ``'tape' (nxdt-plugin-tape 1.0) is broken: module 'tape' does not exist``."""
+    return f"{plugin.label} is {plugin.state}" + (f": {plugin.reason}" if plugin.reason else "")
+
+
+def advise(plugin: PluginInfo) -> str:
+    """What to do so that the plugin can be used; empty where it can."""
+    if plugin.dist == LOCAL and plugin.state == "broken":
+        return f"correct {plugin.location}"
+    return _ADVICE[plugin.state].format(dist=plugin.dist)
