@@ -18,6 +18,7 @@ __all__ = [
     "BadComponentRecord",
     "BadInterpolation",
     "BadJsonLine",
+    "BadModelConfig",
     "BadOverride",
     "BadStorageKey",
     "BadStorageUri",
@@ -777,6 +778,19 @@ class NoInitRule(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "listed": listing(self.patterns) or "nothing"}
+
+
+class BadModelConfig(NxdtError):
+    """Values of a model's section cannot work together."""
+
+    code = "NXDT-M002"
+    happened = "The model '{model}' cannot be built: {listed}."
+    remedy = "Correct these keys of the section model."
+    model: str
+    problems: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": "; ".join(self.problems)}
 
 
 class HFFileMissing(NxdtError):

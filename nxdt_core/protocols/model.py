@@ -84,6 +84,8 @@ class HFExchange(Protocol):
     """Optional for a builder: read and write Hugging Face directories."""
 
     hf_architectures: ClassVar[tuple[str, ...]]
+    hf_ignored: ClassVar[tuple[str, ...]]
+    """Patterns of tensors that a directory may hold although no parameter takes them, such as tables of old exports."""
 
     @classmethod
     def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""Auxiliary losses (router balance and the like) that join the gradient without passing through the model's output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+__all__ = ["add_aux_loss", "aux_loss_scale"]
+
+_SCALE: ContextVar[float | torch.Tensor] = ContextVar("nxdt_aux_loss_scale", default=1.0)
+
+
+def add_aux_loss(hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+    """Return ``hidden`` unchanged, and let backward through it also follow the gradient of the scalar ``aux``.
+
+    ``aux`` is a sum over the micro-batch's tokens, like the main loss: what the step divides that by (the weight of
+    the global batch) it announces through :func:`aux_loss_scale` around forward.
+    """
+    joined: torch.Tensor = _Join.apply(hidden, aux, _SCALE.get())  # type: ignore[no-untyped-call]
+    return joined
+
+
+@contextmanager
+def aux_loss_scale(scale: float | torch.Tensor) -> Iterator[None]:
+    """Within the block, auxiliary losses count ``scale`` times; 1 outside of any."""
+    token = _SCALE.set(scale)
+    try:
+        yield
+    finally:
+        _SCALE.reset(token)
+
+
+class _Join(torch.autograd.Function):
+    """The scale is read in forward: backward may run in a thread that knows nothing of the block."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, aux: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+        if aux.numel() != 1:
+            raise ValueError(f"aux must be a scalar, not of shape {tuple(aux.shape)}")
+        ctx.scale, ctx.aux = scale, aux.new_ones(aux.shape)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grad, ctx.aux * ctx.scale, None

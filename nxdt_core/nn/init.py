@@ -1,0 +1,128 @@
+"""Initial weights as a function of (seed, global parameter name, global element) and of nothing else.
+
+Any shard of any layout draws its own elements, bit-equal to the same elements of the whole: each tensor has a stream
+of random numbers of its own (:mod:`nxdt_core.nn.streams`), and element ``i`` takes the stream's number ``i``. Drawn on
+the host in float64, so that device types agree too and those without float64 need none; the parameter's dtype is
+rounded to at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from nxdt_core.errors import NoInitRule
+from nxdt_core.nn.patterns import matches
+from nxdt_core.nn.streams import Stream
+from nxdt_core.protocols.initialisation import InitRule
+
+__all__ = ["draw", "initialize"]
+
+_CHUNK_ELEMENTS = 1 << 16
+"""Elements that are worked on at a time: half a MiB an operand, which stays in cache."""
+
+
+def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequence[InitRule], seed: int) -> None:
+    """Fill whole parameters in place, each by the first of ``rules`` that matches its name.
+
+    Raises:
+        NoInitRule: no rule matches a parameter.
+    """
+    for name, parameter in named_parameters:
+        rule = next((rule for rule in rules if matches(rule.pattern, name)), None)
+        if rule is None:
+            raise NoInitRule(parameter=name, patterns=[rule.pattern for rule in rules])
+        with torch.no_grad():
+            parameter.copy_(draw(parameter.shape, rule, name=name, seed=seed, dtype=parameter.dtype))
+
+
+def draw(
+    shape: Sequence[int],
+    rule: InitRule,
+    *,
+    name: str,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    offsets: Sequence[int] | None = None,
+    local_shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Draw a parameter or one block of it.
+
+    Args:
+        shape: of the whole parameter.
+        rule: the distribution.
+        name: the parameter's global name.
+        seed: the run's.
+        dtype: of the result.
+        offsets: where the block starts, one number a dimension; None for the origin.
+        local_shape: size of the block; None for what lies beyond ``offsets``.
+
+    Returns:
+        A tensor of ``local_shape`` on the CPU.
+
+    Raises:
+        ValueError: the block does not lie within ``shape``.
+    """
+    shape = tuple(shape)
+    starts = tuple(offsets) if offsets is not None else (0,) * len(shape)
+    sizes = tuple(local_shape) if local_shape is not None else tuple(n - o for n, o in zip(shape, starts, strict=True))
+    if any(o < 0 or n < 0 or o + n > whole for whole, o, n in zip(shape, starts, sizes, strict=True)):
+        raise ValueError(f"{name}: a block of {sizes} at {starts} does not lie within {shape}")
+    block = torch.empty(sizes, dtype=dtype, device="cpu")
+    if rule.distribution == "constant":
+        return block.fill_(rule.mean)
+    stream = Stream.of(seed, name)
+    flat = block.view(-1)
+    for part, indices in _global_indices(shape, starts, sizes):
+        flat[part] = _shaped(stream.uniform(indices), rule).to(dtype)
+    return block
+
+
+def _shaped(uniform: torch.Tensor, rule: InitRule) -> torch.Tensor:
+    """Values of the rule's distribution by its inverse, from ``uniform`` in (0, 1), which is overwritten."""
+    if rule.distribution == "uniform":
+        return uniform.mul_(2).sub_(1).mul_(rule.std).add_(rule.mean)
+    if rule.distribution == "truncated_normal":
+        below = 0.5 * math.erfc(rule.truncate_at / math.sqrt(2))  # probability of what is cut on one side
+        uniform.mul_(1 - 2 * below).add_(below)
+    standard: torch.Tensor = torch.special.ndtri(uniform)
+    return standard.mul_(rule.std).add_(rule.mean)
+
+
+def _global_indices(
+    shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """For each chunk of the block's elements, row by row: where it lies in the block, and its elements' numbers in the
+    whole parameter, row-major (int64)."""
+    shape, starts, sizes = _merged(shape, starts, sizes)
+    count = math.prod(sizes)
+    for first in range(0, count, _CHUNK_ELEMENTS):
+        last = min(first + _CHUNK_ELEMENTS, count)
+        local = torch.arange(first, last, dtype=torch.int64, device="cpu")
+        whole = torch.zeros_like(local)
+        stride = 1
+        for extent, start, size in zip(reversed(shape[1:]), reversed(starts[1:]), reversed(sizes[1:]), strict=True):
+            whole += (local % size + start) * stride
+            local = local.div_(size, rounding_mode="floor")
+            stride *= extent
+        yield slice(first, last), whole.add_(local.add_(starts[0]), alpha=stride)
+
+
+def _merged(
+    shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The same block with dimensions that are taken whole merged into the one before: mostly one or two remain, and
+    each costs a division an element."""
+    merged = [(1, 0, 1)]
+    for extent, start, size in zip(shape, starts, sizes, strict=True):
+        if (start, size) == (0, extent):
+            extent_before, start_before, size_before = merged[-1]
+            merged[-1] = (extent_before * extent, start_before * extent, size_before * size)
+        elif merged[-1] == (1, 0, 1):
+            merged[-1] = (extent, start, size)
+        else:
+            merged.append((extent, start, size))
+    extents, first, counts = zip(*merged, strict=True)
+    return tuple(extents), tuple(first), tuple(counts)

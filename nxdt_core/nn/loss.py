@@ -1,0 +1,83 @@
+"""Cross-entropy over the vocabulary, summed and weighted, in bounded memory."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from nxdt_core.protocols.batch import IGNORE_INDEX
+
+__all__ = ["VocabularyLoss", "cross_entropy_sum"]
+
+_CHUNK_ELEMENTS_CPU = 1 << 18
+"""Logits in full precision at a time: 1 MiB of float32, which stays in a core's cache. Against ``F.cross_entropy``,
+forward and backward took 0.64 of the time at 4,096 words and 0.43 at 32,000."""
+_CHUNK_ELEMENTS = 1 << 26
+"""Elsewhere, where each chunk costs five kernel launches: 256 MiB of float32."""
+
+
+class VocabularyLoss(Protocol):
+    """The slot: :func:`cross_entropy_sum`, or what an engine puts there for logits that are sharded by vocabulary."""
+
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :func:`cross_entropy_sum`."""
+        ...
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of the cross-entropies, and the sum of the weights: their quotient is the mean loss.
+
+    Computed in float32 (float64 for float64 logits), some rows at a time, and the gradient comes out in the logits'
+    dtype: beside the logits only their gradient is held whole, where ``F.cross_entropy`` holds full-precision
+    log-probabilities too. Differentiable once, in ``logits`` alone.
+
+    Args:
+        logits: [..., vocab], any floating dtype.
+        labels: int64 [...]; −100 takes no part.
+        weights: float [...], or None for 1 everywhere.
+
+    Returns:
+        ``(loss_sum, weight)``, scalars in the dtype of accumulation.
+    """
+    vocab = logits.shape[-1]
+    rows, targets = logits.reshape(-1, vocab), labels.reshape(-1)
+    accumulation = torch.promote_types(logits.dtype, torch.float32)
+    kept = targets != IGNORE_INDEX
+    row_weights = kept.to(accumulation) if weights is None else weights.reshape(-1).to(accumulation) * kept
+    loss_sum: torch.Tensor = _CrossEntropySum.apply(rows, targets.clamp(min=0), row_weights)  # type: ignore[no-untyped-call]
+    return loss_sum, row_weights.sum()
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, targets, weights)
+        losses = torch.empty_like(weights)
+        for part in _chunks(rows):
+            log_probabilities = functional.log_softmax(rows[part], dim=1, dtype=weights.dtype)
+            losses[part] = log_probabilities.gather(1, targets[part, None]).squeeze(1)
+        return losses.neg_().mul_(weights).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        rows, targets, weights = ctx.saved_tensors
+        scale = (weights * grad)[:, None]
+        grad_rows = torch.empty_like(rows)
+        for part in _chunks(rows):
+            probabilities = functional.softmax(rows[part], dim=1, dtype=weights.dtype)
+            probabilities.scatter_add_(1, targets[part, None], -torch.ones_like(scale[part]))
+            grad_rows[part] = probabilities.mul_(scale[part])
+        return grad_rows, None, None
+
+
+def _chunks(rows: torch.Tensor) -> list[slice]:
+    elements = _CHUNK_ELEMENTS_CPU if rows.device.type == "cpu" else _CHUNK_ELEMENTS
+    step = max(1, elements // rows.shape[1])
+    return [slice(start, start + step) for start in range(0, len(rows), step)]

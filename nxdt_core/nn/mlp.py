@@ -1,0 +1,36 @@
+"""Gated feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["GatedSiLU", "SwiGLU"]
+
+
+class GatedSiLU(nn.Module):
+    """``silu(gate) * up``; a module of its own so that it can be recomputed alone."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Both [..., ffn_hidden_size]."""
+        return functional.silu(gate) * up
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv:2002.05202), no biases.
+
+    Gate and up are two matrices, as in Hugging Face checkpoints; one fused matrix measured no faster on the CPU.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.activation = GatedSiLU()
+        self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [batch, seq, hidden] to the same shape."""
+        down: torch.Tensor = self.down_proj(self.activation(self.gate_proj(hidden), self.up_proj(hidden)))
+        return down

@@ -1,0 +1,34 @@
+"""Matching of dotted module and parameter paths against the patterns of plans and of initialisation rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+__all__ = ["matches", "matches_any"]
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    head, *rest = pattern.split(".")
+    parts = [".*" if head == "*" else _one(head), *map(_one, rest)]
+    return re.compile(r"\.".join(parts))
+
+
+def _one(part: str) -> str:
+    """Regular expression of one component of a path."""
+    return "[^.]*".join(map(re.escape, part.split("*")))
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether the whole of ``path`` matches: a leading ``*`` stands for any depth, any other for one component.
+
+    ``matches("layers.*.norm.weight", "layers.3.norm.weight")`` and ``matches("*.bias", "a.b.bias")`` are true.
+    """
+    return _compiled(pattern).fullmatch(path) is not None
+
+
+def matches_any(patterns: Iterable[str], path: str) -> bool:
+    """Whether ``path`` matches one of ``patterns``."""
+    return any(matches(pattern, path) for pattern in patterns)

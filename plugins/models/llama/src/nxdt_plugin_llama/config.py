@@ -1,0 +1,127 @@
+"""Section ``model`` of a Llama. No torch here: ``nxdt config check`` reads this module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
+from nxdt_plugin_llama.hf import config_from_hf
+
+__all__ = ["LlamaConfig", "RopeScalingConfig", "RopeType"]
+
+RopeType = Literal["default", "linear", "llama3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScalingConfig:
+    """Stretches the rotary embedding beyond the context that a model was first trained on."""
+
+    rope_type: RopeType | None = field(
+        default=None,
+        metadata={"doc": "linear divides all frequencies, llama3 the slow ones; default changes nothing."},
+    )
+    type: RopeType | None = field(default=None, metadata={"doc": "Older spelling of rope_type."})
+    factor: float | None = field(default=None, metadata={"doc": "How many times longer the context becomes."})
+    low_freq_factor: float | None = field(
+        default=None,
+        metadata={"doc": "llama3: wavelengths above original context / this are scaled in full."},
+    )
+    high_freq_factor: float | None = field(
+        default=None, metadata={"doc": "llama3: wavelengths below original context / this are kept."}
+    )
+    original_max_position_embeddings: PositiveInt | None = field(
+        default=None, metadata={"doc": "llama3: the original context in tokens."}
+    )
+
+    @property
+    def kind(self) -> RopeType:
+        """The type, by either spelling."""
+        return self.rope_type or self.type or "default"
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work."""
+        if self.rope_type is None and self.type is None:
+            yield "rope_type", "is missing: default, linear or llama3"
+        if self.rope_type is not None and self.type is not None and self.rope_type != self.type:
+            yield "type", f"is an older spelling of rope_type, which says {self.rope_type!r}"
+        needed = {
+            "default": (),
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        }
+        for key in needed[self.kind]:
+            value = getattr(self, key)
+            if value is None:
+                yield key, f"is needed by rope_type {self.kind!r}"
+            elif value <= 0:
+                yield key, "must be above 0"
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.kind == "llama3" and low is not None and high is not None and high <= low:
+            yield "high_freq_factor", f"must be above low_freq_factor ({low:g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """Architecture of a Llama; the names of the keys are NxD Training's."""
+
+    num_layers: PositiveInt = field(metadata={"doc": "Decoder layers."})
+    hidden_size: PositiveInt = field(metadata={"doc": "Width of the residual stream."})
+    ffn_hidden_size: PositiveInt = field(metadata={"doc": "Width of the feed-forward block (intermediate_size)."})
+    num_attention_heads: PositiveInt = field(metadata={"doc": "Query heads."})
+    num_kv_heads: PositiveInt | None = field(
+        default=None, metadata={"doc": "Key and value heads, shared by groups of query heads; null: one each."}
+    )
+    head_dim: PositiveInt | None = field(
+        default=None, metadata={"doc": "Width of a head; null: hidden_size / num_attention_heads."}
+    )
+    vocab_size: PositiveInt = field(metadata={"doc": "Rows of the embedding; at least the tokenizer's ids."})
+    max_position_embeddings: PositiveInt = field(default=4096, metadata={"doc": "Longest sequence in tokens."})
+    rope_theta: float = field(default=10_000.0, metadata={"doc": "Base of the rotary frequencies."})
+    rope_scaling: RopeScalingConfig | None = field(
+        default=None, metadata={"doc": "Scaling of the rotary frequencies; null: none."}
+    )
+    layernorm_epsilon: NonNegativeFloat = field(
+        default=1e-5, metadata={"doc": "Added to the mean square in RMSNorm (rms_norm_eps)."}
+    )
+    share_embeddings_and_output_weights: bool = field(
+        default=False, metadata={"doc": "One matrix for embedding and head (tie_word_embeddings)."}
+    )
+    init_method_std: NonNegativeFloat = field(
+        default=0.02, metadata={"doc": "Standard deviation of fresh weights (initializer_range)."}
+    )
+    use_scaled_init_method: bool = field(
+        default=True,
+        metadata={"doc": "Divide it by sqrt(2 x num_layers) for the matrices that write to the residual stream."},
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        """``num_kv_heads`` with its default applied."""
+        return self.num_kv_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """``head_dim`` with its default applied."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
+        return config_from_hf(hf)
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work together."""
+        heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            yield "hidden_size", f"must be a multiple of num_attention_heads ({heads}), or head_dim be given"
+        elif self.head_size % 2:
+            yield "head_dim", f"must be even for the rotary embedding, not {self.head_size}"
+        if heads % self.kv_heads:
+            yield "num_kv_heads", f"must divide num_attention_heads ({heads})"
+        if self.rope_theta <= 0:
+            yield "rope_theta", "must be above 0"
+        if self.rope_scaling is not None:
+            for key, problem in self.rope_scaling.check():
+                yield f"rope_scaling.{key}", problem
