@@ -678,9 +678,9 @@ class DataChanged(NxdtError):
     """A checkpoint whose data is not the data of this run, so that its position means nothing."""
 
     code = "NXDT-D010"
-    happened = "The checkpoint was made with {what} {saved!r}; this run has {found!r}."
+    happened = "The checkpoint was made with {aspect} {saved!r}; this run has {found!r}."
     remedy = "Restore the data, tokenizer and settings of that run to go on, or start a new run from its weights alone."
-    what: str
+    aspect: str
     saved: object
     found: object
 

@@ -115,11 +115,11 @@ class GlobalBatchLoader:
         Raises:
             DataChanged: the state is of other data, or of another order of it.
         """
-        for key, what, found in (
+        for key, aspect, found in (
             ("fingerprint", "data of the fingerprint", self._dataset.fingerprint()),
             ("order", "samples", self._order),
         ):
             if state[key] != found:
-                raise DataChanged(what=what, saved=state[key], found=found)
+                raise DataChanged(aspect=aspect, saved=state[key], found=found)
         self._position = Position(samples=int(state["consumed_samples"]), stream=state.get("stream"))
         self._loaded = True

@@ -3,7 +3,8 @@
 A stored permutation of a large corpus costs gigabytes and seconds on every rank at every start, and those of
 numpy's generators may change with its version. This is a Feistel network over the square that just holds n
 (Black & Rogaway 2002, "Ciphers with arbitrary finite domains", section 5): a bijection by construction, whose
-round keys come from Philox (Salmon et al. 2011), a stream that numpy guarantees to be stable.
+round keys come from Philox (Salmon et al. 2011), a stream that numpy guarantees to be stable. On a small square
+such a network is visibly not random (on 3 x 3 it only reaches even permutations), so a short order sorts random words.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 __all__ = ["Permutation"]
 
+_SORTED_BELOW = 1 << 16
 _ROUNDS = 8
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -36,13 +38,20 @@ class Permutation:
         self._side = np.uint64(math.isqrt(length - 1) + 1)  # side**2 >= length, by less than 2 * side
         mask = (1 << 64) - 1
         key = np.array([seed & mask, epoch & mask], dtype=np.uint64)
-        self._keys = np.random.Philox(key=key).random_raw(2 * _ROUNDS)
+        random = np.random.Philox(key=key)
+        self._stored = None
+        if length < _SORTED_BELOW:
+            self._stored = np.argsort(random.random_raw(length), kind="stable")
+        else:
+            self._keys = random.random_raw(2 * _ROUNDS)
 
     def __len__(self) -> int:
         return self._length
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Items that stand at ``positions`` (any shape, each within the length)."""
+        if self._stored is not None:
+            return self._stored[positions]
         items = self._encrypt(positions.astype(np.uint64))
         outside = items >= self._length
         while outside.any():  # walk the cycle until it comes back into the range; rarely more than a step

@@ -31,6 +31,7 @@ class GlobalOrder:
         self._length = length
         self._seed = seed
         self._shuffle = shuffle
+        self._permutation: tuple[int, Permutation] | None = None
         self._window_start = 0
         self._window = np.empty(0, dtype=np.int64)
 
@@ -49,7 +50,12 @@ class GlobalOrder:
             count = min(stop - start, self._length - within)
             positions = np.arange(within, within + count, dtype=np.int64)
             if self._shuffle:
-                positions = Permutation(self._length, seed=self._seed, epoch=epoch).take(positions)
+                positions = self._epoch(epoch).take(positions)
             parts.append(positions)
             start += count
         return np.concatenate(parts)
+
+    def _epoch(self, epoch: int) -> Permutation:
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, Permutation(self._length, seed=self._seed, epoch=epoch)
+        return self._permutation[1]

@@ -143,12 +143,11 @@ class StreamSource:
             yield build
 
     def _endless(self) -> Iterator[Sample]:
-        while True:
-            empty = True
+        empty_passes = 0  # one may be: a checkpoint at the very end of the data
+        while empty_passes < 2:
+            empty_passes += 1
             for sample in self._dataset:
-                empty = False
+                empty_passes = 0
                 yield sample
-            # A resumed pass may be empty because the checkpoint stands at its very end; two in a row may not.
-            if empty and self._dataset.state_dict() == self._beginning:
-                raise EmptyDataset()
             self._dataset.load_state_dict(self._beginning)
+        raise EmptyDataset()

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nxdt_core.config.marks import Fraction
+
 __all__ = ["TextConfig"]
 
 
@@ -23,7 +25,7 @@ class TextConfig:
     """Files to validate on."""
     test_files: tuple[Path, ...] = ()
     """Files to test on."""
-    validation_fraction: float = 0.0
+    validation_fraction: Fraction = 0.0
     """Share of the training tokens, taken from their end, to validate on instead of files; 0 takes none."""
     text_key: str = "text"
     """Key of the text in each object of a JSONL file."""

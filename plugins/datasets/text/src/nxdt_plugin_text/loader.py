@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from nxdt_core.data.digest import digest
@@ -70,13 +71,15 @@ class TextDataloader:
     def _read(self, patterns: tuple[Path, ...], split: SplitName) -> tuple[TokenStream, str]:
         """Tokens of the files, and a digest of all that decides them."""
         config = self._config
-        texts: list[str] = []
         digests: list[str] = []
-        for path in expand(patterns, f"data.{split}_files"):
-            content = read_bytes(path)
-            digests.append(digest(content))
-            texts += documents(path, content, text_key=config.text_key, separator=config.document_separator)
-        stream = tokenize(texts, self._tokenizer, bos_id=self._bos_id, eos_id=self._eos_id)
+
+        def texts() -> Iterator[str]:
+            for path in expand(patterns, f"data.{split}_files"):
+                content = read_bytes(path)
+                digests.append(digest(content))
+                yield from documents(path, content, text_key=config.text_key, separator=config.document_separator)
+
+        stream = tokenize(texts(), self._tokenizer, bos_id=self._bos_id, eos_id=self._eos_id)
         settings = (config.text_key, config.document_separator, self._bos_id, self._eos_id)
         return stream, digest(*digests, self._tokenizer.fingerprint(), settings)
 

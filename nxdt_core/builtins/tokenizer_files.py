@@ -1,0 +1,32 @@
+"""What the file-based tokenizers share: finding the library and the files, or saying what is missing."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.errors import TokenizerFileNotFound, TokenizerLibraryMissing
+
+__all__ = ["import_library", "not_found"]
+
+
+def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
+    """The imported ``package``.
+
+    Raises:
+        TokenizerLibraryMissing: it cannot be imported; names the pip command of nxdt-core's ``extra``.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise TokenizerLibraryMissing(tokenizer=tokenizer, package=package, extra=extra, reason=str(error)) from error
+
+
+def not_found(path: Path, *, key: str, wanted: str) -> TokenizerFileNotFound:
+    """The error that ``path`` is not there, with names that lie beside it and look alike."""
+    beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=3)
+    candidates = tuple(str(path.parent / name) for name in near)
+    return TokenizerFileNotFound(key=key, path=str(path), wanted=wanted, candidates=candidates)

@@ -1,0 +1,82 @@
+"""Tokenizers of Hugging Face, run by the ``tokenizers`` library.
+
+``transformers``, whose import takes seconds, is asked only where it alone knows: hub names, and directories
+without a ``tokenizer.json``, which it converts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizer_files import import_library
+from nxdt_core.builtins.tokenizer_huggingface_sources import Loaded, load_named, load_pair, load_path, local_path
+from nxdt_core.data.digest import digest
+from nxdt_core.errors import BadTokenizerConfig
+
+__all__ = ["HuggingFaceTokenizer"]
+
+
+class HuggingFaceTokenizer:
+    """Wraps ``tokenizers.Tokenizer``; truncation and padding that its file asks for are switched off.
+
+    Raises:
+        TokenizerLibraryMissing: tokenizers (or transformers, where it is needed) is not installed.
+        TokenizerFileNotFound, BadTokenizerFile: of the files; each names the file.
+        BadTokenizerConfig: the keys contradict each other, or name a token that is not in the vocabulary.
+    """
+
+    def __init__(self, config: HuggingFaceTokenizerConfig) -> None:
+        for key, message in config.check():
+            raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=message)
+        library = import_library("tokenizers", tokenizer="huggingface", extra="huggingface")
+        loaded = _load(config, library)
+        self._tokenizer: Any = loaded.tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.bos_id: int | None = self._special("bos_token", config.bos_token, loaded)
+        self.eos_id: int | None = self._special("eos_token", config.eos_token, loaded)
+        self.pad_id: int | None = self._special("pad_token", config.pad_token, loaded)
+        self._fingerprint = digest("huggingface", loaded.content, self.bos_id, self.eos_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text`` without the special tokens that the file's post-processor would add."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same for many texts, on the library's threads."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
+        text: str = self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+        return text
+
+    def fingerprint(self) -> str:
+        """Digest of the tokenizer's file and of the special tokens that training puts around documents."""
+        return self._fingerprint
+
+    def _special(self, key: str, configured: str | None, loaded: Loaded) -> int | None:
+        token = configured if configured is not None else loaded.special_tokens.get(key)
+        if token is None:
+            return None
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        if token_id is None and configured is not None:
+            raise BadTokenizerConfig(
+                key=f"data.tokenizer.{key}", reason=f"{configured!r} is not in the vocabulary of {loaded.origin}"
+            )
+        return token_id
+
+
+def _load(config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:
+    if config.vocab_file is not None and config.merge_file is not None:
+        return load_pair(config.vocab_file, config.merge_file, library)
+    if config.model is not None:
+        return load_path(config.model, library, key="data.tokenizer.model")
+    assert config.type is not None  # check() has refused a section without any source
+    path = local_path(config.type)
+    return load_named(config.type) if path is None else load_path(path, library, key="data.tokenizer.type")

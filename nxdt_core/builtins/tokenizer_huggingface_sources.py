@@ -1,0 +1,147 @@
+"""Where a Hugging Face tokenizer may come from: a file, a directory, a pair of BPE files, a hub name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.builtins.tokenizer_files import import_library, not_found
+from nxdt_core.errors import BadTokenizerFile, TokenizerFileNotFound
+
+__all__ = ["Loaded", "load_named", "load_pair", "load_path", "local_path"]
+
+_FILE = "tokenizer.json"
+_SPECIAL = ("bos_token", "eos_token", "pad_token")
+_SPECIAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+"""Later ones win: ``transformers`` writes the map only for old readers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A tokenizer and what its files say of it."""
+
+    tokenizer: Any
+    """``tokenizers.Tokenizer``."""
+    content: bytes
+    """What decides its ids; part of the fingerprint."""
+    origin: str
+    """File or name, for errors."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """``bos_token``, ``eos_token``, ``pad_token`` → the token, where the files name one."""
+
+
+def local_path(text: str) -> Path | None:
+    """``text`` as a path; None where it can only be a hub name (``name`` or ``owner/name``, and no such file)."""
+    path = Path(text).expanduser()
+    looks_like_name = (
+        not path.is_absolute() and text.count("/") <= 1 and text[:1] not in ".~" and path.suffix != ".json"
+    )
+    return None if looks_like_name and not path.exists() else path
+
+
+def load_path(path: Path, library: Any, *, key: str) -> Loaded:
+    """Load a ``tokenizer.json``, or a directory that holds one or that ``transformers`` can convert.
+
+    Raises:
+        TokenizerFileNotFound: there is neither.
+        BadTokenizerFile: the file is no tokenizer, or the directory holds none.
+    """
+    if path.is_dir():
+        return load_path(path / _FILE, library, key=key) if (path / _FILE).is_file() else _convert(path)
+    if not path.is_file():
+        raise not_found(path, key=key, wanted="tokenizer.json or directory with one")
+    content = _read(path)
+    try:
+        tokenizer = library.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception
+        raise BadTokenizerFile(path=str(path), wanted=_FILE, reason=_first_line(error)) from error
+    return Loaded(tokenizer=tokenizer, content=content, origin=str(path), special_tokens=_special_tokens(path.parent))
+
+
+def load_pair(vocab_file: Path, merge_file: Path, library: Any) -> Loaded:
+    """Build a byte-level BPE tokenizer of ``vocab.json`` and ``merges.txt``, with GPT-2's splitting into words."""
+    for key, path in (("vocab_file", vocab_file), ("merge_file", merge_file)):
+        if not path.is_file():
+            raise not_found(path, key=f"data.tokenizer.{key}", wanted="file of a BPE tokenizer")
+    content = _read(vocab_file) + b"\0" + _read(merge_file)
+    try:
+        tokenizer = library.Tokenizer(library.models.BPE.from_file(str(vocab_file), str(merge_file)))
+    except Exception as error:  # the library raises bare Exception
+        raise BadTokenizerFile(
+            path=f"{vocab_file} with {merge_file}", wanted="byte-level BPE tokenizer", reason=_first_line(error)
+        ) from error
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    end = "<|endoftext|>"
+    special = {"bos_token": end, "eos_token": end} if tokenizer.token_to_id(end) is not None else {}
+    if special:
+        tokenizer.add_special_tokens([end])
+    return Loaded(tokenizer=tokenizer, content=content, origin=str(vocab_file), special_tokens=special)
+
+
+def load_named(name: str) -> Loaded:
+    """Load a pretrained tokenizer from the local cache of the hub, or download it.
+
+    Raises:
+        TokenizerFileNotFound: the hub does not know it, or does not answer.
+        BadTokenizerFile: it has no fast tokenizer.
+    """
+    transformers = import_library("transformers", tokenizer="huggingface", extra="huggingface")
+    try:
+        pretrained = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        wanted = f"file or directory, nor a pretrained tokenizer on the hub ({_first_line(error)})"
+        raise TokenizerFileNotFound(key="data.tokenizer.type", path=name, wanted=wanted) from error
+    return _from_pretrained(pretrained, name)
+
+
+def _convert(directory: Path) -> Loaded:
+    transformers = import_library("transformers", tokenizer="huggingface", extra="huggingface")
+    try:
+        pretrained = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # converters raise whatever their formats' libraries raise
+        wanted = f"directory with a {_FILE} or with files that transformers converts"
+        raise BadTokenizerFile(path=str(directory), wanted=wanted, reason=_first_line(error)) from error
+    return _from_pretrained(pretrained, str(directory))
+
+
+def _from_pretrained(pretrained: Any, origin: str) -> Loaded:
+    backend = getattr(pretrained, "backend_tokenizer", None)
+    if backend is None:
+        reason = f"{type(pretrained).__name__} is a slow tokenizer"
+        raise BadTokenizerFile(path=origin, wanted="fast tokenizer", reason=reason)
+    special = {key: str(token) for key in _SPECIAL if (token := getattr(pretrained, key, None)) is not None}
+    return Loaded(tokenizer=backend, content=backend.to_str().encode(), origin=origin, special_tokens=special)
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    """Special tokens that the files beside a ``tokenizer.json`` name; a token is a string or ``{"content": …}``."""
+    found: dict[str, str] = {}
+    for path in (directory / name for name in _SPECIAL_FILES):
+        if not path.is_file():
+            continue
+        try:
+            record = json.loads(_read(path))
+        except ValueError as error:
+            raise BadTokenizerFile(path=str(path), wanted="JSON file", reason=str(error)) from error
+        for key in _SPECIAL:
+            value = record.get(key) if isinstance(record, dict) else None
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str):
+                found[key] = token
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadTokenizerFile(path=str(path), wanted="readable file", reason=error.strerror or str(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
