@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nxdt_core.testing.distributions import write_distribution
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 _NO_TORCH = "import sys\nfor name in {names!r}:\n    sys.modules[name] = None\n"
@@ -47,13 +49,7 @@ def dist(site: Path) -> Callable[..., None]:
     """Put a distribution with one plugin on the path: ``dist("acme", "source of its entry module")``."""
 
     def make(name: str, source: str, *, requires: str = "nxdt-core>=0.1,<0.2", **modules: str) -> None:
-        info = site / f"{name}-1.0.dist-info"
-        info.mkdir()
-        facts = {"Metadata-Version": "2.1", "Name": name, "Version": "1.0", "Requires-Dist": requires}
-        (info / "METADATA").write_text("".join(f"{key}: {value}\n" for key, value in facts.items()))
-        (info / "entry_points.txt").write_text(f"[nxdt.plugins]\n{name} = {name}\n")
-        (site / f"{name}.py").write_text(source)
-        for module, text in modules.items():
-            (site / f"{module}.py").write_text(text)
+        files = {f"{module}.py": text for module, text in {name: source, **modules}.items()}
+        write_distribution(site, name, plugins={name: name}, files=files, requires=(requires,))
 
     return make

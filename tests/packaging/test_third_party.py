@@ -1,0 +1,88 @@
+"""A third party's plugin, built outside the tree and installed from wheels, with one component of each kind."""
+
+import ast
+import json
+
+from nxdt_core.api import KINDS
+
+SEVEN = (
+    "model_builder",
+    "dataloader",
+    "tokenizer",
+    "optimizer",
+    "lr_scheduler",
+    "precision_policy",
+    "checkpoint_storage",
+)
+PUBLIC = ("nxdt_core.api", "nxdt_core.protocols", "nxdt_core.nn", "nxdt_core.testing", "nxdt_core.errors")
+
+
+def _nxdt(clean, *args, cwd):
+    done = clean.run("nxdt", *args, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _losses(path):
+    """Loss by step; after a resume the last row of a step counts."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def test_it_imports_nothing_private(outside):
+    for path in (outside / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                assert not module.startswith("nxdt") or module.startswith(PUBLIC), f"{path.name}: {module}"
+
+
+def test_the_environment_runs_the_wheels_and_not_the_tree(clean, tmp_path):
+    code = (
+        "import nxdt_core, nxdt_plugin_llama, nxdt_plugin_text, acme_nxdt as a; print(nxdt_core.__file__, a.__file__)"
+    )
+    for path in clean.run("python", "-c", code, cwd=tmp_path).stdout.split():
+        assert path.startswith(str(clean.site))
+
+
+def test_plugins_list_shows_all_of_them(clean, tmp_path):
+    rows = {row["name"]: row for row in json.loads(_nxdt(clean, "plugins", "list", "--json", cwd=tmp_path))}
+    assert set(rows) == {"builtin", "llama", "text", "acme"}
+    assert {row["state"] for row in rows.values()} == {"ok"}
+
+
+def test_one_component_of_each_of_the_seven_kinds_is_registered(clean, tmp_path):
+    rows = json.loads(_nxdt(clean, "plugins", "list", "--json", cwd=tmp_path))
+    (acme,) = [row for row in rows if row["name"] == "acme"]
+    assert sorted(component["kind"] for component in acme["components"]) == sorted(SEVEN)
+    assert set(SEVEN) <= {kind.name for kind in KINDS}
+
+
+def test_a_recipe_of_the_wheels_trains(clean, tmp_path):
+    _nxdt(clean, "train", "recipe:llama-tiny", "trainer.max_steps=4", "trainer.log_every_n_steps=1", cwd=tmp_path)
+    losses = _losses(tmp_path / "nxdt_experiments" / "llama-tiny" / "metrics.jsonl")
+    assert list(losses) == [1, 2, 3, 4]
+
+
+def test_all_seven_train_save_and_resume_to_the_bit(clean, tmp_path):
+    common = ("recipe:acme-tour", "trainer.log_every_n_steps=1")
+    for name, ends in (("whole", (12,)), ("halves", (6, 12))):
+        store = f"checkpoint.uri=sqlite://{tmp_path}/{name}.db"
+        for end in ends:
+            _nxdt(clean, "train", *common, f"name={name}", store, f"trainer.max_steps={end}", cwd=tmp_path)
+    whole, halves = (_losses(tmp_path / "nxdt_experiments" / name / "metrics.jsonl") for name in ("whole", "halves"))
+    assert whole == halves
+    assert list(whole) == list(range(1, 13))
+    assert whole[12] < whole[1]
+    rows = json.loads(_nxdt(clean, "checkpoint", "list", f"sqlite://{tmp_path}/halves.db", "--json", cwd=tmp_path))
+    assert [row["step"] for row in rows if row["state"] == "committed"][-1] == 12
+    _nxdt(clean, "checkpoint", "verify", f"sqlite://{tmp_path}/halves.db", cwd=tmp_path)
+
+
+def test_generate_with_its_model_and_tokenizer(clean, tmp_path):
+    _nxdt(clean, "train", "recipe:acme-tour", "trainer.max_steps=2", cwd=tmp_path)
+    uri = "sqlite://nxdt_experiments/acme-tour/checkpoints.db"
+    text = _nxdt(clean, "generate", uri, "12+", "--max-new-tokens", "5", cwd=tmp_path)
+    assert text.startswith("12+")
+    assert len(text.strip()) > 3

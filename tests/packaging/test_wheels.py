@@ -1,0 +1,61 @@
+"""What each wheel holds, and that each dist builds by itself."""
+
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+
+import pytest
+
+from nxdt_core import __version__
+
+OURS = {
+    "nxdt_core": ("nxdt-core", ("nxdt_core/api.py", "nxdt_core/cli/app.py")),
+    "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
+    "nxdt_plugin_llama": ("nxdt-plugin-llama", ("nxdt_plugin_llama/recipes/llama-tiny.yaml",)),
+}
+
+
+def _open(wheels, package):
+    (path,) = wheels.glob(f"{package}-*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_a_wheel_holds_its_package_types_data_and_licence_and_nothing_else(wheels, package):
+    names = _open(wheels, package).namelist()
+    info = f"{package}-{__version__}.dist-info"
+    for wanted in (f"{package}/__init__.py", f"{package}/py.typed", f"{info}/licenses/LICENSE", *OURS[package][1]):
+        assert wanted in names, wanted
+    assert {name.partition("/")[0] for name in names} == {package, info}
+    assert not [name for name in names if "test" in name.split("/") or name.endswith(".pyc")]
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_metadata_names_version_licence_and_ranges(wheels, package):
+    wheel = _open(wheels, package)
+    metadata = Parser().parsestr(wheel.read(f"{package}-{__version__}.dist-info/METADATA").decode())
+    assert metadata["Name"] == OURS[package][0]
+    assert metadata["Version"] == __version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = [line.partition(";")[0].strip() for line in metadata.get_all("Requires-Dist", [])]
+    assert all("==" not in line for line in required if line.startswith("nxdt"))
+    if package != "nxdt_core":
+        assert any(line.startswith("nxdt-core") for line in required)
+
+
+def test_each_plugin_has_one_entry_point_of_its_own_package(wheels):
+    for package in OURS:
+        if package != "nxdt_core":
+            entries = _open(wheels, package).read(f"{package}-{__version__}.dist-info/entry_points.txt").decode()
+            assert entries.split() == ["[nxdt.plugins]", package.removeprefix("nxdt_plugin_"), "=", package]
+
+
+@pytest.mark.parametrize("path", ["plugins/datasets/text", "plugins/models/llama", "."])
+def test_a_wheel_can_be_built_from_the_source_distribution_alone(source, tmp_path, path):
+    """What a package index hands out must not need the repository around it."""
+    command = (sys.executable, "-m", "build", "--quiet", "--no-isolation", "--outdir", tmp_path, source / path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.split("-")[1] == __version__
