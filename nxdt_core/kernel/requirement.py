@@ -8,9 +8,10 @@ from nxdt_core.kernel.metadata import MalformedMetadata
 
 __all__ = ["admits"]
 
-_PLAIN = re.compile(r"[\w.-]+\s*\(?\s*((?:>=|<=|>|<|==|!=)\s*\d+(?:\.\d+)*(?:\s*,\s*)?)*\)?\s*")
-_CLAUSE = re.compile(r"(>=|<=|>|<|==|!=)\s*(\d+(?:\.\d+)*)")
-_RELEASE = re.compile(r"\d+(\.\d+)*")
+_RELEASE = re.compile(r"\d+(?:\.\d+)*")
+_CLAUSE = re.compile(rf"(>=|<=|>|<|==|!=)\s*({_RELEASE.pattern})")
+_RANGE = rf"{_CLAUSE.pattern}(?:\s*,\s*{_CLAUSE.pattern})*"
+_PLAIN = re.compile(rf"[\w.-]+\s*(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
 
 
 def admits(requirement: str, version: str) -> bool:

@@ -1,0 +1,160 @@
+"""Names lead to one component, or to an error that says what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxdt_core.errors import AmbiguousComponent, UnknownComponent, UnknownKind, UnknownScheme
+
+STORE = """
+    from nxdt_core.api import StorageComponent, hookimpl
+
+    @hookimpl
+    def nxdt_checkpoint_storages():
+        return [StorageComponent(name={name!r}, target="m:f", uri_schemes=("tape", {name!r}))]
+"""
+
+
+def test_a_name_or_an_alias_finds_the_component(site):
+    registry = site.start().registry
+    assert registry.get("lr_scheduler", "cosine") is registry.get("lr_scheduler", "CosineAnnealing")
+    assert registry.get("lr_scheduler", "builtin:cosine") is registry.get("lr_scheduler", "nxdt-core:CosineAnnealing")
+
+
+@pytest.fixture
+def two_lions(site):
+    site.add_optimizer("nxdt-plugin-a", "lion")
+    site.add_optimizer("nxdt-plugin-b", "lion")
+    return site
+
+
+def test_two_plugins_with_one_name_are_ambiguous_and_the_error_names_both_and_the_ways_out(two_lions):
+    with pytest.raises(AmbiguousComponent) as caught:
+        two_lions.start(strict=True).registry.get("optimizer", "lion")
+    assert "nxdt-plugin-a 1.0 and nxdt-plugin-b 1.0" in str(caught.value)
+    assert "'a:lion' or 'b:lion'" in str(caught.value)
+    assert "plugins.prefer" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["b:lion", "nxdt-plugin-b:lion", "nxdt_Plugin.B:lion"])
+def test_a_qualified_name_is_not_ambiguous(two_lions, name):
+    assert two_lions.start().registry.get("optimizer", name).dist == "nxdt-plugin-b"
+
+
+@pytest.mark.parametrize("prefer", [("b",), ("nxdt-plugin-b", "a"), ("absent", "b")])
+def test_prefer_decides_in_its_order(two_lions, prefer):
+    assert two_lions.start(prefer=prefer).registry.get("optimizer", "lion").plugin == "b"
+
+
+def test_what_is_offered_twice_is_listed_once_by_name_and_twice_in_all(two_lions):
+    registry = two_lions.start().registry
+    assert registry.names("optimizer") == ("adamw", "lion")
+    assert [component.qualified_name for component in registry.all("optimizer")][1:] == ["a:lion", "b:lion"]
+
+
+def test_nobody_overrides_a_built_in(site):
+    site.add_optimizer("nxdt-plugin-a", "adamw")
+    with pytest.raises(AmbiguousComponent, match="'builtin:adamw' or 'a:adamw'"):
+        site.start().registry.get("optimizer", "adamw")
+
+
+def test_two_distributions_with_one_plugin_name_are_told_apart_by_distribution(site):
+    for dist in ("first-lion", "second-lion"):
+        site.add_optimizer(dist, "lion", plugins={"lion": dist.replace("-", "_")})
+    registry = site.start(strict=True).registry
+    for name in ("lion", "lion:lion"):
+        with pytest.raises(AmbiguousComponent, match="'first-lion:lion' or 'second-lion:lion'"):
+            registry.get("optimizer", name)
+    assert registry.get("optimizer", "second-lion:lion").dist == "second-lion"
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("admaw", "'adamw'"),
+        ("ADAMW", "'adamw'"),
+        ("builtin:adam", "'builtin:adamw'"),
+        ("builtn:adamw", "'builtin:adamw'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_close_ones(site, name, close):
+    with pytest.raises(UnknownComponent) as caught:
+        site.start().registry.get("optimizer", name)
+    assert f"Did you mean {close}?" in caught.value.do()
+    assert "model.optim.name" in caught.value.what()
+    assert "pip install" not in str(caught.value)
+
+
+def test_an_unknown_name_of_a_known_plugin_is_answered_with_the_pip_command(site):
+    with pytest.raises(UnknownComponent, match="pip install nxdt-plugin-mixtral"):
+        site.start().registry.get("model_builder", "Mixtral")
+    with pytest.raises(UnknownComponent, match="pip install nxdt-plugin-sft-chat"):
+        site.start().registry.get("dataloader", "sft_chat")
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "words"),
+    [
+        ({"source": "1 / 0"}, {}, "is broken: importing 'nxdt_plugin_mixtral' raised ZeroDivisionError"),
+        ({}, {"block": ("mixtral",)}, "is blocked: named in plugins.block"),
+        ({"requires": ["nxdt-core>=999"]}, {}, "is incompatible: requires nxdt-core>=999"),
+        ({"metadata": ""}, {}, "is corrupt: METADATA is missing"),
+    ],
+)
+def test_an_installed_plugin_that_cannot_be_used_is_named_instead(site, options, policy, words):
+    site.add("nxdt-plugin-mixtral", **options)
+    site.add("nxdt-plugin-other", "raise ValueError('unrelated')")
+    with pytest.raises(UnknownComponent) as caught:
+        site.start(**policy).registry.get("model_builder", "mixtral")
+    assert words in caught.value.what()
+    assert "unrelated" not in caught.value.what()
+    assert "pip install" not in caught.value.do()
+
+
+def test_a_name_that_nobody_is_known_for_lists_every_unusable_plugin(site):
+    site.add("nxdt-plugin-one", "1 / 0")
+    site.add("nxdt-plugin-two", "1 / 0")
+    with pytest.raises(UnknownComponent) as caught:
+        site.start().registry.get("model_builder", "something")
+    assert len(caught.value.unusable) == 2
+
+
+def test_an_unknown_kind_is_answered_with_the_kinds(site):
+    registry = site.start().registry
+    for call in (lambda: registry.get("optimiser", "adamw"), lambda: registry.names("optimiser")):
+        with pytest.raises(UnknownKind, match="Did you mean 'optimizer'"):
+            call()
+
+
+def test_a_scheme_finds_its_store(site):
+    site.add("nxdt-plugin-tape", STORE.format(name="reel"))
+    registry = site.start(strict=True).registry
+    assert registry.storage_for_scheme("tape") is registry.get("checkpoint_storage", "tape:reel")
+    assert registry.storage_for_scheme("TAPE").record.name == "reel"
+    assert registry.storage_for_scheme("file").record.name == "local"
+
+
+def test_a_scheme_of_two_stores_is_ambiguous_unless_preferred(site):
+    site.add("nxdt-plugin-a", STORE.format(name="one"))
+    site.add("nxdt-plugin-b", STORE.format(name="two"))
+    with pytest.raises(AmbiguousComponent, match="'a:one' or 'b:two'"):
+        site.start().registry.storage_for_scheme("tape")
+    assert site.start(prefer=("b",)).registry.storage_for_scheme("tape").record.name == "two"
+
+
+def test_an_unknown_scheme_is_answered_with_the_known_ones_and_the_pip_command(site):
+    with pytest.raises(UnknownScheme) as caught:
+        site.start().registry.storage_for_scheme("s3")
+    assert "pip install nxdt-plugin-s3" in caught.value.do()
+    assert "file://" in caught.value.do()
+    site.add("nxdt-plugin-s3", "1 / 0")
+    with pytest.raises(UnknownScheme, match=r"'s3' \(nxdt-plugin-s3 1\.0\) is broken"):
+        site.start().registry.storage_for_scheme("s3")
+
+
+def test_an_error_survives_the_way_between_processes(two_lions):
+    import pickle
+
+    with pytest.raises(AmbiguousComponent) as caught:
+        two_lions.start().registry.get("optimizer", "lion")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
