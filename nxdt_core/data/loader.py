@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from nxdt_core.data.prefetch import run_ahead
@@ -81,17 +82,34 @@ class GlobalBatchLoader:
             self._workers = min(num_workers, 1)
         self._position = Position()
         self._loaded = False
+        self._running: weakref.ref[Generator[list[Batch], None, None]] | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Go on after the last step that was yielded."""
+        """Go on after the last step that was yielded; an iteration that still runs ends.
+
+        (Two at once would both move an iterable dataset, whose position is its own.)
+        """
+        self.close()
         if not (self._repeat or self._loaded):
             self._position = Position()
         self._loaded = False
+        iteration = self._iterate()
+        self._running = weakref.ref(iteration)
+        return iteration
+
+    def _iterate(self) -> Generator[list[Batch], None, None]:
         for step in run_ahead(self._source.jobs(self._position), self._workers):
             if step is None:
                 return
             self._position = step.after
             yield step.batches
+
+    def close(self) -> None:
+        """End the running iteration and its threads. An iteration that nobody holds any longer ends by itself."""
+        running = self._running() if self._running is not None else None
+        if running is not None:
+            running.close()
+        self._running = None
 
     @property
     def consumed_samples(self) -> int:

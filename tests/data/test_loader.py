@@ -107,7 +107,9 @@ def test_a_run_goes_on_from_the_very_end_of_the_data(in_order, names):
 def test_an_iteration_that_is_left_goes_on_in_the_next(dataset, names):
     uninterrupted = steps(loader(dataset()), names, 6)
     one = loader(dataset(), num_workers=2)
-    assert steps(iter(one), names, 2) + steps(iter(one), names, 4) == uninterrupted
+    left = iter(one)
+    assert steps(left, names, 2) + steps(one, names, 4) == uninterrupted
+    assert list(left) == []
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -161,6 +163,11 @@ def test_threads_end_when_the_iteration_is_left(dataset):
     next(iterator)
     assert [t for t in threading.enumerate() if t.name.startswith("nxdt-data")]
     del iterator
+    assert not [t for t in threading.enumerate() if t.name.startswith("nxdt-data")]
+    one = loader(dataset(), num_workers=2)
+    held = iter(one)
+    next(held)
+    one.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("nxdt-data")]
 
 
