@@ -77,7 +77,6 @@ __all__ = [
     "UnknownPlugin",
     "UnknownRecipe",
     "UnknownScheme",
-    "UnknownStorageScheme",
     "UnsavableState",
     "WrongValue",
     "YamlSyntax",
@@ -950,23 +949,6 @@ class BadStorageUri(StorageError):
     code = "NXDT-S005"
     happened = "{where!r} is no address for checkpoints: {reason}."
     remedy = "Write a path ('runs/a/checkpoints'), 'file:///absolute/path' or 'scheme://…' of an installed store."
-
-
-class UnknownStorageScheme(StorageError):
-    """No installed store serves the scheme of an address."""
-
-    code = "NXDT-S006"
-    happened = "No installed plugin stores checkpoints at '{scheme}://' ({where}): {reason}."
-    remedy = "{hint}"
-    scheme: str
-    known: tuple[str, ...]
-    plugin: str | None = None
-    """Dist that is known to serve the scheme."""
-
-    def _view(self) -> dict[str, Any]:
-        others = f"Or use one of {', '.join(f'{name}://' for name in self.known)} or a plain path."
-        hint = f"pip install {self.plugin}. {others}" if self.plugin else f"Install a plugin that serves it. {others}"
-        return {**super()._view(), "hint": hint}
 
 
 class CheckpointDamaged(StorageError):

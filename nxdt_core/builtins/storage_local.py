@@ -12,6 +12,7 @@ import fcntl
 import io
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ __all__ = ["LocalStorage"]
 
 _TEMPORARY = ".nxdt-tmp-"
 """Prefix of names that are being written; keys may not use it, and :meth:`LocalStorage.list` never shows it."""
-_ATTEMPTS = 8
+_ATTEMPTS = 100
 """Times that a directory is made again when another process removed it, empty, between two calls."""
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
@@ -83,6 +84,7 @@ class LocalStorage:
         folder = prefix.rpartition("/")[0]
         start = self._path(folder) if folder else self._root
         with self._explained(start):
+            _require_directory(self._root)
             found = [info for info in self._walk(start) if info.key.startswith(prefix)]
         yield from sorted(found, key=lambda info: info.key)
 
@@ -160,18 +162,20 @@ class LocalStorage:
 
     def _create_temporary(self, folder: Path) -> tuple[IO[bytes], Path]:
         for _ in range(_ATTEMPTS):
-            self._make_folder(folder)
             path = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
             try:
+                self._make_folder(folder)
                 stream = open(path, "xb")  # noqa: SIM115  (closed by _temporary)
-            except FileNotFoundError:  # the directory was removed, empty, by a concurrent delete_many
+            except FileNotFoundError:  # a directory was removed, empty, by a concurrent delete_many
                 continue
             with suppress(OSError):  # some network file systems have no locks; there leftovers are not swept
                 fcntl.flock(stream, fcntl.LOCK_EX)
             if os.fstat(stream.fileno()).st_nlink:
                 return stream, path
             stream.close()  # swept between its creation and its lock
-        raise FileNotFoundError(errno.ENOENT, "the directory is removed again and again", str(folder))
+        raise FileNotFoundError(
+            errno.ENOENT, "the directory vanishes as soon as it is made, or is a dangling link", str(folder)
+        )
 
     def _make_folder(self, folder: Path) -> None:
         """``mkdir -p`` whose new directories survive a power failure."""
@@ -179,8 +183,13 @@ class LocalStorage:
         while not folder.exists():
             missing.append(folder)
             folder = folder.parent
+        _require_directory(folder)
         for path in reversed(missing):
-            path.mkdir(exist_ok=True)
+            try:
+                path.mkdir()
+            except FileExistsError:  # another writer was faster (and perhaps a deleter faster still)
+                _require_directory(path)
+                continue
             self._sync_directory(path.parent)
 
     def _flush(self, stream: IO[bytes]) -> None:
@@ -217,7 +226,7 @@ class LocalStorage:
 
     def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
         try:
-            entries = list_directory(folder)
+            entries = _entries(folder)
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
@@ -243,7 +252,14 @@ class LocalStorage:
             folder = folder.parent
 
 
-def list_directory(folder: Path) -> list[os.DirEntry[str]]:
+def _require_directory(path: Path) -> None:
+    """Name what is in the way; a path that does not exist is not."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(path.stat().st_mode):  # one call: another process may remove it between two
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(path))
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
     """The entries of ``folder``, with the directory closed again."""
     with os.scandir(folder) as entries:
         return list(entries)

@@ -31,10 +31,12 @@ def prune(storage: CheckpointStorage, keep_last: int, *, deep: bool = True) -> l
     found = list_checkpoints(storage)
     good = [status.step for status in found if status.state == "committed"]
     kept, older = good[-keep_last:], good[:-keep_last]
-    while not any(not verify(storage, step, deep=deep) for step in reversed(kept)):
-        if not older:
-            return []
+    sound = any(not verify(storage, step, deep=deep) for step in reversed(kept))
+    while older and not sound:
         kept.insert(0, older.pop())
+        sound = not verify(storage, kept[0], deep=deep)
+    if not sound:
+        return []
     doomed = [status.step for status in found if status.step < kept[0]]
     with explained_os_errors(storage.uri):
         for step in doomed:

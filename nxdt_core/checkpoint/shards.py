@@ -109,7 +109,7 @@ def _split_tied(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Te
     shared: dict[str, str] = {}
     seen: dict[object, str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
         if tensor.numel() and place in seen:
             shared[name] = seen[place]
             continue
@@ -149,7 +149,7 @@ def _write_shard(writer: AttemptWriter, file: str, tensors: Mapping[str, torch.T
     with writer.file(file) as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in ordered.values():
-            stream.write(_bytes_of(tensor.detach().cpu().contiguous()))
+            stream.write(_bytes_of(tensor.detach().resolve_neg().cpu().contiguous()))
     return {name: _entry(tensor, file, data_start + starts[name]) for name, tensor in ordered.items()}
 
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.layout import step_of
-from nxdt_core.errors import UnknownStorageScheme
+from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-
-if TYPE_CHECKING:
-    from nxdt_core.kernel import Kernel
 
 __all__ = ["check_writable", "locate", "open_storage"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-
-_KNOWN_PLUGINS = {"s3": "nxdt-plugin-s3", "fsx": "nxdt-plugin-fsx"}
-"""Scheme → dist of this project that serves it, for the error when it is not installed."""
 
 
 def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> CheckpointStorage:
@@ -28,29 +22,18 @@ def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> 
 
     Args:
         uri: a plain path, ``file:///absolute/path``, or ``scheme://…`` of an installed plugin.
-        kernel: knows the plugins; paths need none.
+        kernel: knows the plugins. Paths need none; for a scheme, None starts a kernel with the default policy.
         config: the dataclass of ``checkpoint.storage``; None means the component's defaults.
 
     Raises:
         BadStorageUri: ``uri`` is malformed.
-        UnknownStorageScheme: no usable plugin serves its scheme.
+        UnknownScheme: no usable plugin serves its scheme; the error names the one to install where it is known.
     """
     match = _SCHEME.match(uri)
     scheme = match[1].lower() if match else "file"
     if scheme == "file":
         return LocalStorage(uri, config)
-    schemes: dict[str, Any] = {}
-    for component in kernel.registry.all("checkpoint_storage") if kernel else ():
-        schemes |= dict.fromkeys(getattr(component.record, "uri_schemes", ()), component)
-    if kernel is None or scheme not in schemes:
-        raise UnknownStorageScheme(
-            where=uri,
-            reason="no plugin that serves it is installed and usable",
-            scheme=scheme,
-            known=tuple(sorted({"file", *schemes})),
-            plugin=_KNOWN_PLUGINS.get(scheme),
-        )
-    component = kernel.registry.storage_for_scheme(scheme)
+    component = (kernel or Kernel.start()).registry.storage_for_scheme(scheme)
     config_class = component.load_config()
     if config is None and config_class is not None:
         config = config_class()

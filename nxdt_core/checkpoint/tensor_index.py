@@ -114,6 +114,7 @@ def _decode_part(row: list[Any], whole: tuple[int, ...]) -> TensorPart:
 
 
 def _sizes(values: list[Any]) -> tuple[int, ...]:
-    if any(type(value) is not int or value < 0 for value in values):
+    sound = all(type(value) is int and value >= 0 for value in values)
+    if not sound or math.prod(max(value, 1) for value in values) >= 2**62:  # torch's sizes are signed 64-bit
         raise ValueError(f"{values!r} are no sizes")
     return tuple(values)

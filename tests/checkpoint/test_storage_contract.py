@@ -1,0 +1,46 @@
+"""The local store and the memory store keep the contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxdt_core.builtins.storage_config import LocalStorageConfig
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.testing.storage_contract import CheckpointStorageContract
+from nxdt_core.testing.storage_memory import MemoryStorage
+
+
+class TestLocalStorage(CheckpointStorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> LocalStorage:
+        return LocalStorage(str(tmp_path / "not there yet"), LocalStorageConfig())
+
+
+class TestLocalStorageWithoutFsync(CheckpointStorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> LocalStorage:
+        return LocalStorage(str(tmp_path), LocalStorageConfig(fsync=False))
+
+
+class TestLocalStorageWithoutHardLinks(CheckpointStorageContract):
+    """As on file systems that have none."""
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStorage:
+        def no_link(*_: Any, **__: Any) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr("os.link", no_link)
+        return LocalStorage(str(tmp_path), LocalStorageConfig(fsync=False))
+
+
+class TestMemoryStorage(CheckpointStorageContract):
+    @pytest.fixture
+    def storage(self) -> MemoryStorage:
+        return MemoryStorage()
+
+    def reopen(self, storage: Any) -> MemoryStorage:
+        return MemoryStorage(storage.uri, storage.objects)
