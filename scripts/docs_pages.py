@@ -1,0 +1,113 @@
+"""Pages of the documentation that are written from the code while the site is built, so that they are never old.
+
+A hook of mkdocs (``hooks:`` in ``mkdocs.yml``); each function that gives a page can be called on its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+PAGES: dict[str, Callable[[], str]] = {}
+"""Path below ``docs/`` → function that gives the page's Markdown."""
+
+
+def page(path: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """Register the function that writes a page."""
+
+    def register(function: Callable[[], str]) -> Callable[[], str]:
+        PAGES[path] = function
+        return function
+
+    return register
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs when it has listed ``docs/``: add the generated pages."""
+    from mkdocs.structure.files import File
+
+    for path, write in PAGES.items():
+        files.append(File.generated(config, path, content=write()))
+    return files
+
+
+@page("reference/yaml.md")
+def yaml_page() -> str:
+    """Every key, from the dataclasses that read it."""
+    from nxdt_core.config import reference_markdown
+
+    return reference_markdown()
+
+
+@page("reference/hooks.md")
+def hooks_page() -> str:
+    """Every hook, from its specification."""
+    from nxdt_core.kernel.hookspecs import PHASES
+
+    lines = [
+        "# All hooks",
+        "",
+        "A plugin implements a hook by a function of the same name, marked with `@hookimpl` from `nxdt_core.api`. It",
+        "takes the argument `context` or none. `nxdt plugins hooks` shows who implements what.",
+        "",
+    ]
+    for phase in PHASES:
+        lines += [f"## {phase.__name__.rpartition('.')[2].capitalize()}", "", _markup(inspect.getdoc(phase) or ""), ""]
+        for name in (name for name in vars(phase) if name in phase.__all__):
+            lines += _hook(name, getattr(phase, name))
+    lines += ["## What hooks are told", "", *_contexts()]
+    return "\n".join(lines)
+
+
+@page("reference/cli.md")
+def cli_page() -> str:
+    """Every command's help text."""
+    from nxdt_core.cli.app import COMMANDS, root
+
+    lines = ["# Command line", "", *_help(("nxdt",), root)]
+    for name, entry in COMMANDS.items():
+        lines += _commands(("nxdt", name), entry.load())
+    return "\n".join(lines)
+
+
+def _hook(name: str, specification: Callable[..., Any]) -> Iterator[str]:
+    text, _, example = (inspect.getdoc(specification) or "").partition("\nExample::\n")
+    signature = str(inspect.signature(specification)).replace("'", "")
+    yield from (f"### `{name}`", "", f"`{name}{signature}`", "", _markup(text.strip()), "")
+    yield from ("```python", textwrap.dedent(example).strip("\n"), "```", "")
+
+
+def _contexts() -> Iterator[str]:
+    """A table of fields for each context class, from the class body: docstrings stand below the fields."""
+    from nxdt_core.kernel import contexts
+
+    for name in contexts.__all__:
+        source = textwrap.dedent(inspect.getsource(getattr(contexts, name)))
+        yield from (f"### `{name}`", "", "```python", source.strip(), "```", "")
+
+
+def _commands(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
+    yield from _help(path, command)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            assert child is not None
+            yield from _commands((*path, name), child)
+
+
+def _help(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
+    context = click.Context(command, info_name=" ".join(path), max_content_width=90)
+    heading = "#" * min(len(path) + 1, 4)
+    yield from (f"{heading} {' '.join(path)}", "", "```text", command.get_help(context), "```", "")
+
+
+def _markup(text: str) -> str:
+    """reST roles and double backticks of docstrings as Markdown code."""
+    import re
+
+    return re.sub(r"(?::\w+:)?`+~?(?:nxdt_core\.(?:\w+\.)*)?([^`]+)`+", r"`\1`", text)

@@ -1,0 +1,53 @@
+"""The site builds without a warning, and its generated pages know every hook, command and component."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxdt_core.cli.app import COMMANDS
+from nxdt_core.kernel.hookspecs import PHASES
+
+ROOT = Path(__file__).parents[2]
+HOOKS = [hook for phase in PHASES for hook in phase.__all__]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site."""
+    out = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_every_hook_has_a_section_with_an_example(site):
+    page = (site / "reference/hooks/index.html").read_text()
+    for hook in HOOKS:
+        assert f'id="{hook}"' in page
+        assert f"def</span><span class=\\"w\\"> </span><span class=\\"nf\\">{hook}" in page or f">{hook}</span>" in page
+
+
+def test_the_guide_for_authors_names_every_hook():
+    guide = (ROOT / "docs/plugins.md").read_text()
+    assert [hook for hook in HOOKS if f"`{hook}`" not in guide] == []
+
+
+def test_the_guide_for_authors_shows_the_whole_example(site):
+    page = (site / "plugins/index.html").read_text()
+    for path in (ROOT / "examples/third_party/src/acme_nxdt").glob("*.py"):
+        name = path.read_text().rpartition("def ")[2].partition("(")[0]
+        assert f">{name}<" in page, path.name
+
+
+def test_every_command_is_on_the_page_of_commands(site):
+    page = (site / "reference/cli/index.html").read_text()
+    assert all(f'id="nxdt-{name}"' in page for name in COMMANDS)
+
+
+def test_the_reference_has_the_keys_of_the_core(site):
+    page = (site / "reference/yaml/index.html").read_text()
+    for key in ("max_steps", "global_batch_size", "resume_if_exists", "tensor_model_parallel_size", "weight_decay"):
+        assert key in page
