@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-
 __all__ = ["GUARDED", "PluginDefect", "describe_failure"]
 
 GUARDED = (Exception, SystemExit, GeneratorExit)
@@ -16,6 +14,8 @@ class PluginDefect(Exception):
 
 def describe_failure(error: BaseException) -> str:
     """One line: type, first line of the message, and where it was raised."""
+    import traceback  # only where something failed
+
     lines = str(error).strip().splitlines()
     if isinstance(error, SystemExit):
         text = f"called sys.exit({error.code!r})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import Distribution, distributions
 
 from nxdt_core._version import __version__
@@ -55,9 +56,10 @@ def _distributions(path: Sequence[str] | None) -> Iterator[tuple[str, str, Distr
     Within one location they come by name, the last first: file systems list in different orders, and every rank
     must make the same choice where an upgrade left two releases behind.
     """
+    real = cache(os.path.realpath)  # hundreds of distributions share a directory
     by_location: dict[str, dict[str, Distribution]] = {}
     for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
-        location = os.path.realpath(str(dist.locate_file("")))
+        location = real(str(dist.locate_file("")))
         by_location.setdefault(location, {}).setdefault(directory_name(dist) or f"?{number}", dist)
     for location, dists in by_location.items():
         for directory in sorted(dists, reverse=True):
@@ -68,7 +70,7 @@ def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[Plugin
     """The plugins of one distribution, ``ok`` or ``corrupt``; none for one that does not concern us."""
     try:
         text = dist.read_text("entry_points.txt")
-    except (OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # not UTF-8, a failing disk, or whatever a finder of somebody else's raises
         if stem.startswith("nxdt-plugin"):
             yield _corrupt(stem, stem, location, f"entry_points.txt cannot be read: {error}")
         return

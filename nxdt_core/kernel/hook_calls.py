@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,8 +12,6 @@ from nxdt_core.kernel.defect import GUARDED, describe_failure
 __all__ = ["HookCalls", "HookResult", "Implementation"]
 
 T = TypeVar("T")
-
-_log = logging.getLogger("nxdt.plugins")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +83,16 @@ class HookCalls:
         if key in self._reported:
             return
         self._reported.add(key)
-        _log.warning(
+        import logging  # 7 ms that listing plugins need not pay
+
+        log = logging.getLogger("nxdt.plugins")
+        log.warning(
             "plugin %r (%s): %s %s; training goes on, and further failures of it are not reported",
             implementation.plugin,
             implementation.dist,
             hook,
             describe_failure(error),
-            exc_info=error if _log.isEnabledFor(logging.DEBUG) else None,
+            exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
         )
 
 

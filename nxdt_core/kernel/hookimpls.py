@@ -30,6 +30,10 @@ class HookSet:
     def __init__(self, implementations: Mapping[str, Callable[..., Any]]) -> None:
         self.__dict__.update(implementations)
 
+    def __dir__(self) -> list[str]:
+        """The hooks alone: pluggy looks at every name that this lists."""
+        return list(self.__dict__)
+
 
 def collect_hooks(plugin: object, specifications: Mapping[str, inspect.Signature]) -> HookSet:
     """Gather the marked functions of a module (or of the object that an entry point names) and check each.

@@ -1,4 +1,7 @@
-"""Starts the kernel: finds plugins, imports their light modules, asks what they offer, and registers it."""
+"""Starts the kernel: finds plugins, imports their light modules, asks what they offer, and registers it.
+
+Digests are imported where they are asked for: every command starts a kernel, few compare files.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,9 @@ from nxdt_core.api import KINDS
 from nxdt_core.errors import PluginsUnusable
 from nxdt_core.kernel.discovery import find_plugins
 from nxdt_core.kernel.doctor import advise, diagnose
-from nxdt_core.kernel.fingerprint import fingerprint_plugins
 from nxdt_core.kernel.hook_table import order_hooks
 from nxdt_core.kernel.hooks import Hooks
 from nxdt_core.kernel.local_files import find_local_plugins
-from nxdt_core.kernel.lock import compare_with_lock
 from nxdt_core.kernel.plugin import BUILTIN, PluginInfo
 from nxdt_core.kernel.policy import PluginPolicy, names
 from nxdt_core.kernel.registry import Registry
@@ -65,6 +66,8 @@ class Kernel:
         policy = policy or PluginPolicy()
         found = [_builtin(), *find_plugins(policy, path), *find_local_plugins(policy)]
         if policy.lock is not None:
+            from nxdt_core.kernel.lock import compare_with_lock
+
             compare_with_lock(found, policy.lock)
         roster = Roster(found)
         roster.import_all(strict=strict)
@@ -83,6 +86,8 @@ class Kernel:
     def fingerprint(self) -> str:
         """Digest of the usable plugins and their files, equal on every rank that may train together."""
         if self._fingerprint is None:
+            from nxdt_core.kernel.fingerprint import fingerprint_plugins
+
             self._fingerprint = fingerprint_plugins(self.plugins)
         return self._fingerprint
 

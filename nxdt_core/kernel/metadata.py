@@ -67,7 +67,7 @@ def read_core_metadata(dist: Distribution) -> CoreMetadata:
     """
     try:
         text = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
-    except (OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # not UTF-8, a failing disk, or whatever a finder of somebody else's raises
         raise MalformedMetadata(f"METADATA cannot be read: {error}") from error
     if not text:
         raise MalformedMetadata("METADATA is missing or empty")
