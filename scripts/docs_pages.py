@@ -6,8 +6,10 @@ A hook of mkdocs (``hooks:`` in ``mkdocs.yml``); each function that gives a page
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import click
@@ -56,7 +58,7 @@ def hooks_page() -> str:
         "",
     ]
     for phase in PHASES:
-        lines += [f"## {phase.__name__.rpartition('.')[2].capitalize()}", "", _markup(inspect.getdoc(phase) or ""), ""]
+        lines += [f"## {phase.__name__.rpartition('.')[2].capitalize()}", "", _phase_text(phase), ""]
         for name in (name for name in vars(phase) if name in phase.__all__):
             lines += _hook(name, getattr(phase, name))
     lines += ["## What hooks are told", "", *_contexts()]
@@ -72,6 +74,12 @@ def cli_page() -> str:
     for name, entry in COMMANDS.items():
         lines += _commands(("nxdt", name), entry.load())
     return "\n".join(lines)
+
+
+def _phase_text(phase: ModuleType) -> str:
+    """The docstring of a phase without its first word, which is the heading."""
+    text = (inspect.getdoc(phase) or "").partition(": ")[2]
+    return _markup(text[:1].upper() + text[1:])
 
 
 def _hook(name: str, specification: Callable[..., Any]) -> Iterator[str]:
@@ -101,13 +109,12 @@ def _commands(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
 
 
 def _help(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
-    context = click.Context(command, info_name=" ".join(path), max_content_width=90)
+    context = click.Context(command, info_name=" ".join(path), max_content_width=90, help_option_names=["-h", "--help"])
     heading = "#" * min(len(path) + 1, 4)
     yield from (f"{heading} {' '.join(path)}", "", "```text", command.get_help(context), "```", "")
 
 
 def _markup(text: str) -> str:
-    """reST roles and double backticks of docstrings as Markdown code."""
-    import re
-
-    return re.sub(r"(?::\w+:)?`+~?(?:nxdt_core\.(?:\w+\.)*)?([^`]+)`+", r"`\1`", text)
+    """Docstring markup as Markdown: a role shows the last name of what it refers to."""
+    text = re.sub(r":\w+:`~?(?:\w+\.)*([^`]+)`", r"`\1`", text)
+    return text.replace("``", "`")

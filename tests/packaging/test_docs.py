@@ -1,5 +1,6 @@
 """The site builds without a warning, and its generated pages know every hook, command and component."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,10 @@ def site(tmp_path_factory):
 
 def test_every_hook_has_a_section_with_an_example(site):
     page = (site / "reference/hooks/index.html").read_text()
+    text = re.sub(r"<[^>]+>", "", page)
     for hook in HOOKS:
         assert f'id="{hook}"' in page
-        assert f"def</span><span class=\\"w\\"> </span><span class=\\"nf\\">{hook}" in page or f">{hook}</span>" in page
+        assert f"def {hook}(" in text
 
 
 def test_the_guide_for_authors_names_every_hook():
