@@ -74,8 +74,8 @@ def hooks() -> None:
         for hook in (name for name in vars(phase) if name in phase.__all__):
             listeners = ", ".join(each.plugin for each in kernel.hooks.implementations(hook))
             summary = _plain_text((getattr(phase, hook).__doc__ or "").split("\n", 1)[0])
-            rows.append((phase.__name__.rpartition(".")[2], hook, listeners or "-", summary))
-    print_table(("PHASE", "HOOK", "PLUGINS", "SUMMARY"), rows)
+            rows.append((hook, listeners or "-", summary))
+    print_table(("HOOK", "PLUGINS", "SUMMARY"), rows)
 
 
 @plugins.command("lock", examples=("nxdt plugins lock", "nxdt plugins lock deploy/plugins.lock"))
@@ -152,4 +152,4 @@ def _row(component: RegisteredComponent) -> tuple[str, str, str, str]:
     """Kind, name with its aliases, capabilities and summary of one component."""
     record = component.record
     names = " = ".join((record.name, *record.aliases))
-    return component.kind, names, ", ".join(sorted(record.capabilities)) or "-", record.summary
+    return component.kind, names, ", ".join(sorted(record.capabilities)), record.summary

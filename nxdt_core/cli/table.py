@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -34,21 +34,21 @@ def shade(state: str) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print rows under a header; the last column may hold several lines, and wraps at the terminal's edge.
+    """Print rows under a header. Columns that are empty in every row are left out.
 
     Args:
         header: column titles.
-        rows: cells as text, colours included; as many a row as the header has.
-        right: titles of the columns that are aligned to the right.
+        rows: cells as text, colours included; the last one may hold several lines, and wraps at the terminal's edge.
+        right: titles of the columns that are aligned to the right; not the last.
     """
-    widths = [max(len(click.unstyle(cells[column])) for cells in (header, *rows)) for column in range(len(header))]
-    pads: list[Callable[[str, int], str]] = [_right if title in right else _left for title in header]
-    hang = sum(widths[:-1]) + len(_GAP) * (len(header) - 1)
-    bold = [click.style(title, bold=True) for title in header]
-    for cells in (bold, *rows):
-        lead = "".join(pad(cell, width) + _GAP for pad, cell, width in zip(pads[:-1], cells, widths, strict=False))
-        last = pads[-1](cells[-1], widths[-1]) if header[-1] in right else cells[-1]
-        click.echo((lead + _wrapped(last, hang)).rstrip())
+    filled = [column for column in range(len(header)) if any(cells[column] for cells in rows)]
+    titles = [header[column] for column in filled]
+    table = [[cells[column] for column in filled] for cells in rows]
+    widths = [max(map(_width, column)) for column in zip(titles, *table, strict=True)][:-1]
+    hang = sum(widths) + len(_GAP) * len(widths)
+    for cells in ([click.style(title, bold=True) for title in titles], *table):
+        lead = [_aligned(*each) for each in zip(cells[:-1], widths, (title in right for title in titles), strict=False)]
+        click.echo(_GAP.join([*lead, _wrapped(cells[-1], hang)]).rstrip())
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -68,12 +68,13 @@ def human_size(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def _left(cell: str, width: int) -> str:
-    return cell + " " * (width - len(click.unstyle(cell)))
+def _width(cell: str) -> int:
+    return len(click.unstyle(cell))
 
 
-def _right(cell: str, width: int) -> str:
-    return " " * (width - len(click.unstyle(cell))) + cell
+def _aligned(cell: str, width: int, right: bool) -> str:
+    pad = " " * (width - _width(cell))
+    return pad + cell if right else cell + pad
 
 
 def _wrapped(text: str, hang: int) -> str:

@@ -66,9 +66,9 @@ def test_hooks_names_every_hook_and_its_listeners(nxdt, dist):
 
     dist("acme", OFFER)
     lines = nxdt("plugins", "hooks").stdout.splitlines()
-    names = {line.split()[1] for line in lines[1:]}
+    names = {line.split()[0] for line in lines[1:]}
     assert names == {hook for phase in PHASES for hook in phase.__all__}
-    (optimizers,) = [line for line in lines if " nxdt_optimizers " in line]
+    (optimizers,) = [line for line in lines if line.startswith("nxdt_optimizers ")]
     assert "acme" in optimizers
 
 
