@@ -37,9 +37,10 @@ class Suggesting(click.Group):
         except click.UsageError as error:
             from difflib import get_close_matches
 
-            for close in get_close_matches(args[0], self.list_commands(ctx), n=1):
-                error.message += f" Did you mean '{close}'?"
-            raise
+            close = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not close:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean '{close[0]}'?", ctx) from None
 
 
 class VerbGroup(Suggesting):
