@@ -1,7 +1,7 @@
 """Tokenizers of Hugging Face, run by the ``tokenizers`` library.
 
-``transformers``, whose import takes seconds, is asked only where it alone knows: hub names, and directories
-without a ``tokenizer.json``, which it converts.
+``transformers``, whose import takes seconds, is asked only where it alone knows: to convert directories without
+a ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -79,4 +79,4 @@ def _load(config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:
         return load_path(config.model, library, key="data.tokenizer.model")
     assert config.type is not None  # check() has refused a section without any source
     path = local_path(config.type)
-    return load_named(config.type) if path is None else load_path(path, library, key="data.tokenizer.type")
+    return load_named(config.type, library) if path is None else load_path(path, library, key="data.tokenizer.type")

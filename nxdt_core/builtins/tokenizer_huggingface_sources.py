@@ -15,8 +15,8 @@ __all__ = ["Loaded", "load_named", "load_pair", "load_path", "local_path"]
 
 _FILE = "tokenizer.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
-_SPECIAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
-"""Later ones win: ``transformers`` writes the map only for old readers."""
+_PATTERNS = ("*.json", "*.model", "*.txt", "*.tiktoken")
+"""Files of a repository on the hub that a tokenizer may consist of; all small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,20 +82,20 @@ def load_pair(vocab_file: Path, merge_file: Path, library: Any) -> Loaded:
     return Loaded(tokenizer=tokenizer, content=content, origin=str(vocab_file), special_tokens=special)
 
 
-def load_named(name: str) -> Loaded:
-    """Load a pretrained tokenizer from the local cache of the hub, or download it.
+def load_named(name: str, library: Any) -> Loaded:
+    """Load a pretrained tokenizer from the local cache of the hub, or download its files there.
 
     Raises:
         TokenizerFileNotFound: the hub does not know it, or does not answer.
         BadTokenizerFile: it has no fast tokenizer.
     """
-    transformers = import_library("transformers", tokenizer="huggingface", extra="huggingface")
+    hub = import_library("huggingface_hub", tokenizer="huggingface", extra="huggingface")
     try:
-        pretrained = transformers.AutoTokenizer.from_pretrained(name)
+        directory = hub.snapshot_download(name, allow_patterns=list(_PATTERNS))
     except (OSError, ValueError) as error:
         wanted = f"file or directory, nor a pretrained tokenizer on the hub ({_first_line(error)})"
         raise TokenizerFileNotFound(key="data.tokenizer.type", path=name, wanted=wanted) from error
-    return _from_pretrained(pretrained, name)
+    return load_path(Path(directory), library, key="data.tokenizer.type")
 
 
 def _convert(directory: Path) -> Loaded:
@@ -118,21 +118,32 @@ def _from_pretrained(pretrained: Any, origin: str) -> Loaded:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """Special tokens that the files beside a ``tokenizer.json`` name; a token is a string or ``{"content": …}``."""
-    found: dict[str, str] = {}
-    for path in (directory / name for name in _SPECIAL_FILES):
-        if not path.is_file():
-            continue
-        try:
-            record = json.loads(_read(path))
-        except ValueError as error:
-            raise BadTokenizerFile(path=str(path), wanted="JSON file", reason=str(error)) from error
-        for key in _SPECIAL:
-            value = record.get(key) if isinstance(record, dict) else None
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
-                found[key] = token
-    return found
+    """Special tokens that the files beside a ``tokenizer.json`` name, with the precedence of ``transformers``.
+
+    It writes ``special_tokens_map.json`` no more; where an old one lies, it counts, unless the newer file is
+    complete, that is, lists its added tokens too.
+    """
+    newer = _json_object(directory / "tokenizer_config.json")
+    older = {} if "added_tokens_decoder" in newer else _json_object(directory / "special_tokens_map.json")
+    named = {key: _content({**newer, **older}.get(key)) for key in _SPECIAL}
+    return {key: token for key, token in named.items() if token is not None}
+
+
+def _content(token: object) -> str | None:
+    """A token stands as a string, or as an object with its ``content``."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Content of a JSON file; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(_read(path))
+    except ValueError as error:
+        raise BadTokenizerFile(path=str(path), wanted="JSON file", reason=str(error)) from error
+    return record if isinstance(record, dict) else {}
 
 
 def _read(path: Path) -> bytes:

@@ -77,7 +77,9 @@ class PackedDataset:
         """Digest of the source, the sequence length and the packing."""
         if self._source is None:
             self._source = digest(self._tokens.dtype.str, self._tokens, self._starts)
-        return digest(self._source, self._seq_length, len(self), self._packing)
+        packing = self._packing
+        settings = (packing.reset_attention_mask, packing.reset_position_ids, packing.eod_id)
+        return digest(self._source, self._seq_length, len(self), settings)
 
     def _inner_starts(self, begin: int) -> NDArray[np.int64]:
         """Starts of documents within a window, relative to it: 1 … seq_length (a label's place counts)."""

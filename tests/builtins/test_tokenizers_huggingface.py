@@ -1,0 +1,278 @@
+"""The Hugging Face tokenizer against the libraries themselves, on vocabularies trained here on the shipped text."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
+from nxdt_core.protocols.tokenizer import Tokenizer
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+TEXT = Path(__file__).parents[2] / "plugins/datasets/text/src/nxdt_plugin_text/data/kjv.txt"
+LINES = TEXT.read_text().splitlines()[:1_500]
+
+
+def load(**keys):
+    return HuggingFaceTokenizer(HuggingFaceTokenizerConfig(**keys))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A byte-level BPE tokenizer whose file also asks for what training does not want."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|endoftext|>", "<s>", "<pad>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(LINES, trainer)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    bpe.enable_truncation(8)
+    bpe.enable_padding(length=16, pad_id=2, pad_token="<pad>")
+    return bpe
+
+
+@pytest.fixture(scope="module")
+def directory(trained, tmp_path_factory):
+    """As ``save_pretrained`` writes one: the tokenizer and the names of its special tokens."""
+    path = tmp_path_factory.mktemp("huggingface")
+    trained.save(str(path / "tokenizer.json"))
+    record = {
+        "bos_token": {"__type": "AddedToken", "content": "<s>"},
+        "eos_token": "<pad>",
+        "pad_token": None,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(record))
+    (path / "special_tokens_map.json").write_text(
+        json.dumps({"pad_token": "<pad>", "eos_token": {"content": "<|endoftext|>"}})
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return load(model=directory)
+
+
+@pytest.fixture(scope="module")
+def incumbent(directory):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory))
+
+
+def test_ids_are_those_of_transformers(tokenizer, incumbent):
+    assert tokenizer.vocab_size == len(incumbent) == 600
+    for line in [*LINES[:200], "naïve – 東京 🙂", "<s>inside<pad>", ""]:
+        expected = incumbent.encode(line, add_special_tokens=False)
+        assert tokenizer.encode(line) == expected
+        assert tokenizer.decode(expected) == incumbent.decode(expected, skip_special_tokens=True)
+
+
+def test_special_tokens_are_those_of_transformers(tokenizer, incumbent):
+    assert tokenizer.bos_id == incumbent.bos_token_id == 1
+    assert tokenizer.eos_id == incumbent.eos_token_id == 0
+    assert tokenizer.pad_id == incumbent.pad_token_id == 2
+    assert isinstance(tokenizer, Tokenizer)
+
+
+def test_a_complete_new_file_makes_the_older_one_count_for_nothing(directory, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    record = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    added = {"2": {"content": "<pad>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**record, "added_tokens_decoder": added}))
+    ours = load(model=tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    assert (ours.bos_id, ours.eos_id, ours.pad_id) == (1, 2, None)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, 2, None)
+
+
+@given(st.text(max_size=40))
+@settings(deadline=None)
+def test_every_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.lists(st.text(max_size=30), max_size=4))
+@settings(deadline=None)
+def test_a_batch_equals_its_texts(tokenizer, texts):
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_truncation_padding_and_added_tokens_of_the_file_are_off(tokenizer):
+    long, short = tokenizer.encode_batch([LINES[5] * 3, "a"])
+    assert len(long) > 16
+    assert short == tokenizer.encode("a")
+    assert len(short) == 1
+
+
+def test_special_and_unknown_ids_are_left_out_of_text(tokenizer):
+    assert tokenizer.decode([1, *tokenizer.encode("the earth"), 0, 2, 600, -1, 10**6]) == "the earth"
+
+
+def test_ways_to_name_it_agree(tokenizer, directory):
+    for keys in ({"model": directory / "tokenizer.json"}, {"type": str(directory)}):
+        same = load(**keys)
+        assert same.fingerprint() == tokenizer.fingerprint()
+        assert (same.bos_id, same.eos_id) == (1, 0)
+
+
+def test_a_lone_file_has_the_special_tokens_that_the_section_names(directory, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+    assert load(model=tmp_path).eos_id is None
+    named = load(model=tmp_path, eos_token="<pad>", bos_token="<s>")
+    assert (named.eos_id, named.bos_id) == (2, 1)
+    assert named.fingerprint() != load(model=tmp_path).fingerprint()
+    with pytest.raises(BadTokenizerConfig, match=r"data\.tokenizer\.eos_token: '</s>' is not in the vocabulary"):
+        load(model=tmp_path, eos_token="</s>")
+
+
+def test_gaps_in_the_vocabulary_count(tmp_path):
+    model = tokenizers.models.WordLevel({"a": 0, "b": 9}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    assert load(model=tmp_path).vocab_size == 10
+
+
+def test_vocab_and_merge_file_make_a_byte_level_tokenizer(trained, tokenizer, tmp_path):
+    trained.model.save(str(tmp_path))
+    pair = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
+    same = load(**pair)
+    for line in [*LINES[:100], "naïve – 東京 🙂", "  two  spaces\n"]:
+        assert same.encode(line) == tokenizer.encode(line)
+        assert same.decode(same.encode(line)) == line
+    assert same.eos_id == 0
+    assert same.decode([0, *same.encode("x")]) == "x"
+    (tmp_path / "merges.txt").write_text("nonsense")
+    with pytest.raises(BadTokenizerFile, match=r"merges\.txt"):
+        load(**pair)
+
+
+def test_transformers_is_not_imported_for_files(directory):
+    program = f"""
+import sys
+sys.modules["transformers"] = None
+sys.modules["torch"] = None
+from pathlib import Path
+from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+print(HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=Path({str(directory)!r}))).vocab_size)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "600\n", done.stderr
+
+
+def test_a_name_is_found_in_the_cache_of_the_hub_and_else_refused(directory, tmp_path):
+    """In a process of its own, because the library reads its settings when it is imported."""
+    revision = tmp_path / "hub" / "models--someone--little" / "snapshots" / "0123"
+    revision.mkdir(parents=True)
+    (revision.parents[1] / "refs").mkdir()
+    (revision.parents[1] / "refs" / "main").write_text("0123")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (revision / file).write_bytes((directory / file).read_bytes())
+    program = """
+from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.errors import TokenizerFileNotFound
+found = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type="someone/little"))
+print(found.vocab_size, found.bos_id, found.eos_id, len(found.encode("In the beginning, In the beginning")))
+try:
+    HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type="someone/else"))
+except TokenizerFileNotFound as error:
+    print(error)
+"""
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
+    first, *rest = done.stdout.splitlines() or [done.stderr]
+    assert first == f"600 1 2 {len(load(model=directory).encode('In the beginning, In the beginning'))}", done.stderr
+    assert "data.tokenizer.type: 'someone/else' is no file or directory, nor a pretrained tokenizer" in rest[0]
+
+
+def test_a_directory_of_an_older_format_is_converted(trained, tokenizer, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    trained.model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    converted = load(model=tmp_path)
+    assert (converted.bos_id, converted.eos_id) == (0, 0)
+    for line in LINES[:50]:
+        assert converted.encode(line) == tokenizer.encode(line)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", "version https://git-lfs.github.com/spec/v1"])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(BadTokenizerFile, match=r"tokenizer\.json is no tokenizer\.json"):
+        load(model=tmp_path / "tokenizer.json")
+
+
+def test_a_damaged_file_of_special_tokens_is_refused(tmp_path, directory):
+    (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(BadTokenizerFile, match=r"tokenizer_config\.json"):
+        load(model=tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    with pytest.raises(BadTokenizerFile, match=r"directory with a tokenizer\.json"):
+        load(model=tmp_path)
+
+
+@pytest.mark.parametrize("key", ["model", "type"])
+def test_a_missing_path_is_named_with_what_lies_nearby(directory, key):
+    path = directory / "tokeniser.json"
+    with pytest.raises(TokenizerFileNotFound) as caught:
+        load(**{key: path if key == "model" else str(path)})
+    assert f"data.tokenizer.{key}" in str(caught.value)
+    assert str(directory / "tokenizer.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({}, "model"),
+        ({"model": Path("a"), "type": "b"}, "type"),
+        ({"vocab_file": Path("v")}, "merge_file"),
+        ({"merge_file": Path("m")}, "vocab_file"),
+        ({"model": Path("a"), "use_fast": False}, "use_fast"),
+    ],
+)
+def test_sections_that_name_no_or_two_tokenizers_are_refused(keys, key):
+    assert [found for found, _ in HuggingFaceTokenizerConfig(**keys).check()] == [key]
+    with pytest.raises(BadTokenizerConfig, match=rf"data\.tokenizer\.{key}"):
+        load(**keys)
+
+
+@pytest.mark.parametrize("missing", ["tokenizers", "huggingface_hub", "transformers"])
+def test_without_the_library_the_error_names_the_pip_command(tmp_path, missing):
+    name = str(tmp_path) if missing == "transformers" else "someone/little"
+    program = f"""
+import sys; sys.modules[{missing!r}] = None
+from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.errors import NxdtError
+try:
+    HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type={name!r}))
+except NxdtError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert "pip install nxdt-core[huggingface]" in done.stdout
+    assert missing in done.stdout
