@@ -60,7 +60,12 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def write_tensors(
-    writer: AttemptWriter, section: str, tensors: Mapping[str, torch.Tensor], *, rank: int = 0
+    writer: AttemptWriter,
+    section: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    rank: int = 0,
+    shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, TensorEntry]:
     """Write ``tensors`` as shards of ``section``; tensors that are the same memory are written once.
 
@@ -69,7 +74,7 @@ def write_tensors(
     """
     owners, shared = _split_tied(tensors)
     index: dict[str, TensorEntry] = {}
-    for number, names in enumerate(_shards(owners)):
+    for number, names in enumerate(_shards(owners, shard_bytes)):
         file = shard_name(section, rank, number)
         index |= _write_shard(writer, file, {name: owners[name] for name in names})
     for name, owner in shared.items():
@@ -118,13 +123,13 @@ def _split_tied(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Te
     return owners, shared
 
 
-def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Names by shard, in order, each shard filled up to :data:`SHARD_BYTES`."""
+def _shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
+    """Names by shard, in order, each shard filled up to ``shard_bytes``; a larger tensor has one to itself."""
     names: list[str] = []
     filled = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        if names and filled + size > SHARD_BYTES:
+        if names and filled + size > shard_bytes:
             yield names
             names, filled = [], 0
         names.append(name)

@@ -1,0 +1,38 @@
+"""A small training state with everything in it that a checkpoint has to keep, and a way to save it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint import CheckpointFacts, Manifest, save_checkpoint
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+Save = Callable[..., Manifest]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(str(tmp_path / "checkpoints"))
+
+
+@pytest.fixture
+def save() -> Save:
+    """``save(storage, step)`` saves tensors that are filled with ``step``; keywords replace parts of the state."""
+
+    def save_step(storage: CheckpointStorage, step: int, **changed: Any) -> Manifest:
+        parts: dict[str, Any] = {
+            "model": {"w": torch.full((4, 3), float(step)), "b": torch.full((3,), step).bfloat16()},
+            "optimizer": {"w/exp_avg": torch.full((4, 3), float(step))},
+            "state": {"position": step, "rng": {"torch": torch.get_rng_state(), "python": random.getstate()}},
+            "facts": CheckpointFacts(consumed_samples=8 * step, config={"run": {"name": "a"}}),
+        }
+        return save_checkpoint(storage, step=step, **{**parts, **changed})
+
+    return save_step
