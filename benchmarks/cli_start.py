@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nxdt_core.config.recipes import find_recipe
+from nxdt_core.kernel import Kernel
 from nxdt_core.testing.distributions import write_distribution
 
 PLUGINS = 15
@@ -28,13 +30,6 @@ UNRELATED = 120
 NO_TORCH = "import sys\nsys.modules['torch'] = None\n"
 """``sitecustomize`` of every child: importing torch raises, so that a command that does it fails here."""
 
-CONFIG = """\
-name: start
-model_source: hf
-trainer: {max_steps: 10}
-data: {name: text, files: [corpus.txt], global_batch_size: 8, seq_length: 64, tokenizer: {library: byte}}
-model: {name: llama, optim: {lr: 0.001}}
-"""
 ENTRY = """\
 from nxdt_core.api import OptimizerComponent, hookimpl
 
@@ -73,8 +68,7 @@ def furnish(root: Path) -> None:
         name = f"fakeplugin{number:02d}"
         write_distribution(site, name, plugins={name: name}, files={f"{name}.py": ENTRY.format(name=name)})
     (site / "sitecustomize.py").write_text(NO_TORCH)
-    (root / "run.yaml").write_text(CONFIG)
-    (root / "corpus.txt").write_text("In the beginning was the word.\n" * 100)
+    (root / "run.yaml").write_text(find_recipe(Kernel.start(), "llama-tiny").text)
 
 
 def cpu_ms(subject: Subject, root: Path) -> float:

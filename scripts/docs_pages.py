@@ -76,6 +76,28 @@ def cli_page() -> str:
     return "\n".join(lines)
 
 
+@page("reference/errors.md")
+def errors_page() -> str:
+    """Every error code, what it stands for, and the sentence that says what to do."""
+    from nxdt_core import errors
+
+    kinds = {getattr(errors, name).code: getattr(errors, name) for name in errors.__all__}
+    lines = [
+        "# Error codes",
+        "",
+        "A mistake that you can mend is told in two sentences with a code, without a traceback, and the exit status is 2.",
+        "Words in braces are filled in with what was found.",
+        "",
+        "| code | meaning | what to do |",
+        "|---|---|---|",
+    ]
+    for code, kind in sorted(kinds.items()):
+        if hasattr(kind, "happened"):
+            remedy = kind.remedy.replace("|", "\\|")
+            lines.append(f"| `{code}` | {_markup((inspect.getdoc(kind) or '').partition(chr(10))[0])} | {remedy} |")
+    return "\n".join(lines)
+
+
 def _phase_text(phase: ModuleType) -> str:
     """The docstring of a phase without its first word, which is the heading."""
     text = (inspect.getdoc(phase) or "").partition(": ")[2]

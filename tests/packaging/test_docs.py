@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nxdt_core import errors
 from nxdt_core.cli.app import COMMANDS
 from nxdt_core.kernel.hookspecs import PHASES
 
@@ -53,3 +54,11 @@ def test_the_reference_has_the_keys_of_the_core(site):
     page = (site / "reference/yaml/index.html").read_text()
     for key in ("max_steps", "global_batch_size", "resume_if_exists", "tensor_model_parallel_size", "weight_decay"):
         assert key in page
+
+
+def test_every_error_has_a_code_of_its_own_and_a_line(site):
+    page = (site / "reference/errors/index.html").read_text()
+    kinds = [getattr(errors, name) for name in errors.__all__]
+    codes = [kind.code for kind in kinds if hasattr(kind, "happened")]
+    assert len(set(codes)) == len(codes)
+    assert all(code in page for code in codes)

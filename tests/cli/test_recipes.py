@@ -1,0 +1,35 @@
+"""``nxdt recipes``."""
+
+import json
+
+HEAVY = ("torch", "numpy", "pytorch_lightning", "transformers")
+
+
+def test_list_json_has_the_promised_shape(nxdt):
+    done = nxdt("recipes", "list", "--json", without=HEAVY)
+    rows = json.loads(done.stdout)
+    assert all(set(row) == {"name", "plugin", "summary"} for row in rows)
+    (tiny,) = [row for row in rows if row["name"] == "llama-tiny"]
+    assert tiny["plugin"] == "llama"
+    assert tiny["summary"]
+
+
+def test_list_is_a_table(nxdt):
+    lines = nxdt("recipes", "list").stdout.splitlines()
+    assert lines[0].split() == ["NAME", "PLUGIN", "SUMMARY"]
+    assert any(line.startswith("llama-tiny") for line in lines)
+
+
+def test_show_prints_the_yaml_as_it_is(nxdt):
+    import importlib.resources
+
+    text = (importlib.resources.files("nxdt_plugin_llama") / "recipes" / "llama-tiny.yaml").read_text()
+    assert nxdt("recipes", "show", "llama-tiny").stdout == text
+    assert nxdt("recipes", "show", "recipe:llama-tiny").stdout == text
+
+
+def test_show_of_an_unknown_recipe_names_close_ones(nxdt):
+    done = nxdt("recipes", "show", "lama-tiny")
+    assert done.returncode == 2
+    assert "llama-tiny" in done.stderr
+    assert "Traceback" not in done.stderr
