@@ -85,15 +85,16 @@ def errors_page() -> str:
     lines = [
         "# Error codes",
         "",
-        "A mistake that you can mend is told in two sentences with a code, without a traceback, and the exit status is 2.",
-        "Words in braces are filled in with what was found.",
+        "A mistake that you can mend is told in two sentences with a code, without a traceback; the exit status is 2.",
+        "Words in braces are filled in with what was found; where nothing stands here, the message itself says it.",
         "",
         "| code | meaning | what to do |",
         "|---|---|---|",
     ]
     for code, kind in sorted(kinds.items()):
         if hasattr(kind, "happened"):
-            remedy = kind.remedy.replace("|", "\\|")
+            remedy = "" if re.fullmatch(r"{\w+}", kind.remedy) else kind.remedy
+            remedy = remedy.replace("|", "\\|").replace("{{", "{").replace("}}", "}")
             lines.append(f"| `{code}` | {_markup((inspect.getdoc(kind) or '').partition(chr(10))[0])} | {remedy} |")
     return "\n".join(lines)
 
