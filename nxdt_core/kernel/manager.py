@@ -5,7 +5,9 @@ Digests are imported where they are asked for: every command starts a kernel, fe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import final
 
@@ -70,8 +72,9 @@ class Kernel:
 
             compare_with_lock(found, policy.lock)
         roster = Roster(found)
-        roster.import_all(strict=strict)
-        roster.declare_all()
+        with redirect_stdout(sys.stderr):  # a module that prints must not spoil the output of --json
+            roster.import_all(strict=strict)
+            roster.declare_all()
         plugins = tuple(roster.plugins)
         if strict:
             _refuse_unusable(plugins)

@@ -213,6 +213,14 @@ def test_the_same_distribution_later_on_the_path_is_shadowed(new_site):
     assert str(early.path) in twice[1].reason
 
 
+def test_of_releases_left_in_one_directory_the_last_by_name_is_meant_however_they_are_listed(site):
+    for version in ("3.0", "1.0", "6.0", "2.0", "5.0", "4.0"):
+        site.add_optimizer("nxdt-plugin-twice", "lion", version=version)
+    plugins = site.start().plugins[1:]
+    assert [plugin.version for plugin in plugins] == ["6.0", "5.0", "4.0", "3.0", "2.0", "1.0"]
+    assert [plugin.state for plugin in plugins] == ["ok", *["shadowed"] * 5]
+
+
 def test_a_newer_release_that_dropped_its_plugin_shadows_the_older_one(new_site):
     late, early = new_site("late"), new_site("early")
     late.add_optimizer("nxdt-plugin-old", "lion", version="1.0")

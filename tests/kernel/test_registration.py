@@ -162,7 +162,7 @@ def test_a_target_that_fails_names_plugin_and_reason(site):
     site.add(
         "nxdt-plugin-x",
         "from nxdt_core.api import *\nfrom nxdt_core.api import hookimpl\n@hookimpl\n"
-        "def nxdt_optimizers(): return [OptimizerComponent(name='x', target='missing_x:f', config='json:loads')]",
+        "def nxdt_optimizers(): return [OptimizerComponent(name='x', target='missing_x:f', config='json:JSONDecoder')]",
     )
     component = site.start().registry.get("optimizer", "x")
     with pytest.raises(ComponentUnusable, match="nxdt-plugin-x cannot be used: module 'missing_x' does not exist"):
@@ -185,6 +185,25 @@ def test_a_local_file_named_by_the_policy_is_a_plugin(site, tmp_path, plugin_nam
     assert (plugin_named(kernel, "my-plugin").dist, plugin_named(kernel, "my-plugin").location) == ("local", str(file))
     assert site.start(local=(file,), allow=()).registry.names("optimizer") == ("adamw", "mine")
     assert plugin_named(site.start(local=(file,), block=("my-plugin",)), "my-plugin").state == "blocked"
+
+
+def test_local_files_of_one_name_in_two_kernels_are_two_modules(site, tmp_path):
+    answers = []
+    for folder in "ab":
+        file = tmp_path / folder / "mine.py"
+        file.parent.mkdir()
+        file.write_text(
+            "from nxdt_core.api import *\nfrom nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_optimizers():\n"
+            f"    return [OptimizerComponent(name='mine', target=f'{{__name__}}:build')]\nbuild = {folder!r}\n"
+        )
+        answers.append(site.start(local=(file,)).registry.get("optimizer", "mine").load_target())
+    assert answers == ["a", "b"]
+
+
+def test_a_plugin_that_prints_leaves_standard_output_alone(site, capsys):
+    site.add("nxdt-plugin-loud", "print('hello from the plugin')")
+    site.start(strict=True)
+    assert capsys.readouterr() == ("", "hello from the plugin\n")
 
 
 def test_a_file_of_the_working_directory_is_never_loaded_by_itself(site, tmp_path, monkeypatch):

@@ -28,6 +28,10 @@ def test_ranges_are_read_as_packaging_reads_them(version, clauses, parentheses):
     [
         ("nxdt-core", "0.1.0", True),
         ("Nxdt_Core >= 0.1", "0.1.0", True),
+        ("nxdt-core==0.1", "0.1.0", True),
+        ("nxdt-core>0.1", "0.1.0", False),
+        ("nxdt-core<=0.1.0.0", "0.1", True),
+        ("nxdt-core<0.10", "0.9", True),
         ("nxdt-core==0.1.*", "0.1.7", True),
         ("nxdt-core==0.2.*", "0.1.7", False),
         ("nxdt-core~=0.1.3", "0.1.2", False),
