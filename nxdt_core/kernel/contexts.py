@@ -63,7 +63,7 @@ class ResolveModelContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolveStorageContext:
-    """A checkpoint location whose scheme no component claims, or claims alone."""
+    """A checkpoint location, before its scheme is looked up."""
 
     uri: str
     """``checkpoint.uri`` as written."""

@@ -48,7 +48,7 @@ class Roster:
                 self._drop(index, defect)
         self._refuse_second_kinds()
         while not self._fill_added_kinds():
-            """A plugin that failed took its kinds with it: those that fill them are looked at again."""
+            pass  # a plugin that failed took its kinds with it: those that fill them are looked at again
 
     def added_kinds(self) -> dict[str, Kind]:
         """Kinds that usable plugins add, by name."""
