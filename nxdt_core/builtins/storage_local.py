@@ -151,14 +151,17 @@ class LocalStorage:
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[tuple[IO[bytes], Path]]:
-        """A new, locked, hidden file in ``folder``; it is gone afterwards unless it was renamed."""
+        """A new, locked, hidden file in ``folder``. Unless it was renamed it is gone afterwards, and after an
+        exception so are the directories that were made for it."""
         stream, path = self._create_temporary(folder)
         try:
             with stream:
                 yield stream, path
-        finally:
-            with suppress(FileNotFoundError):
-                path.unlink()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            self._remove_empty(folder)
+            raise
+        path.unlink(missing_ok=True)
 
     def _create_temporary(self, folder: Path) -> tuple[IO[bytes], Path]:
         for _ in range(_ATTEMPTS):

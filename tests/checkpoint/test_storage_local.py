@@ -1,0 +1,211 @@
+"""What the local store adds to the contract: addresses, errors of the file system, leftovers of killed writers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint import check_writable, latest, list_checkpoints, verify
+from nxdt_core.errors import BadStorageUri, StorageDenied, StoragePathIsFile
+
+NOBODY = 65534
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("/a/b", "/a/b"),
+        ("/a/b/", "/a/b"),
+        ("file:///a/b", "/a/b"),
+        ("file:///a/b%20c/", "/a/b c"),
+        ("file://localhost/a", "/a"),
+        ("/a/b%20c", "/a/b%20c"),
+    ],
+)
+def test_absolute_addresses(uri: str, path: str) -> None:
+    assert LocalStorage(uri).uri == path
+
+
+def test_relative_addresses_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    store = LocalStorage("runs/a")
+    assert store.uri == f"{tmp_path}/runs/a"
+    assert LocalStorage("~/runs").uri == "/home/someone/runs"
+    monkeypatch.chdir("/")
+    store.put_if_absent("k", b"")
+    assert (tmp_path / "runs/a/k").exists(), "a store stays where it was when the process changes its directory"
+
+
+@pytest.mark.parametrize("uri", ["", "  ", "file://host/a", "file:a", "file://~/a", "a\0b"])
+def test_addresses_without_a_meaning_are_refused(uri: str) -> None:
+    with pytest.raises(BadStorageUri):
+        LocalStorage(uri)
+
+
+def test_nothing_is_created_before_the_first_write(tmp_path: Path) -> None:
+    store = LocalStorage(str(tmp_path / "a"))
+    assert list(store.list()) == []
+    assert store.stat("x") is None
+    store.delete_many(["x"])
+    store.after_commit("x/")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path, save: Any) -> None:
+    file = tmp_path / "taken"
+    file.write_text("mine")
+    for uri in (file, file / "below"):
+        with pytest.raises(StoragePathIsFile, match=f"NXDT-S003.*{file} cannot hold checkpoints"):
+            save(LocalStorage(str(uri)), 1)
+    with pytest.raises(StoragePathIsFile, match=str(file)):
+        list_checkpoints(LocalStorage(str(file)))
+    assert file.read_text() == "mine"
+
+
+def test_a_directory_where_an_object_shall_be_is_named(tmp_path: Path) -> None:
+    store = LocalStorage(str(tmp_path))
+    (tmp_path / "k").mkdir()
+    with pytest.raises(StoragePathIsFile, match="k"), store.open_write("k") as stream:
+        stream.write(b"x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["k"]
+
+
+@pytest.fixture
+def locked(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory that this process may read but not write; root gives up its rights for the time."""
+    root = Path(tempfile.mkdtemp(prefix="nxdt-locked-"))
+    root.chmod(0o755)
+    was_root = os.geteuid() == 0
+    if was_root:
+        os.seteuid(NOBODY)
+    else:
+        root.chmod(0o555)
+    try:
+        yield root
+    finally:
+        if was_root:
+            os.seteuid(0)
+        root.chmod(0o755)
+        shutil.rmtree(root)
+
+
+def test_a_directory_that_may_not_be_written(locked: Path, save: Any) -> None:
+    for store in (LocalStorage(str(locked)), LocalStorage(str(locked / "new"))):
+        with pytest.raises(StorageDenied, match=f"NXDT-S002.*{locked}"):
+            save(store, 1)
+        with pytest.raises(StorageDenied):
+            check_writable(store)
+    assert list(locked.iterdir()) == []
+
+
+def test_check_writable_leaves_nothing(tmp_path: Path) -> None:
+    check_writable(LocalStorage(str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+FILL = """
+    import sys, torch
+    from nxdt_core.checkpoint import CheckpointFacts, open_storage, save_checkpoint
+    from nxdt_core.errors import StorageFull
+    store = open_storage(sys.argv[1])
+    for step, elements in ((1, 1000), (2, 4_000_000)):
+        try:
+            save_checkpoint(store, step=step, model={"w": torch.ones(elements)}, optimizer={}, state={},
+                            facts=CheckpointFacts())
+        except StorageFull as error:
+            print(f"full at {step}: {error}")
+"""
+
+
+def check_filled(store: LocalStorage, output: str) -> None:
+    assert "full at 2: [NXDT-S001] No space is left for" in output
+    assert [(status.step, status.state) for status in list_checkpoints(store)] == [(1, "committed")]
+    assert verify(store, 1) == []
+    assert [path.name for path in Path(store.uri).iterdir()] == ["step-00000001"]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A real one: a file system of 4 MiB that only the child sees."""
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    disk.mkdir()
+    script = f'mount -t tmpfs -o size=4m tmpfs {disk} || exit 77; "$@" {disk} && cp -r {disk} {copy}'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", textwrap.dedent(FILL)]
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare on this machine, so no file system of its own to fill")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode in (1, 77) and "mount" in done.stderr + "unshare" and not done.stdout:
+        pytest.skip(f"this process may not mount a file system to fill it: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    check_filled(LocalStorage(str(copy)), done.stdout)
+
+
+def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+    command = [sys.executable, "-c", limit + textwrap.dedent(FILL), str(tmp_path / "c")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    check_filled(LocalStorage(str(tmp_path / "c")), done.stdout)
+
+
+KILLED = """
+    import sys, time, torch
+    from nxdt_core.builtins.storage_local import LocalStorage
+    from nxdt_core.checkpoint import CheckpointFacts, save_checkpoint
+    class Stopping(LocalStorage):
+        stop_at = None
+        def open_write(self, key):
+            if self.stop_at in key:
+                return Stuck(super().open_write(key))
+            return super().open_write(key)
+        stop_at = "never"
+    class Stuck:
+        def __init__(self, inner): self.inner = inner
+        def __enter__(self):
+            self.stream = self.inner.__enter__()
+            return self
+        def __exit__(self, *error): return self.inner.__exit__(*error)
+        def write(self, data):
+            self.stream.write(data)
+            self.stream.flush()
+            print("writing", flush=True)
+            time.sleep(600)
+    store = Stopping(sys.argv[1])
+    for step in (1, 2):
+        store.stop_at = "never" if step == 1 else sys.argv[2]
+        save_checkpoint(store, step=step, model={"w": torch.ones(1000)}, optimizer={"w/m": torch.ones(1000)},
+                        state={"position": step}, facts=CheckpointFacts())
+"""
+
+
+@pytest.mark.parametrize("where", ["model/", "state/rank"])
+def test_a_killed_save_leaves_the_one_before_and_is_swept_later(store: LocalStorage, save: Any, where: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), store.uri, where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "writing\n"
+        save(store, 3)
+        assert temporary(store), "the sweep after a commit must leave the files of a living writer"
+        child.kill()
+    found = latest(store, warn=pytest.fail)
+    assert found is not None
+    assert found.step == 3
+    assert verify(store, 1) == []
+    assert "committed" not in {status.state for status in list_checkpoints(store) if status.step == 2}
+    save(store, 2)
+    assert not temporary(store)
+    assert [verify(store, step) for step in (1, 2, 3)] == [[], [], []]
+
+
+def temporary(store: LocalStorage) -> list[Path]:
+    return [path for path in Path(store.uri).rglob("*") if path.name.startswith(".")]
