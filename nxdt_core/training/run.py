@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import warnings
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import yaml
 
 from nxdt_core import checkpoint
-from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
@@ -124,9 +126,13 @@ def _prepare_run_dir(config: ResolvedConfig) -> None:
     """Make the run's directory and keep the configuration beside what it produced."""
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
+        (config.run_dir / "config.yaml").write_text(_as_yaml(config), encoding="utf-8")
     except OSError as error:
         raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
+
+
+def _as_yaml(config: ResolvedConfig) -> str:
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
 
 
 def _summary(
@@ -165,7 +171,9 @@ def _newest_uri(own: CheckpointStorage) -> str | None:
 
 def _resume_command(config: ResolvedConfig, step: int) -> str:
     """The command that goes on: the same one, told to resume, and with a later end where this one is reached."""
-    overrides = {word.partition("=")[0]: word for word in config.overrides}
+    overrides = {
+        key: f"{key}={json.dumps(value)}" for key, value in config.values() if config.origins[key].kind == "override"
+    }
     if not config.run.checkpoint.resume_if_exists:
         overrides["exp_manager.resume_if_exists"] = "exp_manager.resume_if_exists=true"
     if step >= config.run.trainer.max_steps:

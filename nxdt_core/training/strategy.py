@@ -54,6 +54,21 @@ class NxdtStrategy(Strategy):
         return self.engine.rank_info.rank == 0
 
     @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.engine.rank_info.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+        return self.engine.rank_info.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.engine.rank_info.world_size
+
+    @property
     def restore_checkpoint_after_setup(self) -> bool:
         """True: model and optimizer exist before anything is loaded."""
         return True
