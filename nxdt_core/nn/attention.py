@@ -53,6 +53,8 @@ class CausalAttention(nn.Module):
 class GroupedQueryAttention(nn.Module):
     """Projections, rotary embedding and core. ``kv_heads`` equal to ``heads`` is multi-head attention.
 
+    Three matrices, as in Hugging Face checkpoints: one fused one would save 1-3 % of their time at hidden sizes above
+    300, and a shard would then no longer be a block of rows.
     The number of heads is read off the projections' outputs, so that a shard with fewer heads works unchanged.
     """
 

@@ -1,23 +1,34 @@
+"""Patterns of plans and rules."""
+
+from __future__ import annotations
+
 import pytest
 
-from nxdt_core.nn.patterns import matches
+from nxdt_core.nn.patterns import matches, matches_any
 
 
 @pytest.mark.parametrize(
     ("pattern", "path", "expected"),
     [
-        ("layers.*.attention.q_proj", "layers.17.attention.q_proj", True),
-        ("layers.*.attention.q_proj", "layers.17.x.attention.q_proj", False),
-        ("layers.*", "layers.3", True),
-        ("layers.*", "layers.3.mlp", False),
-        ("*.bias", "layers.0.mlp.bias", True),
-        ("*.bias", "bias", False),
-        ("*", "anything.at.all", True),
+        ("*", "norm.weight", True),
+        ("*", "layers.0.mlp", True),
         ("norm.weight", "norm.weight", True),
-        ("norm.weight", "norm_weight", False),
-        ("*_norm.weight", "layers.0.input_norm.weight", False),
-        ("layers.*.*_norm.weight", "layers.0.input_norm.weight", True),
+        ("norm.weight", "final_norm.weight", False),
+        ("layers.*.norm.weight", "layers.11.norm.weight", True),
+        ("layers.*.weight", "layers.0.norm.weight", False),
+        ("layers.*", "layers.0.norm", False),
+        ("layers.*", "layers.0", True),
+        ("*.bias", "a.b.c.bias", True),
+        ("*.bias", "bias", False),
+        ("layers.*.*_norm.weight", "layers.0.mlp_norm.weight", True),
+        ("layers.*.*_norm.weight", "layers.0.mlp.weight", False),
+        ("a.b", "aXb", False),
     ],
 )
-def test_patterns_match_whole_paths(pattern, path, expected):
+def test_a_star_is_one_component_and_at_the_head_any_number(pattern, path, expected):
     assert matches(pattern, path) is expected
+
+
+def test_any_pattern_is_enough():
+    assert matches_any(("x", "*.bias"), "a.bias")
+    assert not matches_any((), "a.bias")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
@@ -18,22 +18,18 @@ RopeType = Literal["default", "linear", "llama3"]
 class RopeScalingConfig:
     """Stretches the rotary embedding beyond the context that a model was first trained on."""
 
-    rope_type: RopeType | None = field(
-        default=None,
-        metadata={"doc": "linear divides all frequencies, llama3 the slow ones; default changes nothing."},
-    )
-    type: RopeType | None = field(default=None, metadata={"doc": "Older spelling of rope_type."})
-    factor: float | None = field(default=None, metadata={"doc": "How many times longer the context becomes."})
-    low_freq_factor: float | None = field(
-        default=None,
-        metadata={"doc": "llama3: wavelengths above original context / this are scaled in full."},
-    )
-    high_freq_factor: float | None = field(
-        default=None, metadata={"doc": "llama3: wavelengths below original context / this are kept."}
-    )
-    original_max_position_embeddings: PositiveInt | None = field(
-        default=None, metadata={"doc": "llama3: the original context in tokens."}
-    )
+    rope_type: RopeType | None = None
+    """``linear`` divides all frequencies, ``llama3`` the slow ones, ``default`` changes nothing."""
+    type: RopeType | None = None
+    """Older spelling of ``rope_type``."""
+    factor: float | None = None
+    """How many times longer the context becomes."""
+    low_freq_factor: float | None = None
+    """``llama3``: wavelengths above the original context divided by this are scaled in full."""
+    high_freq_factor: float | None = None
+    """``llama3``: wavelengths below the original context divided by this are kept."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """``llama3``: the original context in tokens."""
 
     @property
     def kind(self) -> RopeType:
@@ -66,35 +62,34 @@ class RopeScalingConfig:
 class LlamaConfig:
     """Architecture of a Llama; the names of the keys are NxD Training's."""
 
-    num_layers: PositiveInt = field(metadata={"doc": "Decoder layers."})
-    hidden_size: PositiveInt = field(metadata={"doc": "Width of the residual stream."})
-    ffn_hidden_size: PositiveInt = field(metadata={"doc": "Width of the feed-forward block (intermediate_size)."})
-    num_attention_heads: PositiveInt = field(metadata={"doc": "Query heads."})
-    num_kv_heads: PositiveInt | None = field(
-        default=None, metadata={"doc": "Key and value heads, shared by groups of query heads; null: one each."}
-    )
-    head_dim: PositiveInt | None = field(
-        default=None, metadata={"doc": "Width of a head; null: hidden_size / num_attention_heads."}
-    )
-    vocab_size: PositiveInt = field(metadata={"doc": "Rows of the embedding; at least the tokenizer's ids."})
-    max_position_embeddings: PositiveInt = field(default=4096, metadata={"doc": "Longest sequence in tokens."})
-    rope_theta: float = field(default=10_000.0, metadata={"doc": "Base of the rotary frequencies."})
-    rope_scaling: RopeScalingConfig | None = field(
-        default=None, metadata={"doc": "Scaling of the rotary frequencies; null: none."}
-    )
-    layernorm_epsilon: NonNegativeFloat = field(
-        default=1e-5, metadata={"doc": "Added to the mean square in RMSNorm (rms_norm_eps)."}
-    )
-    share_embeddings_and_output_weights: bool = field(
-        default=False, metadata={"doc": "One matrix for embedding and head (tie_word_embeddings)."}
-    )
-    init_method_std: NonNegativeFloat = field(
-        default=0.02, metadata={"doc": "Standard deviation of fresh weights (initializer_range)."}
-    )
-    use_scaled_init_method: bool = field(
-        default=True,
-        metadata={"doc": "Divide it by sqrt(2 x num_layers) for the matrices that write to the residual stream."},
-    )
+    num_layers: PositiveInt
+    """Decoder layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    ffn_hidden_size: PositiveInt
+    """Width of the feed-forward block (``intermediate_size`` of Hugging Face)."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_kv_heads: PositiveInt | None = None
+    """Key and value heads, each shared by a group of query heads; ``null``: as many as query heads."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; ``null``: ``hidden_size / num_attention_heads``."""
+    vocab_size: PositiveInt
+    """Rows of the embedding; at least the tokenizer's number of ids."""
+    max_position_embeddings: PositiveInt = 4096
+    """Longest sequence in tokens."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Scaling of the rotary frequencies; ``null``: none."""
+    layernorm_epsilon: NonNegativeFloat = 1e-5
+    """Added to the mean square in RMSNorm (``rms_norm_eps`` of Hugging Face)."""
+    share_embeddings_and_output_weights: bool = False
+    """One matrix for embedding and head (``tie_word_embeddings`` of Hugging Face)."""
+    init_method_std: NonNegativeFloat = 0.02
+    """Standard deviation of fresh weights (``initializer_range`` of Hugging Face)."""
+    use_scaled_init_method: bool = True
+    """Divide it by √(2 · ``num_layers``) for the matrices that write to the residual stream."""
 
     @property
     def kv_heads(self) -> int:

@@ -1,0 +1,138 @@
+"""The attention core against its definition, documents kept apart, and the block around it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from nxdt_core.nn.attention import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.documents import DocumentMasks, document_mask
+from nxdt_core.nn.rotary import RotaryEmbedding
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 1]])
+
+
+def definition(query, key, value, document_ids=None):
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    seq = query.shape[2]
+    for i in range(seq):
+        for j in range(seq):
+            for b in range(query.shape[0]):
+                if j > i or (document_ids is not None and document_ids[b, i] != document_ids[b, j]):
+                    scores[b, :, i, j] = -torch.inf
+    return scores.softmax(-1) @ value
+
+
+def heads(kv_heads: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(2, n, 8, 4, dtype=torch.float64, generator=generator).requires_grad_()
+        for n in (4, kv_heads, kv_heads)
+    ]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("document_ids", [None, IDS], ids=["whole rows", "documents"])
+def test_the_core_computes_attention(kv_heads, document_ids):
+    inputs = heads(kv_heads)
+    ours, expected = CausalAttention()(*inputs, document_ids), definition(*inputs, document_ids)
+    torch.testing.assert_close(ours, expected)
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad), rtol=1e-6, atol=1e-9
+    )
+
+
+def test_padding_gives_finite_outputs_and_gradients():
+    inputs = heads(2)
+    output = CausalAttention()(*inputs, torch.full((2, 8), -1))
+    output.sum().backward()
+    assert torch.isfinite(output).all()
+    assert all(torch.isfinite(t.grad).all() for t in inputs)
+
+
+def test_one_document_is_no_different_from_none():
+    inputs = heads(2)
+    torch.testing.assert_close(CausalAttention()(*inputs, torch.zeros(2, 8).long()), CausalAttention()(*inputs))
+
+
+def test_cores_of_a_model_build_one_mask_for_a_batch():
+    masks = DocumentMasks()
+    assert masks(IDS, torch.float32) is masks(IDS, torch.float32)
+    torch.testing.assert_close(masks(IDS, torch.float32), document_mask(IDS, torch.float32))
+
+
+def test_a_mask_is_built_anew_for_other_ids_dtypes_and_changes_in_place():
+    masks, ids = DocumentMasks(), IDS.clone()
+    before = masks(ids, torch.float32)
+    assert torch.equal(masks(ids.clone(), torch.float32), before)
+    assert masks(ids, torch.float64).dtype == torch.float64
+    ids[0, :] = 0
+    assert torch.equal(masks(ids, torch.float64), document_mask(ids, torch.float64))
+
+
+def test_a_mask_dies_with_its_batch():
+    masks, ids = DocumentMasks(), IDS.clone()
+    masks(ids, torch.float32)
+    assert len(masks._masks) == 1
+    del ids
+    gc.collect()
+    assert len(masks._masks) == 0
+
+
+def test_masks_work_in_inference_mode_and_after_a_deep_copy():
+    masks = DocumentMasks()
+    masks(IDS, torch.float32)
+    with torch.inference_mode():
+        ids = IDS.clone()
+        assert torch.equal(copy.deepcopy(masks)(ids, torch.float32), document_mask(IDS, torch.float32))
+
+
+def block(core: nn.Module | None = None) -> GroupedQueryAttention:
+    torch.manual_seed(0)
+    return GroupedQueryAttention(32, heads=4, kv_heads=2, head_dim=6, core=core or CausalAttention())
+
+
+def test_later_tokens_and_other_documents_do_not_reach_a_token():
+    attention, rotary = block(), RotaryEmbedding(6)(torch.arange(8))
+    hidden = torch.randn(1, 8, 32)
+    ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    reach = torch.autograd.functional.jacobian(lambda x: attention(x, rotary, ids).sum(-1).squeeze(0), hidden)
+    reached = reach.abs().sum((1, 3)).gt(0)  # [to, from]
+    assert torch.equal(reached, torch.block_diag(torch.ones(4, 4).tril(), torch.ones(4, 4).tril()).bool())
+
+
+def test_the_core_is_a_slot():
+    seen = []
+
+    class Recorder(nn.Module):
+        def forward(self, query, key, value, document_ids):
+            seen.append((query.shape, key.shape, value.shape, document_ids))
+            return query
+
+    attention = block()
+    attention.core = Recorder()
+    attention(torch.randn(2, 8, 32), RotaryEmbedding(6)(torch.arange(8)), IDS)
+    assert seen == [((2, 4, 8, 6), (2, 2, 8, 6), (2, 2, 8, 6), IDS)] or seen[0][3] is IDS
+    assert seen[0][:3] == ((2, 4, 8, 6), (2, 2, 8, 6), (2, 2, 8, 6))
+
+
+def test_halves_of_the_heads_add_up_to_the_whole():
+    # What tensor parallelism does: each shard holds whole heads, and outputs are summed.
+    attention, rotary = block(), RotaryEmbedding(6)(torch.arange(8))
+    hidden = torch.randn(2, 8, 32)
+    total = torch.zeros_like(hidden)
+    for rank in range(2):
+        shard = copy.deepcopy(attention)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(shard, name)
+            linear.weight = nn.Parameter(linear.weight.chunk(2, 0)[rank])
+        shard.o_proj.weight = nn.Parameter(shard.o_proj.weight.chunk(2, 1)[rank])
+        total += shard(hidden, rotary)
+    torch.testing.assert_close(total, attention(hidden, rotary))

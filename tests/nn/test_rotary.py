@@ -1,0 +1,94 @@
+"""Rotary embedding: what makes it one, its scalings, its gradient, and its table's precision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nxdt_core.nn.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, frequencies, rotate
+
+LLAMA_31 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def turned(x: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
+    return rotate(x, *RotaryEmbedding(x.shape[-1], **options)(positions))
+
+
+def test_each_pair_turns_by_its_angle_as_a_complex_number():
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    positions = torch.tensor([0, 1, 2, 7, 100])
+    rotated = turned(x, positions, theta=100.0)
+    angle = positions[:, None].double() * 100.0 ** (-torch.arange(4).double() / 4)
+    expected = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)[None, :, None]
+    torch.testing.assert_close(torch.complex(*rotated.chunk(2, -1)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_depend_on_the_distance_alone():
+    query, key = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+
+    def score(i: int, j: int) -> torch.Tensor:
+        return (turned(query, torch.tensor([i])) * turned(key, torch.tensor([j]))).sum()
+
+    torch.testing.assert_close(score(3, 1), score(103, 101), rtol=1e-4, atol=1e-4)
+    assert not torch.isclose(score(3, 1), score(3, 2))
+
+
+def test_positions_that_restart_are_those_of_separate_sequences():
+    x = torch.randn(1, 7, 2, 8)
+    packed = turned(x, torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))
+    torch.testing.assert_close(packed[:, 3:], turned(x[:, 3:], torch.arange(4)), rtol=0, atol=0)
+
+
+def test_the_gradient_is_right():
+    x = torch.randn(2, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    cos, sin = (table.double() for table in RotaryEmbedding(6)(torch.arange(3)))
+    assert torch.autograd.gradcheck(lambda heads: rotate(heads, cos, sin), x)
+    assert torch.autograd.gradgradcheck(lambda heads: rotate(heads, cos, sin), x)
+    transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.autograd.gradcheck(lambda heads: rotate(heads, cos, sin), transposed)
+
+
+def test_rotation_keeps_the_dtype_of_the_heads():
+    assert turned(torch.randn(1, 2, 1, 8, dtype=torch.bfloat16), torch.arange(2)).dtype == torch.bfloat16
+
+
+def test_linear_scaling_divides_positions():
+    x = torch.randn(1, 4, 1, 8)
+    torch.testing.assert_close(
+        turned(x, 4 * torch.arange(4), scaling=LinearScaling(factor=4.0)), turned(x, torch.arange(4))
+    )
+
+
+def test_llama_3_scaling_keeps_fast_frequencies_and_divides_slow_ones():
+    plain, scaled = frequencies(128, 500_000.0), frequencies(128, 500_000.0, LLAMA_31)
+    wavelength = 2 * math.pi / plain
+    fast, slow = wavelength < 8192 / 4, wavelength > 8192
+    torch.testing.assert_close(scaled[fast], plain[fast], rtol=1e-7, atol=0)
+    torch.testing.assert_close(scaled[slow], plain[slow] / 8, rtol=1e-7, atol=0)
+    between = ~fast & ~slow
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+    assert (scaled.diff() < 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_that_is_cast_keeps_exact_frequencies(dtype):
+    rotary, positions = RotaryEmbedding(16), torch.tensor([4095])
+    expected = rotary(positions)
+    for mine, exact in zip(rotary.to(dtype)(positions), expected, strict=True):
+        assert torch.equal(mine, exact)
+
+
+def test_a_model_built_on_meta_has_its_table_after_reset_buffers():
+    with torch.device("meta"):
+        rotary = RotaryEmbedding(16, theta=77.0)
+    assert rotary.frequency.is_meta
+    rotary.to_empty(device="cpu")
+    rotary.reset_buffers()
+    assert torch.equal(rotary.frequency, RotaryEmbedding(16, theta=77.0).frequency)
+
+
+def test_the_table_is_not_saved():
+    assert RotaryEmbedding(16).state_dict() == {}
