@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.config.paths import PackageNotFound, resolve_path
 from nxdt_core.errors import (
     BadJsonLine,
     DataFileNotFound,
@@ -23,10 +24,10 @@ from nxdt_core.errors import (
 __all__ = ["documents", "expand", "read_bytes"]
 
 _JSON_LINES = (".jsonl", ".ndjson")
-_BOM = b"\xef\xbb\xbf"
+_BOM = "\ufeff"
 
 
-def expand(patterns: Iterable[Path], key: str) -> list[Path]:
+def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
     """Files that ``patterns`` name, in their order, the matches of each sorted by name.
 
     Raises:
@@ -34,8 +35,11 @@ def expand(patterns: Iterable[Path], key: str) -> list[Path]:
     """
     files: list[Path] = []
     for pattern in patterns:
-        path = pattern.expanduser()
-        found = [path] if path.is_file() else sorted(Path(p) for p in glob.glob(str(path), recursive=True))
+        try:
+            path = resolve_path(pattern)
+        except PackageNotFound as error:
+            raise DataFileNotFound(key=key, path=str(pattern)) from error
+        found = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
         found = [p for p in found if p.is_file()]
         if not found:
             raise DataFileNotFound(key=key, path=str(pattern), candidates=_near(path))
@@ -54,17 +58,17 @@ def _near(path: Path) -> tuple[str, ...]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Content of a file, decompressed where its name ends in ``.gz``, without a byte-order mark.
+    """Content of a file, decompressed where its name ends in ``.gz``.
 
     Raises:
         DataFileUnreadable: no permission, an error of the disk, or damaged compressed data.
     """
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataFileUnreadable(path=str(path), reason=reason) from error
-    return content.removeprefix(_BOM)
 
 
 def documents(path: Path, content: bytes, *, text_key: str, separator: str | None) -> Iterator[str]:
@@ -93,7 +97,7 @@ def documents(path: Path, content: bytes, *, text_key: str, separator: str | Non
 
 def _decode(path: Path, content: bytes) -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix(_BOM)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = content[error.start]

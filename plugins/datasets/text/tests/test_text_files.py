@@ -1,0 +1,151 @@
+"""Files become documents; each way to get them wrong is named with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from nxdt_plugin_text.files import documents, expand, read_bytes
+
+from nxdt_core.errors import (
+    BadJsonLine,
+    DataFileNotFound,
+    DataFileUnreadable,
+    EmptyTextFile,
+    JsonTextMissing,
+    TextNotUtf8,
+)
+
+
+def read(path, separator=None, text_key="text"):
+    return list(documents(path, read_bytes(path), text_key=text_key, separator=separator))
+
+
+def written(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_a_plain_file_is_one_document_as_it_stands(tmp_path):
+    text = "Erste Zeile\r\n\n  zweite – Zeile\n\n"
+    assert read(written(tmp_path / "a.txt", text)) == [text]
+
+
+def test_a_separator_cuts_documents_and_blank_ones_vanish(tmp_path):
+    assert read(written(tmp_path / "a.txt", "one\n\ntwo\nlines\n\n\n\n \n\n"), "\n\n") == ["one", "two\nlines"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    assert read(written(tmp_path / "a.txt", b"\xef\xbb\xbfhi")) == ["hi"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz"])
+def test_jsonl_gives_a_document_a_line(tmp_path, name):
+    lines = [json.dumps({"text": text, "id": 1}, ensure_ascii=False) for text in ("one", "t\u2028wo\n", "drei 🙂")]
+    content = ("\n".join([lines[0], "", *lines[1:]]) + "\r\n").encode()
+    path = written(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+    assert read(path) == ["one", "t\u2028wo\n", "drei 🙂"]
+
+
+def test_another_key_holds_the_text(tmp_path):
+    assert read(written(tmp_path / "a.jsonl", '{"content": "x"}'), text_key="content") == ["x"]
+
+
+def test_compressed_plain_text_is_read(tmp_path):
+    assert read(written(tmp_path / "a.txt.gz", gzip.compress(b"one"))) == ["one"]
+
+
+@pytest.mark.parametrize("cut", [0, 10, 25])
+def test_damaged_compression_is_named(tmp_path, cut):
+    content = gzip.compress(b"some text that is longer than a header")[: cut or None]
+    path = written(tmp_path / "a.txt.gz", content if cut else b"no gzip at all")
+    with pytest.raises(DataFileUnreadable, match=r"a\.txt\.gz cannot be read"):
+        read(path)
+
+
+def test_damage_within_compressed_data_is_named(tmp_path):
+    content = bytearray(gzip.compress(b"some text that is longer than a header" * 9))
+    content[20] ^= 0xFF
+    with pytest.raises(DataFileUnreadable):
+        read(written(tmp_path / "a.txt.gz", bytes(content)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", ""), ("a.txt", " \n\n"), ("a.jsonl", "\n"), ("a.txt", b"\xef\xbb\xbf")]
+)
+def test_a_file_without_text_is_named(tmp_path, name, content):
+    with pytest.raises(EmptyTextFile, match=name):
+        read(written(tmp_path / name, content))
+
+
+def test_an_empty_text_among_others_is_no_document(tmp_path):
+    assert read(written(tmp_path / "a.jsonl", '{"text": ""}\n{"text": "x"}')) == ["x"]
+
+
+def test_bytes_that_are_no_utf8_are_named_with_position_and_line(tmp_path):
+    with pytest.raises(TextNotUtf8, match=r"byte 0xe9 at position 8 \(line 2\)"):
+        read(written(tmp_path / "a.txt", b"good\ncaf\xe9\n"))
+
+
+def test_the_position_counts_a_byte_order_mark(tmp_path):
+    with pytest.raises(TextNotUtf8, match="position 4 "):
+        read(written(tmp_path / "a.txt", b"\xef\xbb\xbfa\xff"))
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", '"text"', "null", "nonsense", '{"text": "a"} {"text": "b"}', "[" * 100_000]
+)
+def test_a_line_that_is_no_object_is_named(tmp_path, line):
+    with pytest.raises(BadJsonLine, match=r"a\.jsonl:3: "):
+        read(written(tmp_path / "a.jsonl", f'{{"text": "x"}}\n\n{line}\n'))
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [('{"txt": "a", "id": 1}', "its keys are 'txt', 'id'"), ('{"text": 3}', "its value is a int"), ("{}", "none")],
+)
+def test_a_line_without_text_is_named(tmp_path, line, found):
+    with pytest.raises(JsonTextMissing, match=r"a\.jsonl:1: no text under the key 'text'") as caught:
+        read(written(tmp_path / "a.jsonl", line))
+    assert found in str(caught.value)
+
+
+def test_patterns_are_expanded_in_order_and_sorted(tmp_path):
+    for name in ("b.txt", "a.txt", "c.jsonl", "deep/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        written(tmp_path / name, "x")
+    found = expand([tmp_path / "c.jsonl", tmp_path / "*.txt", str(tmp_path / "**" / "d.txt")], "data.train_files")
+    assert [path.name for path in found] == ["c.jsonl", "a.txt", "b.txt", "d.txt"]
+
+
+def test_a_name_with_the_letters_of_a_pattern_is_a_name(tmp_path):
+    path = written(tmp_path / "a[1].txt", "x")
+    assert expand([path], "key") == [path]
+
+
+def test_package_paths_lead_to_shipped_data():
+    (path,) = expand(["package://nxdt_plugin_text/data/kjv.txt"], "key")
+    assert path.is_file()
+    with pytest.raises(DataFileNotFound, match="no_such_package"):
+        expand(["package://no_such_package/x.txt"], "key")
+
+
+def test_a_missing_file_is_named_with_its_key_and_what_lies_nearby(tmp_path):
+    written(tmp_path / "corpus.txt", "x")
+    with pytest.raises(DataFileNotFound, match=r"data\.train_files: nothing is found at .*corpsu\.txt") as caught:
+        expand([tmp_path / "corpsu.txt"], "data.train_files")
+    assert str(tmp_path / "corpus.txt") in str(caught.value)
+
+
+def test_a_directory_is_no_file_and_its_files_are_named(tmp_path):
+    written(tmp_path / "corpus.txt", "x")
+    with pytest.raises(DataFileNotFound, match=r"corpus\.txt"):
+        expand([tmp_path], "key")
+
+
+@pytest.mark.parametrize("pattern", ["*.txt", "no/such/place/a.txt"])
+def test_a_pattern_without_matches_is_named(tmp_path, pattern):
+    with pytest.raises(DataFileNotFound):
+        expand([tmp_path / Path(pattern)], "key")
