@@ -44,6 +44,7 @@ SHAPES = {
             "model.num_attention_heads=6",
             "model.num_kv_heads=6",
             "data.seq_length=256",
+            "model.max_position_embeddings=256",
             "data.global_batch_size=4",
             "data.micro_batch_size=4",
         ],

@@ -71,7 +71,7 @@ class NxdtDataModule(pl.LightningDataModule):
         self.tokenizer = assemble.tokenizer(self.config, vocab_size)
         source = assemble.dataloader(self.config, self.tokenizer)
         for name in ("train", "validation"):
-            self._datasets[name] = source.split(name)  # type: ignore[index]
+            self._datasets[name] = source.split(name)
         if self._datasets["train"] is None:
             raise NoTrainingData(loader=type(source).__name__)
 

@@ -126,7 +126,7 @@ class NxdtModule(pl.LightningModule):
         )
         self.train_state.data = batch.position
 
-    def validation_step(self, batch: StepInput, batch_idx: int) -> StepLoss:
+    def validation_step(self, batch: StepInput, batch_idx: int) -> StepLoss:  # type: ignore[override]
         """Loss of one global batch."""
         return self.model.run_eval(batch.micro_batches, self.objective)
 

@@ -21,6 +21,7 @@ from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
 from nxdt_core.training.callbacks.metrics import MetricsWriter
+from nxdt_core.training.callbacks.resumed import ResumeNotes
 from nxdt_core.training.callbacks.signals import StopSignals
 from nxdt_core.training.datamodule import NxdtDataModule
 from nxdt_core.training.module import NxdtModule
@@ -108,7 +109,7 @@ def _callbacks(
     """In the order in which they see a step: figures first, then what acts on them, then saving and stopping."""
     named = [_built(selected, config.run_dir) for selected in config.callbacks]
     saver = [CheckpointSaver(own, console, config)] if config.run.checkpoint.enabled else []
-    return [metrics, LifecycleHooks(config, metrics, signals), *named, *saver, signals]
+    return [ResumeNotes(console), metrics, LifecycleHooks(config, metrics, signals), *named, *saver, signals]
 
 
 def _built(selected: Any, run_dir: Path) -> Any:

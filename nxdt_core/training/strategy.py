@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pytorch_lightning.strategies import Strategy
@@ -158,8 +158,7 @@ class NxdtStrategy(Strategy):
 
     @property
     def _module(self) -> NxdtModule:
-        module: Any = self.lightning_module
-        return module
+        return cast("NxdtModule", self.lightning_module)
 
 
 def _light(dumped: dict[str, Any]) -> dict[str, Any]:

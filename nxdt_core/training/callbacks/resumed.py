@@ -1,0 +1,31 @@
+"""What a resumed run does otherwise than the one that it goes on from, in a line each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytorch_lightning as pl
+
+from nxdt_core.training.callbacks.console import Console
+
+if TYPE_CHECKING:
+    from nxdt_core.training.module import NxdtModule
+
+__all__ = ["ResumeNotes"]
+
+
+class ResumeNotes(pl.Callback):
+    """Compares the schedule's end and the plugins with those of the checkpoint."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
+        """Say what differs."""
+        if pl_module.resumed is None:
+            return
+        before, now = pl_module.resumed_horizon, pl_module.horizon.max_steps
+        if before != now:
+            self._console.say(f"the learning rate's curve now ends at step {now}, it ended at {before}")
+        if pl_module.resumed.facts.plugin_fingerprint != pl_module.config.kernel.fingerprint():
+            self._console.say("the installed plugins are not those that wrote the checkpoint")
