@@ -127,8 +127,8 @@ def _locate(directory: Path, stack: ExitStack) -> dict[str, tuple[Path, Any]]:
     """Where each tensor of the directory lies: its file and that file, opened."""
     if (directory / _INDEX).is_file():
         index = _read_json(directory, _INDEX).get("weight_map")
-        if not isinstance(index, dict):
-            raise HFFileDamaged(path=str(directory / _INDEX), reason="it has no 'weight_map'")
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise HFFileDamaged(path=str(directory / _INDEX), reason="it has no 'weight_map' of names to files")
         files = sorted(set(index.values()))
     else:
         files = [_WEIGHTS]

@@ -1,0 +1,153 @@
+"""The section and its translation from and to Hugging Face."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from nxdt_plugin_llama.config import LlamaConfig, RopeScalingConfig
+
+from nxdt_core.errors import HFFileDamaged, HFUnsupported
+
+SIZES = {"num_layers": 2, "hidden_size": 48, "ffn_hidden_size": 80, "num_attention_heads": 4, "vocab_size": 96}
+
+# The config.json of Llama 3.1 8B, as released, without ids of tokens.
+LLAMA_31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({"hidden_size": 50}, "hidden_size", "multiple of num_attention_heads (4)"),
+        ({"head_dim": 7}, "head_dim", "even"),
+        ({"hidden_size": 12}, "head_dim", "not 3"),
+        ({"num_kv_heads": 3}, "num_kv_heads", "divide num_attention_heads (4)"),
+        ({"rope_theta": 0.0}, "rope_theta", "above 0"),
+        ({"rope_scaling": RopeScalingConfig()}, "rope_scaling.rope_type", "missing"),
+        ({"rope_scaling": RopeScalingConfig(rope_type="linear")}, "rope_scaling.factor", "needed by rope_type"),
+        ({"rope_scaling": RopeScalingConfig(type="linear", factor=-1.0)}, "rope_scaling.factor", "above 0"),
+        (
+            {"rope_scaling": RopeScalingConfig(rope_type="linear", type="llama3", factor=2.0)},
+            "rope_scaling.type",
+            "older spelling",
+        ),
+        (
+            {
+                "rope_scaling": RopeScalingConfig(
+                    rope_type="llama3",
+                    factor=8.0,
+                    low_freq_factor=4.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=64,
+                )
+            },
+            "rope_scaling.high_freq_factor",
+            "above low_freq_factor (4)",
+        ),
+    ],
+)
+def test_what_cannot_work_is_told_by_key(changes, key, words):
+    problems = dict(LlamaConfig(**{**SIZES, **changes}).check())
+    assert list(problems) == [key]
+    assert words in problems[key]
+
+
+def test_what_works_is_not_complained_about():
+    for changes in ({}, {"num_kv_heads": 1}, {"hidden_size": 50, "head_dim": 6}):
+        assert not list(LlamaConfig(**{**SIZES, **changes}).check())
+
+
+def test_llama_3_1_is_read():
+    assert LlamaConfig.from_hf(LLAMA_31) == {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": None,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": LLAMA_31["rope_scaling"],
+        "layernorm_epsilon": 1e-5,
+        "share_embeddings_and_output_weights": False,
+        "init_method_std": 0.02,
+        "use_scaled_init_method": False,
+    }
+
+
+def test_both_spellings_of_the_rotary_embedding_are_read():
+    old = {**LLAMA_31, "rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {key: value for key, value in LLAMA_31.items() if not key.startswith("rope")}
+    new["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
+    assert LlamaConfig.from_hf(old) == LlamaConfig.from_hf(new)
+    assert LlamaConfig.from_hf(old)["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_what_a_file_leaves_out_is_what_transformers_takes():
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    keys = LlamaConfig.from_hf({key: LLAMA_31[key] for key in sizes})
+    assert keys["rope_theta"] == 10_000.0
+    assert keys["layernorm_epsilon"] == 1e-6
+    assert keys["num_kv_heads"] is None
+    assert keys["max_position_embeddings"] == 2048
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
+        {"attention_dropout": 0.1},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"partial_rotary_factor": 0.5},
+    ],
+    ids=str,
+)
+def test_features_that_are_not_implemented_are_refused(feature):
+    with pytest.raises(HFUnsupported) as caught:
+        LlamaConfig.from_hf({**LLAMA_31, **feature})
+    assert caught.value.code == "NXDT-M012"
+
+
+def test_a_file_without_a_size_is_refused():
+    with pytest.raises(HFFileDamaged, match="vocab_size"):
+        LlamaConfig.from_hf({key: value for key, value in LLAMA_31.items() if key != "vocab_size"})
+
+
+def test_the_section_and_the_entry_module_need_no_torch():
+    program = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; import nxdt_plugin_llama.config"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,255 @@
+"""Hugging Face directories through the key map of a toy architecture: every transform, and every way to be broken."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nxdt_core.checkpoint.hf import iterate_hf, load_hf, read_hf_config, save_hf
+from nxdt_core.errors import (
+    HFExchangeUnsupported,
+    HFFileDamaged,
+    HFFileMissing,
+    HFNotWritable,
+    KeyMapIncomplete,
+    WeightsDoNotFit,
+)
+from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.plan import ParallelPlan
+
+KEY_MAP = (
+    KeyMap(name="embed.weight", hf_names=("wte.weight",)),
+    KeyMap(name="layers.*.dense.weight", hf_names=("h.*.dense.weight",), transform="transpose"),
+    KeyMap(name="layers.*.qkv.weight", hf_names=("h.*.q.weight", "h.*.kv.weight"), transform="concat", sections=(4, 2)),
+    KeyMap(name="layers.*.experts", hf_names=("h.*.experts.*.w",), transform="stack"),
+)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 3, bias=False)
+        self.qkv = nn.Linear(4, 6, bias=False)
+        self.experts = nn.Parameter(torch.randn(5, 2, 4))
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleDict({str(n): Layer() for n in range(12)})
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class ToyBuilder:
+    hf_architectures = ("Toy",)
+    hf_ignored = ("h.*.table",)
+    vocab_size, max_sequence_length = 7, None
+
+    def __init__(self, key_map: Sequence[KeyMap] = KEY_MAP) -> None:
+        self.key_map = key_map
+
+    def build(self) -> nn.Module:
+        return Toy()
+
+    def plan(self) -> ParallelPlan:
+        return ParallelPlan(tied=(("embed.weight", "head.weight"),))
+
+    def init_rules(self) -> list:
+        return []
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        return 0.0
+
+    @classmethod
+    def config_from_hf(cls, hf_config: dict) -> dict:
+        return hf_config
+
+    def config_to_hf(self) -> dict:
+        return {"architectures": ["Toy"]}
+
+    def hf_key_map(self) -> Sequence[KeyMap]:
+        return self.key_map
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return Toy().state_dict()
+
+
+@pytest.fixture
+def saved(tmp_path: Path, state: dict[str, torch.Tensor]) -> Path:
+    save_hf(tmp_path / "out", ToyBuilder(), state)
+    return tmp_path / "out"
+
+
+def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors of a directory by name (``__`` for a dot); None removes one."""
+    tensors = load_file(directory / "model.safetensors")
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("limit", [5_000_000_000, 300, 1], ids=["one file", "some files", "a file each"])
+def test_a_model_comes_back_bit_equal(tmp_path, state, limit):
+    save_hf(tmp_path / "out", ToyBuilder(), state, max_shard_bytes=limit)
+    loaded = load_hf(tmp_path / "out", ToyBuilder())
+    assert loaded.keys() == state.keys() - {"head.weight"}
+    assert all(torch.equal(loaded[name], state[name]) for name in loaded)
+    assert all(tensor.is_contiguous() for tensor in loaded.values())
+
+
+def test_names_and_layouts_are_those_of_the_map(saved, state):
+    tensors = load_file(saved / "model.safetensors")
+    assert torch.equal(tensors["h.11.dense.weight"], state["layers.11.dense.weight"].t())
+    assert torch.equal(tensors["h.0.q.weight"], state["layers.0.qkv.weight"][:4])
+    assert torch.equal(tensors["h.0.kv.weight"], state["layers.0.qkv.weight"][4:])
+    assert torch.equal(tensors["h.3.experts.4.w"], state["layers.3.experts"][4])
+    assert len(tensors) == 1 + 12 * (1 + 2 + 5)
+
+
+def test_files_stay_below_the_limit_and_the_index_names_each_tensor_once(tmp_path, state):
+    save_hf(tmp_path / "out", ToyBuilder(), state, max_shard_bytes=400)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for tensors in files.values() for t in tensors.values())
+    assert all(sum(t.nbytes for t in tensors.values()) <= 400 for tensors in files.values())
+
+
+def test_the_dtype_of_the_file_is_kept(tmp_path, state):
+    save_hf(tmp_path / "out", ToyBuilder(), {name: value.bfloat16() for name, value in state.items()})
+    assert {value.dtype for value in load_hf(tmp_path / "out", ToyBuilder()).values()} == {torch.bfloat16}
+    assert read_hf_config(tmp_path / "out")["torch_dtype"] == "bfloat16"
+
+
+def test_special_ids_come_from_the_tokenizer(tmp_path, state):
+    tokenizer = SimpleNamespace(bos_id=3, eos_id=4, pad_id=None)
+    save_hf(tmp_path / "out", ToyBuilder(), state, tokenizer)
+    config = read_hf_config(tmp_path / "out")
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (3, 4, None)
+    assert config["architectures"] == ["Toy"]
+
+
+def test_tensors_that_the_builder_ignores_may_be_there(saved):
+    rewrite(saved, h__3__table=torch.zeros(2))
+    assert "embed.weight" in load_hf(saved, ToyBuilder())
+
+
+def test_names_are_checked_before_anything_is_read(saved):
+    rewrite(saved, h__3__q__weight=None, h__4__surplus=torch.zeros(1))
+    with pytest.raises(WeightsDoNotFit) as caught:
+        next(iterate_hf(saved, ToyBuilder()))
+    assert caught.value.missing == ["h.3.q.weight"]
+    assert caught.value.extra == ["h.4.surplus"]
+
+
+def test_a_tensor_of_another_shape_is_named(saved):
+    rewrite(saved, wte__weight=torch.zeros(8, 4))
+    with pytest.raises(WeightsDoNotFit, match=r"embed\.weight: \(8, 4\) instead of \(7, 4\)"):
+        load_hf(saved, ToyBuilder())
+
+
+def test_a_truncated_file_is_named(saved):
+    content = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(HFFileDamaged, match=r"model\.safetensors"):
+        load_hf(saved, ToyBuilder())
+
+
+def test_a_missing_shard_is_named(tmp_path, state):
+    save_hf(tmp_path / "out", ToyBuilder(), state, max_shard_bytes=1000)
+    next((tmp_path / "out").glob("model-00002-*")).unlink()
+    with pytest.raises(HFFileMissing, match="model-00002-"):
+        load_hf(tmp_path / "out", ToyBuilder())
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": []}'])
+def test_a_bad_index_is_named(saved, content):
+    (saved / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(HFFileDamaged, match=r"index\.json"):
+        load_hf(saved, ToyBuilder())
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path, saved):
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    elsewhere.write_bytes((saved / "model.safetensors").read_bytes())
+    names = dict.fromkeys(load_file(elsewhere), "../elsewhere.safetensors")
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(HFFileMissing):
+        load_hf(saved, ToyBuilder())
+
+
+def test_pickled_weights_are_never_opened(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return exec, (f"open({str(tmp_path / 'went off')!r}, 'w')",)
+
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(HFFileDamaged):
+        load_hf(tmp_path, ToyBuilder())
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(HFFileMissing, match="pickled weights"):
+        load_hf(tmp_path, ToyBuilder())
+    assert not (tmp_path / "went off").exists()
+
+
+@pytest.mark.parametrize(("content", "error"), [(None, HFFileMissing), ("{", HFFileDamaged), ("3", HFFileDamaged)])
+def test_a_bad_config_is_named(tmp_path, content, error):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(error, match=r"config\.json"):
+        read_hf_config(tmp_path)
+
+
+def test_a_directory_with_files_is_not_written_into(saved, state):
+    before = (saved / "model.safetensors").read_bytes()
+    with pytest.raises(HFNotWritable):
+        save_hf(saved, ToyBuilder(), state)
+    assert (saved / "model.safetensors").read_bytes() == before
+
+
+def test_a_state_of_another_model_writes_nothing(tmp_path, state):
+    wrong = {**state, "embed.weight": torch.zeros(9, 4), "surplus": torch.zeros(1)}
+    del wrong["layers.2.experts"]
+    with pytest.raises(WeightsDoNotFit) as caught:
+        save_hf(tmp_path / "out", ToyBuilder(), wrong)
+    assert (caught.value.missing, caught.value.extra) == (["layers.2.experts"], ["surplus"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (None, "no entry matches"),
+        (KeyMap(name="embed.weight", hf_names=("a", "b")), "takes one name"),
+        (KeyMap(name="embed.weight", hf_names=("a",), transform="flip"), "no transform 'flip'"),
+        (KeyMap(name="embed.weight", hf_names=("a", "b"), transform="concat", sections=(3, 3)), "add up to its 7"),
+        (KeyMap(name="embed.weight", hf_names=("a", "b"), transform="concat", sections=(7,)), "add up to its 7"),
+    ],
+)
+def test_a_wrong_key_map_is_the_builders_error(tmp_path, state, entry, reason):
+    key_map = (*(() if entry is None else (entry,)), *KEY_MAP[1:])
+    with pytest.raises(KeyMapIncomplete, match=r"'embed\.weight'") as caught:
+        save_hf(tmp_path / "out", ToyBuilder(key_map), state)
+    assert reason in str(caught.value)
+
+
+def test_a_builder_without_a_key_map_is_refused(tmp_path):
+    with pytest.raises(HFExchangeUnsupported, match="SimpleNamespace"):
+        load_hf(tmp_path, SimpleNamespace())
