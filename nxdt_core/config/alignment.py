@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from nxdt_core.config.interpolation import has_interpolation
 from nxdt_core.config.node import Node, Origin, join
 
@@ -21,14 +23,14 @@ _TARGETS = {
 """Part → section that it goes to, and the component's name that its presence means."""
 
 
-def link(tree: Node, source: str, kind: str = "alias") -> Node | None:
+def link(tree: Node, source: str, kind: Literal["alias", "default"] = "alias") -> Node | None:
     """A node that takes its value from the key ``source``; None where that key does not exist."""
     found = tree.find(source)
     if found is None:
         return None
     value = f"${{{source}}}" if has_interpolation(found.value) else found.value
-    origin = Origin(kind="alias" if kind == "alias" else "default", where=source, line=found.origin.line)
-    return Node(value, origin)
+    written = found.origin.at(source)["place"]
+    return Node(value, Origin(kind=kind, where=source, line=found.origin.line, written=written))
 
 
 def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:
@@ -39,7 +41,8 @@ def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:
         if part not in _TARGETS or not isinstance(node.value, dict):
             continue
         section, name = _TARGETS[part]
-        place = Origin(kind="alias", where=join(SECTION, part), line=node.origin.line)
+        written = node.origin.at("")["place"]
+        place = Origin(kind="alias", where=join(SECTION, part), line=node.origin.line, written=written)
         if name is not None and tree.plain(f"{section}.name") is None:
             tree = tree.set(f"{section}.name", Node(name, place))
         for key, child in node.children.items():

@@ -94,9 +94,7 @@ def _problem(path: tuple[str | int, ...], node: Node, error: Exception, known: S
     else:
         reason = f"there is no key '{missing[1]}'" if missing else lines[0].rstrip(".")
     return BadInterpolation(
-        place=node.origin.where,
-        line=node.origin.line,
-        key=_dotted(path),
+        **node.origin.at(_dotted(path)),
         text=str(node.value),
         reason=reason,
         candidates=nearest_keys(missing[1].lstrip("."), known) if missing else (),

@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-__all__ = ["Node", "Origin", "from_plain", "join", "merge", "to_plain"]
+__all__ = ["Node", "Origin", "Place", "from_plain", "join", "merge", "to_plain"]
+
+
+class Place(TypedDict):
+    """What every problem says of where it is."""
+
+    place: str
+    line: int
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +30,15 @@ class Origin:
     """``run.yaml:12``, ``command line``, the plugin's name, or the key that it is an alias of."""
     line: int = 0
     """Line in the file, counted from 1; 0 where there is none."""
+    written: str = ""
+    """Of an alias: where the key that it follows was written."""
 
     def __str__(self) -> str:
         return self.where if self.kind in ("file", "override") else f"{self.kind} {self.where}".rstrip()
+
+    def at(self, key: str) -> Place:
+        """The place of a problem with ``key``."""
+        return Place(place=self.written or str(self), line=self.line, key=key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ class ResolvedConfig:
     """What the user named: a path or ``recipe:NAME``."""
     run_dir: Path
     checkpoint_uri: str
+    overrides: tuple[str, ...] = field(compare=False)
+    """What the user gave beside the source, as written."""
     notes: tuple[str, ...] = field(compare=False)
     """Lines to print: settings that are accepted and have no effect."""
     tree: Node = field(compare=False, repr=False)

@@ -148,5 +148,4 @@ class _Document:
         return DuplicateKey(place=f"{self.source}:{line}", line=line, key=key, first=first.where)
 
     def _wrong(self, key: str, origin: Origin, found: str, allowed: str) -> None:
-        problem = WrongValue(place=origin.where, line=origin.line, key=key, found=found, allowed=allowed)
-        self.problems.append(problem)
+        self.problems.append(WrongValue(**origin.at(key), found=found, allowed=allowed))

@@ -1,0 +1,52 @@
+"""What a component's own dataclass may offer beside fields; both methods are optional.
+
+The dataclass is declared by the component's record (``config="my_plugin.config:TinyConfig"``), lies in a module that
+imports no torch, and its fields are keys of the section that selects the component, flat beside ``name``. Field docs
+are strings below the fields, or ``field(metadata={"doc": …})``. Types are those of YAML: ``bool``, ``int``,
+``float``, ``str``, ``Path`` (a relative one starts at the file that names it), ``Literal``, unions, lists, tuples,
+mappings and dataclasses of these; bounds are written ``Annotated[float, Range(0, 1)]``.
+
+Example::
+
+    @dataclass(frozen=True, kw_only=True)
+    class TinyConfig:
+        hidden_size: PositiveInt
+        \"\"\"Width of the model.\"\"\"
+        heads: PositiveInt = 4
+        \"\"\"Attention heads.\"\"\"
+
+        def check(self):
+            if self.hidden_size % self.heads:
+                yield "heads", f"{self.hidden_size} does not divide by {self.heads}"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["ChecksItself", "ReadsHFConfig"]
+
+
+@runtime_checkable
+class ChecksItself(Protocol):
+    """The dataclass knows combinations that cannot work."""
+
+    def check(self) -> Iterable[tuple[str, str]]:
+        """Yield (key, problem) for each; the key is relative to the section. Called once the types are right."""
+        ...
+
+
+@runtime_checkable
+class ReadsHFConfig(Protocol):
+    """The dataclass of a model can be filled from a Hugging Face ``config.json`` (``model.model_config``)."""
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Values by key; keys that the user gives win.
+
+        Raises:
+            NxdtError: the file asks for something that the model does not do.
+            ValueError: the same, in one sentence.
+        """
+        ...

@@ -1,0 +1,51 @@
+"""What was written, brought into one form before anything is filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nxdt_core.config.node import Node, Origin, from_plain, merge, to_plain
+from nxdt_core.config.slots import SLOTS
+from nxdt_core.errors import BadComponentChoice, BadComponentConfig, ConfigProblem, NxdtError
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.contexts import ConfigDefaultsContext
+
+__all__ = ["merge_plugin_defaults", "tidy_given"]
+
+_MANDATORY = "???"
+"""OmegaConf's mark for "must be given": the same as leaving the key out."""
+
+
+def tidy_given(given: Node) -> Node:
+    """The tree with ``section: name`` spelled out as ``section: {name: …}``, and without ``???``."""
+    given = _without_mandatory(given)
+    for slot in SLOTS:
+        node = given.find(slot.section)
+        if node is not None and isinstance(node.value, str):
+            given = given.set(slot.section, Node({slot.selector: node}, node.origin))
+    return given
+
+
+def _without_mandatory(node: Node) -> Node:
+    if not isinstance(node.value, dict):
+        return node
+    kept = {key: _without_mandatory(child) for key, child in node.value.items() if child.value != _MANDATORY}
+    return Node(kept, node.origin)
+
+
+def merge_plugin_defaults(given: Node, label: str, kernel: Kernel) -> tuple[Node, list[ConfigProblem]]:
+    """The tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
+    try:
+        results = kernel.hooks.nxdt_config_defaults(ConfigDefaultsContext(config=to_plain(given), source=label))
+    except NxdtError as error:
+        return given, [BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error)]
+    problems: list[ConfigProblem] = []
+    for result in results:
+        origin = Origin(kind="plugin", where=result.plugin)
+        if isinstance(result.value, Mapping):
+            given = merge(from_plain(result.value, origin), given)
+        else:
+            reason = f"nxdt_config_defaults gave a {type(result.value).__name__}, not a mapping"
+            fault = BadComponentConfig(**origin.at(""), component=result.plugin, dist=result.dist, reason=reason)
+            problems.append(fault)
+    return given, problems

@@ -1,0 +1,204 @@
+"""From a source and overrides to a checked configuration, every problem on the way gathered into one report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.config.alignment import spread_alignment
+from nxdt_core.config.complete import complete
+from nxdt_core.config.extensions import Extensions, select_extensions
+from nxdt_core.config.files import Source, read_source
+from nxdt_core.config.findings import component_findings, plugin_findings
+from nxdt_core.config.given import merge_plugin_defaults, tidy_given
+from nxdt_core.config.hf_config import merge_hf_values, read_hf_config
+from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.location import Locator
+from nxdt_core.config.node import Node, Origin
+from nxdt_core.config.overrides import COMMAND_LINE, apply_overrides
+from nxdt_core.config.policy import read_policy, start_kernel
+from nxdt_core.config.reading import Reading, read_tree
+from nxdt_core.config.report import error_report
+from nxdt_core.config.resolved import ResolvedConfig, Selected
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.select import select
+from nxdt_core.config.slots import SLOTS, Composition
+from nxdt_core.config.validate import Checked, find_conflicts, find_impossible, find_notes, find_unsupported
+from nxdt_core.errors import ConfigError, ConfigProblem
+from nxdt_core.kernel import Kernel, PluginPolicy
+
+__all__ = ["check", "load"]
+
+
+def load(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, kernel: Kernel | None = None
+) -> ResolvedConfig:
+    """Read, merge, resolve and check a configuration. Imports no torch and builds nothing.
+
+    Example::
+
+        config = load("run.yaml", ["trainer.max_steps=50"])
+        config.run.trainer.max_steps  # 50
+
+    Args:
+        source: A YAML file, ``recipe:NAME``, or a mapping such as :meth:`ResolvedConfig.to_dict` gives.
+        overrides: ``key.path=value`` each, over the source.
+        kernel: A started kernel; by default one is started under the policy of the section ``plugins``.
+
+    Raises:
+        ConfigError: something is wrong; carries every problem.
+    """
+    return _Load(source, tuple(overrides), kernel).run()
+
+
+def check(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, kernel: Kernel | None = None
+) -> tuple[ConfigProblem, ...]:
+    """The problems that :func:`load` would raise; none where the configuration is good."""
+    try:
+        load(source, overrides, kernel=kernel)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+class _Load:
+    """One load: what is known so far, and the problems so far."""
+
+    def __init__(
+        self, source: str | Path | Mapping[str, Any], overrides: tuple[str, ...], kernel: Kernel | None
+    ) -> None:
+        self.wanted = source
+        self.overrides = overrides
+        self.passed = kernel
+        self.started: Kernel | None = None
+        """A kernel that was started to find the recipe."""
+        self.problems: list[ConfigProblem] = []
+        self.reading: Reading | None = None
+
+    def run(self) -> ResolvedConfig:
+        source = read_source(self.wanted, self._kernel_for_recipes)
+        given = self._collect(source)
+        locator = Locator(source=source.label, directory=source.directory)
+        kernel = self._start(given, locator)
+        given = self._keep(merge_plugin_defaults(given, source.label, kernel))
+        given, pairs = spread_alignment(given)
+        given, composition = self._compose(given, kernel, locator)
+        completion = complete(given, composition)
+        filled = self._keep(interpolate(completion.tree, completion.known))
+        reading = self.reading = read_tree(filled, composition, completion.known, locator)
+        self.problems += [*reading.problems, *find_conflicts(reading.tree, [*pairs, *completion.pairs])]
+        extensions = select_extensions(reading.tree, kernel, locator)
+        self.problems += extensions.problems
+        checked = Checked(reading.values, reading.tree)
+        self._judge(checked, composition, kernel)
+        if self.problems or reading.run is None:
+            raise self._error(source.label)
+        notes = (
+            *find_notes(checked, composition, reading.legacy.items()),
+            *extensions.notes,
+            *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
+        )
+        return _assemble(source.label, self.overrides, reading.run, reading, composition, extensions, kernel, notes)
+
+    def _keep(self, outcome: tuple[Node, list[ConfigProblem]]) -> Node:
+        """Take the tree of a step and note its problems."""
+        tree, problems = outcome
+        self.problems += problems
+        return tree
+
+    def _kernel_for_recipes(self) -> Kernel:
+        """The kernel that finds a recipe: under the policy of the command line, which may block plugins."""
+        tree, _ = apply_overrides(Node({}, COMMAND_LINE), self.overrides)
+        self.started = self._start(tree, Locator(str(self.wanted), None))
+        return self.started
+
+    def _collect(self, source: Source) -> Node:
+        """What was written, overrides included."""
+        self.problems += source.problems
+        given = tidy_given(self._keep(apply_overrides(source.tree, self.overrides)))
+        if not source.readable:
+            raise self._error(source.label)
+        return given
+
+    def _start(self, given: Node, locator: Locator) -> Kernel:
+        """The kernel that was passed in, else one under the policy of ``given``."""
+        if self.passed is not None:
+            return self.passed
+        policy = read_policy(given, locator)
+        if not isinstance(policy, PluginPolicy):
+            self.problems += policy
+            raise self._error(locator.source)
+        if self.started is not None and self.started.policy == policy:
+            return self.started
+        kernel = start_kernel(policy, given)
+        if isinstance(kernel, ConfigProblem):
+            self.problems.append(kernel)
+            raise self._error(locator.source)
+        return kernel
+
+    def _compose(self, given: Node, kernel: Kernel, locator: Locator) -> tuple[Node, Composition]:
+        """Select components and take in the keys that they declare."""
+        view, _ = interpolate(complete(given, Composition()).tree, ())
+        hf = read_hf_config(view, locator)
+        selection = select(given, view, kernel, hf.values, Origin(kind="file", where=locator.source))
+        self.problems += selection.problems
+        composition = selection.composition
+        return self._keep(merge_hf_values(selection.tree, composition, hf)), composition
+
+    def _judge(self, checked: Checked, composition: Composition, kernel: Kernel) -> None:
+        """Rules over the values; plugins are asked only where every type is right."""
+        assert self.reading is not None
+        reading = self.reading
+        right = not self.problems
+        self.problems += find_impossible(checked)
+        self.problems += find_unsupported(checked)
+        self.problems += component_findings(checked, composition, reading.instances)
+        if right:
+            self.problems += plugin_findings(reading.tree, composition, kernel, checked)
+
+    def _error(self, label: str) -> ConfigError:
+        followers = self.reading.followers if self.reading is not None else {}
+        return error_report(label, self.problems, followers)
+
+
+def _assemble(
+    label: str,
+    overrides: tuple[str, ...],
+    run: RunConfig,
+    reading: Reading,
+    composition: Composition,
+    extensions: Extensions,
+    kernel: Kernel,
+    notes: tuple[str, ...],
+) -> ResolvedConfig:
+    """The result."""
+    components: dict[str, Selected | None] = {}
+    for slot in SLOTS:
+        component = composition.components[slot.name]
+        config = reading.instances.get(slot.section)
+        components[slot.name] = Selected(component=component, config=config) if component is not None else None
+    run_dir = _run_directory(run)
+    return ResolvedConfig(
+        run=run,
+        kernel=kernel,
+        components=components,
+        loggers=tuple(extensions.loggers),
+        callbacks=tuple(extensions.callbacks),
+        origins={path: node.origin for path, node in reading.tree.leaf_nodes()},
+        source=label,
+        overrides=overrides,
+        run_dir=run_dir,
+        checkpoint_uri=run.checkpoint.uri or str(run_dir / "checkpoints"),
+        notes=notes,
+        tree=reading.tree,
+    )
+
+
+def _run_directory(run: RunConfig) -> Path:
+    manager = run.exp_manager
+    if manager.explicit_log_dir:
+        return Path(manager.explicit_log_dir)
+    named = Path(manager.exp_dir) / manager.name
+    return named if manager.version is None else named / str(manager.version)

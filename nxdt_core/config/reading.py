@@ -1,0 +1,198 @@
+"""From the filled tree to typed instances, with every wrong type, unknown key and missing key on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from nxdt_core.config.complete import complete, section_keys
+from nxdt_core.config.interpolation import UNRESOLVED
+from nxdt_core.config.keys import Key
+from nxdt_core.config.location import Locator
+from nxdt_core.config.marks import AliasOf, DefaultsTo
+from nxdt_core.config.node import Node, join, to_plain
+from nxdt_core.config.schema.legacy import LEGACY
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.shapes import Choice, Mismatch, Scalar, Shape, describe_value
+from nxdt_core.config.slots import Composition
+from nxdt_core.config.suggest import nearest_keys
+from nxdt_core.errors import ComponentFinding, ConfigProblem, MissingKey, NotSupported, UnknownKey, WrongValue
+
+__all__ = ["Reading", "read_part", "read_tree"]
+
+_INVALID: Any = object()
+"""What reading gives for a value that is wrong: reported, not used."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """Everything that reading gave."""
+
+    run: RunConfig | None
+    """None where a core key is wrong."""
+    tree: Node
+    """The tree with paths made absolute and without legacy keys that ask for nothing."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Typed value by key path; wrong ones are absent."""
+    instances: dict[str, Any] = field(default_factory=dict)
+    """By section: an instance of the component's dataclass."""
+    legacy: dict[str, Key] = field(default_factory=dict)
+    """Legacy keys that are given and ask for nothing."""
+    problems: list[ConfigProblem] = field(default_factory=list)
+    followers: dict[str, str] = field(default_factory=dict)
+    """Key → key that it takes its value from: a wrong value is told at the latter."""
+
+
+def read_tree(tree: Node, composition: Composition, known: Sequence[str], locator: Locator) -> Reading:
+    """Read the filled tree into a :class:`RunConfig` and the components' dataclasses."""
+    reader = _Reader(tree, composition, known, locator)
+    run = reader.section(RunConfig, tree, "")
+    reader.result.run = None if run is _INVALID else run
+    return reader.result
+
+
+def read_part(cls: type, node: Node, path: str, locator: Locator) -> tuple[Any, list[ConfigProblem]]:
+    """An instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
+    completion = complete(node, Composition(), cls, path)
+    reader = _Reader(completion.tree, Composition(), completion.known, locator)
+    instance = reader.section(cls, completion.tree, path)
+    return (None if instance is _INVALID else instance), reader.result.problems
+
+
+class _Reader:
+    def __init__(self, tree: Node, composition: Composition, known: Sequence[str], locator: Locator) -> None:
+        self.result = Reading(run=None, tree=tree)
+        self.composition = composition
+        self.known = known
+        self.locator = locator
+
+    def section(self, cls: type, node: Node, path: str) -> Any:
+        """An instance of ``cls``, or ``_INVALID`` where one of its keys is wrong."""
+        if not isinstance(node.value, dict):
+            self._wrong(path, node, describe_value(to_plain(node)), "a mapping")
+            return _INVALID
+        extra = self.composition.classes.get(path)
+        declared = section_keys(cls, extra)
+        values: dict[int, dict[str, Any]] = {0: {}, 1: {}}
+        for name, keys in declared.items():
+            for key, value in zip(keys, self._values(keys, node, join(path, name)), strict=True):
+                values[int(key.owner is not cls)][name] = value
+        for name, child in node.children.items():
+            if name not in declared:
+                self._undeclared(name, child, path, declared)
+        if extra is not None and _INVALID not in values[1].values():
+            self._component(extra, values[1], path, node)
+        return _INVALID if _INVALID in values[0].values() else cls(**values[0])
+
+    def _values(self, keys: tuple[Key, ...], section: Node, path: str) -> list[Any]:
+        """The key's value as each of its declarations reads it."""
+        key = keys[0]
+        node = section.children.get(key.name)
+        if node is None:
+            if not any(isinstance(mark, (AliasOf, DefaultsTo)) for mark in key.marks):
+                self._missing(path, section, key)
+            return [_INVALID for _ in keys]
+        if node.value is UNRESOLVED:
+            return [_INVALID for _ in keys]
+        if key.section is not None and not (key.optional and node.value is None):
+            value = self.section(key.section, node, path)
+            return [value for _ in keys]
+        return self._leaf(keys, node, path)
+
+    def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> list[Any]:
+        if node.origin.written:
+            self.result.followers[path] = node.origin.where
+        if _unresolved(node):
+            return [_INVALID for _ in keys]
+        read: list[Any] = []
+        for key in keys:
+            located = self.locator.locate(node, key.shape)
+            if located is not node:
+                self.result.tree = self.result.tree.set(path, located)
+            try:
+                read.append(key.shape.read(self.locator.resolve(located, key.shape)))
+            except Mismatch as mismatch:
+                hint = _hint(to_plain(node), key.shape)
+                self._wrong(path, node, mismatch.found, key.shape.describe(), hint)
+                return [_INVALID for _ in keys]
+        self.result.values[path] = read[0]
+        return read
+
+    def _component(self, cls: type, values: Mapping[str, Any], path: str, node: Node) -> None:
+        try:
+            self.result.instances[path] = cls(**values)
+        except (ValueError, TypeError) as error:  # raised by a __post_init__
+            found = ComponentFinding(**node.origin.at(path), message=f"{error}.")
+            self.result.problems.append(found)
+
+    def _undeclared(self, name: str, node: Node, path: str, declared: Mapping[str, Any]) -> None:
+        """A key that neither the core nor the component declares: of the older schema, or unknown."""
+        where = join(path, name)
+        legacy = section_keys(LEGACY.get(path), None).get(name)
+        if legacy is not None and path not in self.composition.open:
+            self._legacy(legacy[0], node, where, path)
+        elif legacy is None and path not in self.composition.open:
+            problem = UnknownKey(
+                **node.origin.at(where),
+                candidates=nearest_keys(where, self.known),
+                known=tuple(declared),
+            )
+            self.result.problems.append(problem)
+
+    def _legacy(self, key: Key, node: Node, path: str, section: str) -> None:
+        (value,) = self._leaf((key,), node, path)
+        if value is _INVALID:
+            return
+        del self.result.values[path]
+        if value == key.default or key.marks:
+            self.result.legacy[path] = key
+            self.result.tree = self.result.tree.without(path)
+            return
+        problem = NotSupported(
+            **node.origin.at(path),
+            found=describe_value(to_plain(node)),
+            reason=f"it is a key of NxD Training that {self.composition.label(section)} does not read",
+            allowed=f"{describe_value(key.default)}, or leave it out" if key.default is not None else "leave it out",
+        )
+        self.result.problems.append(problem)
+
+    def _missing(self, path: str, section: Node, key: Key) -> None:
+        place = section.origin.at(path)
+        if section.origin.kind == "default":  # the whole section is missing
+            place["place"] = self.locator.source
+        self.result.problems.append(MissingKey(**place, allowed=key.shape.describe()))
+
+    def _wrong(self, path: str, node: Node, found: str, allowed: str, hint: str = "") -> None:
+        problem = WrongValue(**node.origin.at(path), found=found, allowed=allowed, hint=hint)
+        self.result.problems.append(problem)
+
+
+def _unresolved(node: Node) -> bool:
+    """Whether an interpolation below the node failed."""
+    children = node.value.values() if isinstance(node.value, dict) else node.value
+    if not isinstance(node.value, (dict, list)):
+        return node.value is UNRESOLVED
+    return any(_unresolved(child) for child in children)
+
+
+def _hint(value: Any, shape: Shape) -> str:
+    """What to write instead, where it is plain what was meant."""
+    members = getattr(shape, "members", (shape,))
+    kinds = {member.type for member in members if isinstance(member, Scalar)}
+    if isinstance(value, str) and kinds & {int, float, bool}:
+        return "Write it without quotes." if _number_like(value) else ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds:
+        return f"Write it in quotes: '{value}'."
+    choices = [text for m in members if isinstance(m, Choice) for text in m.values if isinstance(text, str)]
+    close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"Did you mean {close[0]!r}?" if close else ""
+
+
+def _number_like(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("true", "false")
+    return True

@@ -1,0 +1,9 @@
+"""Rules over values that are each right: what cannot work together, what is not done yet, what has no effect."""
+
+from nxdt_core.config.validate.checked import Checked
+from nxdt_core.config.validate.combinations import find_impossible
+from nxdt_core.config.validate.conflicts import find_conflicts
+from nxdt_core.config.validate.effects import find_notes
+from nxdt_core.config.validate.unsupported import find_unsupported
+
+__all__ = ["Checked", "find_conflicts", "find_impossible", "find_notes", "find_unsupported"]

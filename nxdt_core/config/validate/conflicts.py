@@ -1,0 +1,29 @@
+"""Two spellings of one setting that say different things."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from nxdt_core.config.alignment import Pair
+from nxdt_core.config.interpolation import UNRESOLVED
+from nxdt_core.config.node import Node, to_plain
+from nxdt_core.config.shapes import describe_value
+from nxdt_core.errors import ConflictingKeys
+
+__all__ = ["find_conflicts"]
+
+
+def find_conflicts(tree: Node, pairs: Iterable[Pair]) -> Iterator[ConflictingKeys]:
+    """Pairs whose resolved values differ."""
+    for one, other in pairs:
+        left, right = tree.find(one), tree.find(other)
+        if left is None or right is None or UNRESOLVED in (left.value, right.value):
+            continue
+        if to_plain(left) != to_plain(right):
+            yield ConflictingKeys(
+                **left.origin.at(one),
+                found=f"found {describe_value(to_plain(left))}",
+                other=other,
+                other_place=right.origin.at(other)["place"],
+                other_found=describe_value(to_plain(right)),
+            )
