@@ -3,6 +3,8 @@
 import ast
 import json
 
+import pytest
+
 from nxdt_core.api import KINDS
 
 SEVEN = (
@@ -59,30 +61,43 @@ def test_one_component_of_each_of_the_seven_kinds_is_registered(clean, tmp_path)
     assert set(SEVEN) <= {kind.name for kind in KINDS}
 
 
+def test_its_own_tests_pass_with_the_kit_of_the_wheel(clean, outside, tmp_path):
+    done = clean.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", outside / "tests", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
 def test_a_recipe_of_the_wheels_trains(clean, tmp_path):
     _nxdt(clean, "train", "recipe:llama-tiny", "trainer.max_steps=4", "trainer.log_every_n_steps=1", cwd=tmp_path)
     losses = _losses(tmp_path / "nxdt_experiments" / "llama-tiny" / "metrics.jsonl")
     assert list(losses) == [1, 2, 3, 4]
 
 
-def test_all_seven_train_save_and_resume_to_the_bit(clean, tmp_path):
-    common = ("recipe:acme-tour", "trainer.log_every_n_steps=1")
+@pytest.fixture(scope="module")
+def runs(clean, tmp_path_factory):
+    """A directory with two runs of all seven components: ``whole``, and ``halves``, which was stopped and resumed."""
+    directory = tmp_path_factory.mktemp("runs")
     for name, ends in (("whole", (12,)), ("halves", (6, 12))):
-        store = f"checkpoint.uri=sqlite://{tmp_path}/{name}.db"
         for end in ends:
-            _nxdt(clean, "train", *common, f"name={name}", store, f"trainer.max_steps={end}", cwd=tmp_path)
-    whole, halves = (_losses(tmp_path / "nxdt_experiments" / name / "metrics.jsonl") for name in ("whole", "halves"))
+            own = (f"name={name}", f"checkpoint.uri=sqlite://{name}.db", f"trainer.max_steps={end}")
+            _nxdt(clean, "train", "recipe:acme-tour", "trainer.log_every_n_steps=1", *own, cwd=directory)
+    return directory
+
+
+def test_all_seven_train_and_resume_to_the_bit(runs):
+    whole, halves = (_losses(runs / "nxdt_experiments" / name / "metrics.jsonl") for name in ("whole", "halves"))
     assert whole == halves
     assert list(whole) == list(range(1, 13))
     assert whole[12] < whole[1]
-    rows = json.loads(_nxdt(clean, "checkpoint", "list", f"sqlite://{tmp_path}/halves.db", "--json", cwd=tmp_path))
+
+
+def test_checkpoints_lie_in_its_store(clean, runs):
+    rows = json.loads(_nxdt(clean, "checkpoint", "list", "sqlite://halves.db", "--json", cwd=runs))
     assert [row["step"] for row in rows if row["state"] == "committed"][-1] == 12
-    _nxdt(clean, "checkpoint", "verify", f"sqlite://{tmp_path}/halves.db", cwd=tmp_path)
+    _nxdt(clean, "checkpoint", "verify", "sqlite://halves.db", cwd=runs)
 
 
-def test_generate_with_its_model_and_tokenizer(clean, tmp_path):
-    _nxdt(clean, "train", "recipe:acme-tour", "trainer.max_steps=2", cwd=tmp_path)
-    uri = "sqlite://nxdt_experiments/acme-tour/checkpoints.db"
-    text = _nxdt(clean, "generate", uri, "12+", "--max-new-tokens", "5", cwd=tmp_path)
+def test_it_generates_with_its_model_tokenizer_and_store(clean, runs):
+    text = _nxdt(clean, "generate", "sqlite://halves.db", "12+", "--max-new-tokens", "5", cwd=runs)
     assert text.startswith("12+")
     assert len(text.strip()) > 3

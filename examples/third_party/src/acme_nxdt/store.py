@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from nxdt_core.errors import BadStorageKey
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
 
 _TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, data BLOB NOT NULL, modified REAL NOT NULL)"
@@ -33,6 +34,7 @@ class SQLiteStore:
     def open_write(self, key: str) -> Iterator[BinaryIO]:
         """Collect the object and insert it in one transaction; after an exception nothing is inserted."""
         stream = io.BytesIO()
+        _check(key)
         yield stream
         with self._session() as session:
             session.execute("INSERT OR REPLACE INTO objects VALUES (?, ?, ?)", (key, stream.getvalue(), time.time()))
@@ -42,14 +44,15 @@ class SQLiteStore:
         """Read a range; the database cuts it, so that no more than the range is in memory."""
         query = "SELECT substr(data, ?, ?) FROM objects WHERE key = ?"
         with self._session() as session:
-            row = session.execute(query, (start + 1, _LONGEST if length is None else length, key)).fetchone()
+            span = (start + 1, _LONGEST if length is None else length)
+            row = session.execute(query, (*span, _check(key))).fetchone()
         if row is None:
             raise FileNotFoundError(f"{self.uri}: no object {key!r}")
         yield io.BytesIO(row[0])
 
     def stat(self, key: str) -> ObjectInfo | None:
         """Size and time of one object."""
-        return next((info for info in self.list(key) if info.key == key), None)
+        return next((info for info in self.list(_check(key)) if info.key == key), None)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Objects whose key starts with ``prefix``, sorted."""
@@ -62,13 +65,20 @@ class SQLiteStore:
     def delete_many(self, keys: Iterable[str]) -> None:
         """Delete in one transaction."""
         with self._session() as session:
-            session.executemany("DELETE FROM objects WHERE key = ?", [(key,) for key in keys])
+            session.executemany("DELETE FROM objects WHERE key = ?", [(_check(key),) for key in keys])
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """The primary key decides who was first."""
         with self._session() as session:
-            row = (key, data, time.time())
+            row = (_check(key), data, time.time())
             return session.execute("INSERT OR IGNORE INTO objects VALUES (?, ?, ?)", row).rowcount == 1
 
     def after_commit(self, prefix: str) -> None:
         """Nothing to do."""
+
+
+def _check(key: str) -> str:
+    """The key itself, where it is a relative path of names."""
+    if any(part in ("", ".", "..") for part in key.split("/")):
+        raise BadStorageKey(where=key, reason="it must be names joined by '/'")
+    return key
