@@ -22,7 +22,8 @@ from nxdt_core.api import StorageComponent, hookimpl
 
 @hookimpl
 def nxdt_checkpoint_storages():
-    return [StorageComponent(name="ram", target=__name__ + ":Ram", config=__name__ + ":RamConfig", uri_schemes=("ram",))]
+    target, config = __name__ + ":Ram", __name__ + ":RamConfig"
+    return [StorageComponent(name="ram", target=target, config=config, uri_schemes=("ram",))]
 
 @dataclass(frozen=True)
 class RamConfig:

@@ -16,6 +16,7 @@ import torch
 
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import (
+    CheckpointFacts,
     latest,
     list_checkpoints,
     load_model,
@@ -26,7 +27,7 @@ from nxdt_core.checkpoint import (
 )
 from nxdt_core.checkpoint.digests import BLOCK_BYTES, BlockDigests, digest
 from nxdt_core.checkpoint.layout import manifest_key
-from nxdt_core.checkpoint.manifest import Manifest, encode_manifest
+from nxdt_core.checkpoint.manifest import Manifest, decode_manifest, encode_manifest
 from nxdt_core.errors import CheckpointDamaged, CheckpointTooNew, StorageError
 
 FILES = (
@@ -205,7 +206,13 @@ def forge(store: LocalStorage, manifest: Manifest, name: str, data: bytes) -> No
         {"files": []},
         {"tensors": {"model": {"w": {"dtype": "float32", "shape": [2**40], "parts": [[FILES[1], 0]]}}}},
         {"tensors": {"model": {"w": {"dtype": "float32", "shape": [1], "parts": [["../../secret", 0]]}}}},
-        {"tensors": {"model": {"w": {"dtype": "float32", "shape": [4], "parts": [[FILES[1], 0, [2], [4]]]}}}},
+        {
+            "tensors": {
+                "model": {
+                    "w": {"dtype": "float32", "shape": [4], "parts": [[FILES[1], 0, [3], [2]], [FILES[1], 8, [0], [2]]]}
+                }
+            }
+        },
         {"tensors": {"model": {"w": {"dtype": "float32", "shape": [-1], "parts": [[FILES[1], 0]]}}}},
         {"tensors": {"model": {"w": {"dtype": "float32", "shape": [0, 2**62], "parts": [[FILES[1], 0]]}}}},
         {"tensors": {"model": {"w": {"dtype": "float32", "shape": [4], "parts": []}}}},
@@ -223,6 +230,16 @@ def test_forged_manifests_end_in_an_error_for_the_user(store: LocalStorage, save
     path.write_bytes(signed({**json.loads(path.read_bytes()), **change}))
     with pytest.raises(StorageError):
         load_all(store, 1)
+
+
+def test_no_change_of_a_manifest_goes_unnoticed(store: LocalStorage, save: Any) -> None:
+    """Every bit, also of those whose change leaves the JSON equal: escapes, exponents, white space."""
+    manifest = save(store, 1, facts=CheckpointFacts(config={"é": 1e-30}))
+    data = encode_manifest(manifest)
+    assert decode_manifest(data, step=1, where="m") == manifest
+    for changed in (data + b" ", data.replace(b":", b": ", 1), *(flip(data, bit) for bit in range(len(data) * 8))):
+        with pytest.raises(CheckpointDamaged):
+            decode_manifest(changed, step=1, where="m")
 
 
 def signed(table: dict[str, Any]) -> bytes:

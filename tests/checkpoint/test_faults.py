@@ -102,12 +102,16 @@ def test_the_error_of_the_system_decides_the_code(save: Any) -> None:
         assert "mem://a/step-00000001" in str(caught.value)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_other_exceptions_pass_and_clean_up_too(save: Any, error: type[BaseException]) -> None:
-    storage = MemoryStorage()
-    with pytest.raises(error):
-        save(FaultyStorage(storage, 6, error=error), 1)
-    assert not storage.objects
+def test_other_exceptions_pass_and_clean_up_too(save: Any, error: type[BaseException], when: When) -> None:
+    counting = FaultyStorage(MemoryStorage())
+    save(counting, 1)
+    for call in range(counting.calls):
+        storage = MemoryStorage()
+        with pytest.raises(error):
+            save(FaultyStorage(storage, call, when=when, error=error), 1)
+        assert not storage.objects or verify(storage, 1) == [], f"failing {when} call {call}"
 
 
 def test_an_answer_exists_to_our_own_manifest_is_success(save: Any) -> None:
@@ -167,6 +171,21 @@ def test_pruning_that_fails_at_any_call_damages_nothing(save: Any) -> None:
         assert [verify(storage, step) for step in (3, 4)] == [[], []]
         assert prune(storage, 2) == [step for step in (1, 2) if step in states]
         assert {info.key.split("/")[0] for info in storage.list()} == {"step-00000003", "step-00000004"}
+
+
+def test_pruning_that_stops_between_two_files_leaves_an_unfinished_step(save: Any) -> None:
+    class Stopping(MemoryStorage):
+        def delete_many(self, keys: Any) -> None:
+            for key in list(keys)[:1]:
+                super().delete_many([key])
+                raise OSError(errno.EIO, "the connection is gone")
+
+    storage = Stopping()
+    for step in (1, 2):
+        save(storage, step)
+    with pytest.raises(StorageError, match="connection"):
+        prune(storage, 1)
+    assert [status.state for status in list_checkpoints(storage)] == ["unfinished", "committed"]
 
 
 def test_denied_reading_is_an_error_and_not_an_empty_store(save: Any) -> None:

@@ -122,6 +122,17 @@ def test_the_last_good_one_is_never_deleted(store: LocalStorage, save: Any) -> N
     assert steps(store) == [2, 3, 4]
 
 
+def test_nothing_goes_where_nothing_is_sound(store: LocalStorage, save: Any) -> None:
+    for step in (1, 2):
+        save(store, step)
+    (Path(store.uri) / manifest_key(1)).unlink()
+    damage(store, 2)
+    assert prune(store, 1) == []
+    (Path(store.uri) / manifest_key(2)).unlink()
+    assert prune(store, 1) == []
+    assert steps(store) == [1, 2]
+
+
 def test_keeping_none_is_refused(store: LocalStorage) -> None:
     with pytest.raises(ValueError, match="keep_last is 0"):
         prune(store, 0)

@@ -106,6 +106,14 @@ def test_the_safetensors_library_reads_our_shards(store: LocalStorage, save: Any
     assert all(equal(theirs[name], model[name]) for name in model)
 
 
+def test_tensors_are_aligned_to_their_elements(save: Any) -> None:
+    """Readers that map a shard into memory need it."""
+    names = {"bool": 3, "bfloat16": 5, "int64": 1, "float32": 7, "uint8": 1, "float64": 1}
+    model = {name: torch.zeros(size, dtype=getattr(torch, name)) for name, size in names.items()}
+    for name, entry in save(MemoryStorage(), 1, model=model).tensors["model"].items():
+        assert entry.parts[0].start % ITEM_BYTES[name] == 0
+
+
 def test_tensors_larger_than_a_block_and_many_shards(store: LocalStorage) -> None:
     model = {f"w{i}": torch.randn(BLOCK_BYTES // 8 + i) for i in range(7)}
     writer = AttemptWriter(store, attempt_prefix(1, "x"))

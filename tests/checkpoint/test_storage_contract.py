@@ -14,12 +14,16 @@ from nxdt_core.testing.storage_memory import MemoryStorage
 
 
 class TestLocalStorage(CheckpointStorageContract):
+    page_size = 20
+
     @pytest.fixture
     def storage(self, tmp_path: Path) -> LocalStorage:
         return LocalStorage(str(tmp_path / "not there yet"), LocalStorageConfig())
 
 
 class TestLocalStorageWithoutFsync(CheckpointStorageContract):
+    page_size = 20
+
     @pytest.fixture
     def storage(self, tmp_path: Path) -> LocalStorage:
         return LocalStorage(str(tmp_path), LocalStorageConfig(fsync=False))
@@ -27,6 +31,8 @@ class TestLocalStorageWithoutFsync(CheckpointStorageContract):
 
 class TestLocalStorageWithoutHardLinks(CheckpointStorageContract):
     """As on file systems that have none."""
+
+    page_size = 20
 
     @pytest.fixture
     def storage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStorage:
@@ -38,6 +44,8 @@ class TestLocalStorageWithoutHardLinks(CheckpointStorageContract):
 
 
 class TestMemoryStorage(CheckpointStorageContract):
+    page_size = 20
+
     @pytest.fixture
     def storage(self) -> MemoryStorage:
         return MemoryStorage()

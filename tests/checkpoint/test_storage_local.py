@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nxdt_core.builtins.storage_config import LocalStorageConfig
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import check_writable, latest, list_checkpoints, verify
 from nxdt_core.errors import BadStorageUri, StorageDenied, StoragePathIsFile
@@ -112,6 +113,35 @@ def test_a_directory_that_may_not_be_written(locked: Path, save: Any) -> None:
 def test_check_writable_leaves_nothing(tmp_path: Path) -> None:
     check_writable(LocalStorage(str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+@pytest.mark.parametrize("absent", [True, False])
+def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, absent: bool
+) -> None:
+    """A power failure cannot be had in a test; the order of the calls that guard against one can."""
+    seen: list[str] = []
+
+    def spy(module: Any, name: str, what: Callable[..., str]) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (seen.append(what(*args)), original(*args))[1])
+
+    def synced(descriptor: int) -> str:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        return "directory " + Path(path).name if os.path.isdir(path) else "file"
+
+    spy(os, "fsync", synced)
+    spy(os, "link", lambda *_: "name")
+    spy(Path, "replace", lambda *_: "name")
+    store = LocalStorage(str(tmp_path / "root"), LocalStorageConfig(fsync=fsync))
+    if absent:
+        store.put_if_absent("a/k", b"x")
+    else:
+        with store.open_write("a/k") as stream:
+            stream.write(b"x")
+    parents = [f"directory {tmp_path.name}", "directory root"]
+    assert seen == ([*parents, "file", "name", "directory a"] if fsync else ["name"])
 
 
 FILL = """
