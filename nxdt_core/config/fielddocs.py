@@ -1,0 +1,54 @@
+"""Documentation of a dataclass's fields: strings below the fields, or ``metadata={"doc": …}``.
+
+Strings below fields are not kept at run time, so the class's source is parsed; only the commands that print
+documentation do that.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from dataclasses import fields
+from functools import cache
+
+__all__ = ["class_doc", "field_docs"]
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """One paragraph for each field that is documented; that of a subclass wins."""
+    found: dict[str, str] = {}
+    for klass in reversed(cls.__mro__):
+        found.update(_docs_of_module(klass.__module__).get(klass.__qualname__, {}))
+    for field in fields(cls):
+        if "doc" in field.metadata:
+            found[field.name] = str(field.metadata["doc"])
+    return {name: " ".join(text.split()) for name, text in found.items()}
+
+
+def class_doc(cls: type) -> str:
+    """The class's docstring; empty where it has none (``@dataclass`` then writes a signature there)."""
+    text = inspect.getdoc(cls) or ""
+    return "" if text.startswith(f"{cls.__name__}(") else text
+
+
+@cache
+def _docs_of_module(name: str) -> dict[str, dict[str, str]]:
+    """Class → field → text, for a module whose source can be had."""
+    module = sys.modules.get(name)
+    try:
+        tree = ast.parse(inspect.getsource(module)) if module is not None else None
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] if tree is not None else []
+    return {node.name: _docs_of_class(node) for node in classes}
+
+
+def _docs_of_class(node: ast.ClassDef) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            found[field.target.id] = below.value.value
+    return found
