@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from nxdt_core.checkpoint import layout
@@ -90,10 +90,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "attempt": manifest.attempt,
         "created": manifest.created,
         **encode_facts(manifest.facts),
-        "files": {
-            name: [entry.size_bytes, entry.digests_bytes, entry.digests_digest]
-            for name, entry in manifest.files.items()
-        },
+        "files": {name: asdict(entry) for name, entry in manifest.files.items()},
         "tensors": {section: encode_index(index) for section, index in manifest.tensors.items()},
     }
     return _dump({**table, "digest": digest(_dump(table))})
@@ -126,15 +123,21 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
 
 
 def _from_table(table: Mapping[str, Any]) -> Manifest:
-    facts = CheckpointFacts(**{item.name: decode_tree(table[item.name]) for item in fields(CheckpointFacts)})
+    # Facts that a later version adds are missing in what this one wrote, and have defaults.
+    known = [item.name for item in fields(CheckpointFacts) if item.name in table]
+    facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in known})
     return Manifest(
         step=table["step"],
         attempt=table["attempt"],
         created=table["created"],
         facts=facts,
         files={
-            name: FileEntry(size_bytes=int(size), digests_bytes=int(digests_size), digests_digest=str(digests))
-            for name, (size, digests_size, digests) in table["files"].items()
+            name: FileEntry(
+                size_bytes=int(row["size_bytes"]),
+                digests_bytes=int(row["digests_bytes"]),
+                digests_digest=str(row["digests_digest"]),
+            )
+            for name, row in table["files"].items()
         },
         tensors={section: decode_index(index) for section, index in table["tensors"].items()},
     )

@@ -202,7 +202,7 @@ def forge(store: LocalStorage, manifest: Manifest, name: str, data: bytes) -> No
     [
         {"attempt": "../../elsewhere"},
         {"files": {}},
-        {"files": {"../../secret": [1, 1, "xxh3_128:0"]}},
+        {"files": {"../../secret": {"size_bytes": 1, "digests_bytes": 1, "digests_digest": "xxh3_128:0"}}},
         {"files": []},
         {"tensors": {"model": {"w": {"dtype": "float32", "shape": [2**40], "parts": [[FILES[1], 0]]}}}},
         {"tensors": {"model": {"w": {"dtype": "float32", "shape": [1], "parts": [["../../secret", 0]]}}}},
