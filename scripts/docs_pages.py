@@ -39,10 +39,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 @page("reference/yaml.md")
 def yaml_page() -> str:
-    """Every key, from the dataclasses that read it."""
+    """Every key of the core and of the plugins of this repository, from the dataclasses that read it."""
     from nxdt_core.config import reference_markdown
+    from nxdt_core.kernel import Kernel, PluginPolicy
 
-    return reference_markdown()
+    return reference_markdown(Kernel.start(PluginPolicy(allow=("llama", "text"))))
 
 
 @page("reference/hooks.md")

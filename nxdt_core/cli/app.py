@@ -87,11 +87,12 @@ def main(args: Sequence[str] | None = None) -> int:
         0 · 2 for a mistake of the user, told in two sentences on standard error · 130 after Ctrl-C. A bug is
         raised, so that Python prints its traceback and exits with status 1.
     """
+    color = False if os.environ.get("NO_COLOR") else None  # None: colours where a terminal reads them
     try:
-        status = root.main(args, prog_name="nxdt", standalone_mode=False)
+        status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)
         sys.stdout.flush()
     except NxdtError as error:
-        return _report(error)
+        return _report(error, color)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -103,9 +104,9 @@ def main(args: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _report(error: NxdtError) -> int:
+def _report(error: NxdtError, color: bool | None) -> int:
     code, _, rest = str(error).partition(" ")
-    click.echo(f"{click.style(code, fg='red', bold=True)} {rest}", err=True)
+    click.echo(f"{click.style(code, fg='red', bold=True)} {rest}", err=True, color=color)
     return error.exit_status
 
 

@@ -52,14 +52,34 @@ def check(source: str, overrides: tuple[str, ...]) -> None:
 @as_json
 def show(source: str, overrides: tuple[str, ...], only_set: bool, json_output: bool) -> None:
     """Print every value of a configuration and where it comes from, as YAML that can be trained again."""
-    from nxdt_core.cli.config_view import as_yaml, with_origins
-    from nxdt_core.config import load
+    from nxdt_core.config import load, render_show
 
     resolved = load(source, overrides)
     if json_output:
-        print_json(with_origins(resolved))
+        print_json({"config": resolved.to_dict(), "origins": _origins(resolved)})
     else:
-        click.echo(as_yaml(resolved, only_set=only_set), nl=False)
+        click.echo(render_show(resolved, only_set=only_set), nl=False)
+
+
+@config.command("schema", examples=("nxdt config schema > nxdt.schema.json",))
+def schema() -> None:
+    """Print a JSON Schema of configurations, with the keys of all installed plugins.
+
+    Editors with a YAML language server complete and explain keys with it, where the file's first line is
+    `# yaml-language-server: $schema=nxdt.schema.json`.
+    """
+    from nxdt_core.config import json_schema
+    from nxdt_core.kernel import Kernel
+
+    print_json(json_schema(Kernel.start()))
+
+
+def _origins(resolved: ResolvedConfig) -> dict[str, dict[str, object]]:
+    """Where each value comes from, by key path."""
+    return {
+        path: {"kind": origin.kind, "where": origin.where, "line": origin.line or None}
+        for path, origin in resolved.origins.items()
+    }
 
 
 def _summary(resolved: ResolvedConfig) -> list[tuple[str, str]]:

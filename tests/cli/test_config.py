@@ -1,0 +1,96 @@
+"""``nxdt config`` through the command; what is right and wrong is tested with the configuration itself."""
+
+import json
+
+import pytest
+
+HEAVY = ("torch", "numpy", "pytorch_lightning", "transformers")
+
+
+@pytest.fixture
+def recipe(nxdt, tmp_path):
+    """A YAML file that is right."""
+    path = tmp_path / "run.yaml"
+    path.write_text(nxdt("recipes", "show", "llama-tiny").stdout)
+    return path
+
+
+def test_check_says_what_would_run(nxdt, recipe):
+    done = nxdt("config", "check", str(recipe), without=HEAVY)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"ok: {recipe}\n")
+    rows = dict(line.split()[:2] for line in done.stdout.splitlines()[1:])
+    assert (rows["model"], rows["data"], rows["optimizer"]) == ("llama", "text", "adamw")
+
+
+def test_check_of_a_recipe_with_overrides(nxdt):
+    assert nxdt("config", "check", "recipe:llama-tiny", "trainer.max_steps=7").returncode == 0
+
+
+def test_check_tells_every_mistake_at_once_with_file_and_line(nxdt, recipe):
+    text = recipe.read_text().replace("max_steps: 40", "max_stepz: 40", 1).replace("seed: 1234", "seed: soon")
+    recipe.write_text(text)
+    done = nxdt("config", "check", str(recipe), "model.optim.lr=fast")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for wanted in ("max_stepz", "max_steps", "run.yaml:", "seed", "model.optim.lr", "[NXDT-C"):
+        assert wanted in done.stderr, wanted
+
+
+def test_train_tells_the_same_mistakes_without_importing_torch(nxdt, recipe):
+    recipe.write_text(recipe.read_text().replace("max_steps: 40", "max_stepz: 40", 1))
+    check = nxdt("config", "check", str(recipe))
+    train = nxdt("train", str(recipe), without=HEAVY)
+    assert (train.returncode, train.stderr) == (2, check.stderr)
+
+
+def test_a_file_that_is_not_there(nxdt):
+    for verb in (["config", "check"], ["config", "show"], ["train"]):
+        done = nxdt(*verb, "nowhere.yaml")
+        assert done.returncode == 2
+        assert "nowhere.yaml" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_notes_go_to_standard_error(nxdt):
+    done = nxdt("config", "check", "recipe:llama-tiny", "bucket_size_collectives=512")
+    assert done.returncode == 0
+    assert "note: " in done.stderr
+    assert "bucket_size_collectives" in done.stderr
+    assert "note" not in done.stdout
+
+
+def test_show_can_be_trained_again(nxdt, recipe, tmp_path):
+    first = nxdt("config", "show", str(recipe), "trainer.max_steps=9", without=HEAVY).stdout
+    assert "# command line" in first
+    again = tmp_path / "again.yaml"
+    again.write_text(first)
+    trees = [json.loads(nxdt("config", "show", *args, "--json").stdout)["config"] for args in _both(recipe, again)]
+    assert trees[0] == trees[1]
+
+
+def test_show_set_leaves_defaults_out(nxdt, recipe):
+    short = nxdt("config", "show", str(recipe), "--set").stdout.splitlines()
+    assert len(short) < len(nxdt("config", "show", str(recipe)).stdout.splitlines())
+    assert not [line for line in short if line.endswith("# default")]
+
+
+def test_show_json_gives_values_and_origins(nxdt, recipe):
+    shown = json.loads(nxdt("config", "show", str(recipe), "trainer.max_steps=9", "--json").stdout)
+    assert shown["config"]["trainer"]["max_steps"] == 9
+    assert shown["origins"]["trainer.max_steps"]["kind"] == "override"
+    seed = shown["origins"]["seed"]
+    assert seed["kind"] == "file"
+    assert recipe.read_text().splitlines()[seed["line"] - 1].startswith("seed:")
+    assert shown["origins"]["trainer.num_nodes"]["kind"] == "default"
+
+
+def test_schema_is_json_and_knows_the_plugins(nxdt):
+    done = nxdt("config", "schema", without=HEAVY)
+    assert json.loads(done.stdout)["properties"]["trainer"]
+    assert "num_kv_heads" in done.stdout
+
+
+def _both(recipe, again):
+    return (str(recipe), "trainer.max_steps=9"), (str(again),)
