@@ -68,7 +68,8 @@ def withdraw(storage: CheckpointStorage, step: int, attempt: str) -> None:
         if committed_attempt(storage, step) != attempt:
             storage.delete_many([info.key for info in storage.list(attempt_prefix(step, attempt))])
     except (OSError, StorageError) as error:
-        _log.warning("files of an unfinished checkpoint are left under %s/%s: %s", storage.uri, attempt, error)
+        # Mostly the same trouble that stopped the save, which is told; the next save of the step clears them.
+        _log.info("files of the attempt %s of %s may be left: %s", attempt, storage.uri, error)
 
 
 def clear_other_attempts(storage: CheckpointStorage, manifest: Manifest) -> None:

@@ -69,7 +69,8 @@ def _encode(value: Any, at: str, put_tensor: Callable[[str, object], str | None]
     name = put_tensor(at, value)
     if name is None:
         kind = type(value)
-        raise UnsavableState(where=at or "/", reason=f"it is a {kind.__module__}.{kind.__qualname__}")
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        raise UnsavableState(where=at or "/", reason=f"it is a {module}{kind.__qualname__}")
     return {_TAG: "tensor", "name": name}
 
 
