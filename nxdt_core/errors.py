@@ -530,9 +530,11 @@ class BadComponentChoice(ConfigProblem):
     """A component that cannot be had; carries the kernel's own error."""
 
     code = "NXDT-C017"
-    happened = "{inner}"
+    happened = "{inner}{note}"
     remedy = "{inner_remedy}"
     error: NxdtError
+    note: str = ""
+    """A sentence on where the choice comes from."""
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "inner": self.error.what(), "inner_remedy": self.error.do()}

@@ -40,7 +40,7 @@ class Completion:
         self.tree = self._section(root, given, path)
         self._follow_aliases()
         for path, mark in self.links:
-            if isinstance(mark, DefaultsTo) and given.find(path) is None:
+            if isinstance(mark, DefaultsTo) and given.plain(path) is None:
                 self._link(path, mark.key, "default")
 
     def _section(self, cls: type | None, node: Node | None, path: str) -> Node:
@@ -57,6 +57,8 @@ class Completion:
     def _key(self, declared: tuple[Key, ...], node: Node | None, path: str, extra: type | None) -> Node | None:
         key = declared[0]
         self.known.append(path)
+        if node is not None and node.value is None and not any(each.optional for each in declared):
+            node = None  # `null` for a key that cannot be null says "not set", as files of NeMo do
         if key.section is not None and (node is None or node.value is None or isinstance(node.value, dict)):
             absent = node is None or node.value is None
             if key.optional and absent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from nxdt_core.config.reading import Reading, read_tree
 from nxdt_core.config.report import error_report
 from nxdt_core.config.resolved import ResolvedConfig, Selected
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.select import select
+from nxdt_core.config.select import select, selecting_keys
 from nxdt_core.config.slots import SLOTS, Composition
 from nxdt_core.config.validate import Checked, find_conflicts, find_impossible, find_notes, find_unsupported
 from nxdt_core.errors import ConfigError, ConfigProblem
@@ -140,12 +141,14 @@ class _Load:
 
     def _compose(self, given: Node, kernel: Kernel, locator: Locator) -> tuple[Node, Composition]:
         """Select components and take in the keys that they declare."""
-        view, _ = interpolate(complete(given, Composition()).tree, ())
+        view, _ = interpolate(complete(given, Composition()).tree, wanted=selecting_keys(given))
         hf = read_hf_config(view, locator)
         selection = select(given, view, kernel, hf.values, Origin(kind="file", where=locator.source))
         self.problems += selection.problems
         composition = selection.composition
-        return self._keep(merge_hf_values(selection.tree, composition, hf)), composition
+        merged, problems = merge_hf_values(selection.tree, composition, hf)
+        self.problems += problems
+        return merged, replace(composition, unfilled=frozenset({"model"} if problems else ()))
 
     def _judge(self, checked: Checked, composition: Composition, kernel: Kernel) -> None:
         """Rules over the values; plugins are asked only where every type is right."""

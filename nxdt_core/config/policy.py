@@ -17,8 +17,7 @@ __all__ = ["read_policy", "start_kernel"]
 
 def read_policy(tree: Node, locator: Locator) -> PluginPolicy | list[ConfigProblem]:
     """The policy, or what is wrong with the section: no plugin is imported under a policy that was not understood."""
-    resolved, problems = interpolate(tree, ())
-    problems = [problem for problem in problems if problem.key.startswith("plugins.")]
+    resolved, problems = interpolate(tree, wanted=("plugins",))
     section = resolved.find("plugins")
     if section is None or section.value is None:
         return problems or PluginPolicy()

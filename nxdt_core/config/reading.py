@@ -159,6 +159,9 @@ class _Reader:
         self.result.problems.append(problem)
 
     def _missing(self, path: str, section: Node, key: Key) -> None:
+        where = path.rpartition(".")[0]
+        if where in self.composition.unfilled and key.owner is self.composition.classes.get(where):
+            return
         place = section.origin.at(path)
         if section.origin.kind == "default":  # the whole section is missing
             place["place"] = self.locator.source

@@ -14,7 +14,7 @@ from nxdt_core.errors import AmbiguousComponent, BadComponentChoice, BadComponen
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.contexts import ResolveModelContext, ResolveStorageContext
 
-__all__ = ["Selection", "select", "usable_class"]
+__all__ = ["Selection", "select", "selecting_keys", "usable_class"]
 
 
 @dataclass(slots=True)
@@ -33,6 +33,16 @@ class Selection:
         return Composition(components=self.components, classes=self.classes, open=frozenset(self.open))
 
 
+_RULE_KEYS = ("name", "model_source", "model.model_config", "checkpoint.uri", "data.tokenizer")
+"""Keys beside the selectors that the rules below read."""
+
+
+def selecting_keys(given: Node) -> tuple[str, ...]:
+    """Keys whose values :func:`select` needs. A model without a name is sought by its whole section."""
+    whole = () if given.find("model.name") else ("model",)
+    return (*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole)
+
+
 def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> Selection:
     """Select the component of every slot.
 
@@ -46,23 +56,24 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
     selection = Selection(tree=given)
     for slot in SLOTS:
         name = view.plain(slot.key)
-        node = given.find(slot.key)
         if not isinstance(name, (str, type(None))):  # told by reading, as a wrong type
             selection.open.add(slot.section)
             continue
+        written = given.find(slot.key) or _section(given, slot)
+        place = written.origin if written is not None else origin
+        implied: Implied | None = None
         try:
-            component, why = _choose(slot, name, view, kernel, hf)
+            implied = _implied_name(slot, view, kernel, hf) if name is None else None
+            component = _component(slot, implied.name if implied else name, view, kernel)
         except NxdtError as error:
-            written = node or _section(given, slot) or Node(None, origin)
-            problem = BadComponentChoice(**written.origin.at(slot.key), error=error)
-            selection.problems.append(problem)
+            note = f" The name follows from {implied.why}." if implied else ""
+            selection.problems.append(BadComponentChoice(**place.at(slot.key), error=error, note=note))
             selection.open.add(slot.section)
-            component, why = None, Origin(kind="default", where="")
-        if why is not None:
-            selection.tree = _named(selection.tree, slot, component, name, why)
-        if slot.section not in selection.open:
+        else:
             selection.components[slot.name] = component
-            _take_class(selection, slot, component, node.origin if node else origin)
+            _take_class(selection, slot, component, place)
+        if implied is not None:
+            selection.tree = selection.tree.set(slot.key, Node(implied.name, implied.origin))
     return selection
 
 
@@ -71,52 +82,60 @@ def _section(given: Node, slot: Slot) -> Node | None:
     return section if section is not None and section.origin.kind != "default" else None
 
 
-def _named(tree: Node, slot: Slot, component: RegisteredComponent | None, name: str | None, why: Origin) -> Node:
-    """The tree with the name that a rule gave; a name that could not be had stays as the rule said it."""
-    chosen = component.record.name if component is not None else name
-    if chosen is None and slot.name not in ("model", "data"):
-        return tree
-    return tree.set(slot.key, Node(chosen or why.where or "?", why))
-
-
-def _choose(
-    slot: Slot, name: str | None, view: Node, kernel: Kernel, hf: Mapping[str, Any]
-) -> tuple[RegisteredComponent | None, Origin | None]:
-    """The component, and where its name comes from if not from the configuration."""
+def _component(slot: Slot, name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent | None:
     if name is not None:
-        return kernel.registry.get(slot.kind, name), None
+        return kernel.registry.get(slot.kind, name)
+    return _storage(view, kernel) if slot.name == "checkpoint_storage" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Implied:
+    """A name that a rule gives where the configuration gives none."""
+
+    name: str
+    why: str
+    plugin: str = ""
+
+    @property
+    def origin(self) -> Origin:
+        """Of the name."""
+        return (
+            Origin(kind="plugin", where=self.plugin) if self.plugin else Origin(kind="default", where=f"by {self.why}")
+        )
+
+
+def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied | None:
     if slot.name == "model":
-        return _model(view, kernel, hf)
+        return _model_name(view, kernel, hf)
     if slot.name == "data":
-        rule = _data_name(view)
-        return kernel.registry.get(slot.kind, rule), Origin(kind="default", where="by model_source")
+        if view.plain("model_alignment_strategy") is not None:
+            return Implied("sft-chat", "model_alignment_strategy")
+        return Implied("megatron-data" if view.plain("model_source") == "megatron" else "hf-data", "model_source")
     if slot.name == "tokenizer":
-        return _tokenizer(view, kernel)
-    if slot.name == "checkpoint_storage":
-        return _storage(view, kernel), None
-    return None, None
+        section = view.find("data.tokenizer")
+        given = section.children if section is not None else {}
+        if any(key in given and given[key].value is not None for key in ("type", "model")):
+            return Implied("huggingface", "data.tokenizer.type")
+    return None
 
 
-def _model(view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> tuple[RegisteredComponent, Origin]:
-    registry = kernel.registry
+def _model_name(view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
     architectures = tuple(str(name) for name in hf.get("architectures") or ())
     section = view.plain("model", {})
     context = ResolveModelContext(model=section if isinstance(section, dict) else {}, hf_architectures=architectures)
     answer = kernel.hooks.nxdt_resolve_model(context)
     if answer is not None:
-        return registry.get("model_builder", answer.value), Origin(kind="plugin", where=answer.plugin)
+        return Implied(answer.value, f"plugin {answer.plugin}", answer.plugin)
     readers = [
         component
-        for component in registry.all("model_builder")
+        for component in kernel.registry.all("model_builder")
         if isinstance(component.record, ModelComponent) and set(component.record.hf_architectures) & set(architectures)
     ]
     if readers:
-        return _only(readers, architectures[0]), Origin(kind="default", where="by model.model_config")
+        return Implied(_only(readers, architectures[0]).record.name, "model.model_config")
     if "mixtral" in str(view.plain("name", "")).lower():
-        name = "mixtral"
-    else:
-        name = "gpt" if view.plain("model_source") == "megatron" else "llama"
-    return registry.get("model_builder", name), Origin(kind="default", where="by name and model_source")
+        return Implied("mixtral", "the run's name")
+    return Implied("gpt" if view.plain("model_source") == "megatron" else "llama", "model_source")
 
 
 def _only(readers: list[RegisteredComponent], architecture: str) -> RegisteredComponent:
@@ -128,21 +147,6 @@ def _only(readers: list[RegisteredComponent], architecture: str) -> RegisteredCo
             dists=tuple(f"{component.dist} {component.version}" for component in readers),
         )
     return readers[0]
-
-
-def _data_name(view: Node) -> str:
-    if view.plain("model_alignment_strategy") is not None:
-        return "sft-chat"
-    return "megatron-data" if view.plain("model_source") == "megatron" else "hf-data"
-
-
-def _tokenizer(view: Node, kernel: Kernel) -> tuple[RegisteredComponent | None, Origin | None]:
-    section = view.find("data.tokenizer")
-    given = section.children if section is not None else {}
-    if not any(key in given and given[key].value is not None for key in ("type", "model")):
-        return None, None
-    component = kernel.registry.get("tokenizer", "huggingface")
-    return component, Origin(kind="default", where="by data.tokenizer.type")
 
 
 def _storage(view: Node, kernel: Kernel) -> RegisteredComponent:

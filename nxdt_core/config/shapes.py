@@ -272,7 +272,9 @@ def describe_value(value: Any) -> str:
         return f"{str(value).lower()} (a boolean)"
     if isinstance(value, Mapping):
         return "a mapping" if value else "an empty mapping"
-    if isinstance(value, (list, tuple)):
-        return "a list" if value else "an empty list"
+    if isinstance(value, (list, tuple)) and not value:
+        return "an empty list"
     text = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}…"
+    if isinstance(value, (list, tuple)):
+        return f"{text} (a list)"
     return f"{text} ({'text' if isinstance(value, str) else _WORDS.get(type(value), ('a value', ''))[0]})"

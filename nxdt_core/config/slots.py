@@ -51,6 +51,8 @@ class Composition:
     """By path of the section: the dataclass that the component declares."""
     open: frozenset[str] = frozenset()
     """Sections whose component, and hence whose keys, are unknown."""
+    unfilled: frozenset[str] = frozenset()
+    """Sections whose keys would have come from a file that cannot be read: what they lack is told there."""
 
     def label(self, section: str) -> str:
         """The component of a section in words: ``model_builder 'llama'``."""

@@ -14,6 +14,7 @@ from nxdt_core.config.marks import AliasOf, DefaultsTo, Fraction, NoEffect, Posi
 __all__ = ["CheckpointCallbackParams", "EmaConfig", "ExpManagerConfig"]
 
 _OWN_FORMAT = "checkpoints have a format of their own here"
+_ONE_LOG = "one rank speaks for all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +122,13 @@ class ExpManagerConfig:
     """Logger ``neptune``."""
     neptune_logger_kwargs: Mapping[str, Any] | None = None
     """Keys of the logger ``neptune``."""
-    log_parameter_norm: bool = True
+    log_parameter_norm: Annotated[bool, NoEffect("this version does not log the norm of the weights")] = False
     """Log the 2-norm of all weights."""
-    log_gradient_norm: bool = True
+    log_gradient_norm: Annotated[bool, NoEffect("grad_norm is always logged")] = True
     """Log the 2-norm of the gradient before clipping."""
-    log_local_rank_0_only: bool = False
+    log_local_rank_0_only: Annotated[bool, NoEffect(_ONE_LOG)] = False
     """One log file a node."""
-    log_global_rank_0_only: bool = False
+    log_global_rank_0_only: Annotated[bool, NoEffect(_ONE_LOG)] = False
     """One log file a run."""
     resume_if_exists: Annotated[bool, AliasOf("checkpoint.resume_if_exists")] = False
     """``checkpoint.resume_if_exists``."""
@@ -159,16 +160,16 @@ class ExpManagerConfig:
     """Options of that timer."""
     ema: EmaConfig = field(default_factory=EmaConfig)
     """Exponential moving average of the weights."""
-    disable_validation_on_resume: bool = True
-    """Do not validate once more directly after a resume; never done here."""
+    disable_validation_on_resume: Annotated[bool, NoEffect("a resume never validates at once")] = True
+    """Do not validate once more directly after a resume."""
     files_to_copy: tuple[str, ...] | None = None
     """Files to copy to the run's directory."""
     create_early_stopping_callback: bool = False
     """Stop when a metric no longer improves."""
     early_stopping_callback_params: Mapping[str, Any] | None = None
     """Its options."""
-    create_preemption_callback: bool = False
-    """Save when the scheduler preempts; here SIGTERM always saves and stops."""
+    create_preemption_callback: Annotated[bool, NoEffect("SIGTERM always saves and stops")] = False
+    """Save when the scheduler preempts."""
     create_straggler_detection_callback: bool = False
     """Find slow ranks."""
     straggler_detection_params: Mapping[str, Any] | None = None

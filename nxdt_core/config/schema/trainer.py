@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.marks import NonNegativeFloat, NonNegativeInt, PositiveInt, XlaOnly
+from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, NonNegativeInt, PositiveInt, XlaOnly
 
 __all__ = ["TrainerConfig"]
 
@@ -31,14 +31,14 @@ class TrainerConfig:
     """Optimizer steps between two rows of metrics."""
     val_check_interval: PositiveInt | None = None
     """Optimizer steps between two validations; ``null`` never validates."""
-    limit_val_batches: NonNegativeInt | NonNegativeFloat | None = None
-    """Global batches of one validation: an integer counts them, a fraction below or at 1.0 is a share of the split,
+    limit_val_batches: NonNegativeInt | Fraction | None = None
+    """Global batches of one validation: an integer counts them, a number from 0.0 to 1.0 is a share of the split,
     0 switches validation off, ``null`` takes all."""
-    limit_train_batches: NonNegativeInt | NonNegativeFloat | None = None
+    limit_train_batches: NonNegativeInt | Fraction | None = None
     """Bound of the training split, as for validation."""
-    limit_test_batches: NonNegativeInt | NonNegativeFloat | None = None
-    """Bound of the test split, as for validation; ``nxdt train`` reads no test split."""
-    limit_predict_batches: NonNegativeInt | NonNegativeFloat | None = None
+    limit_test_batches: Annotated[NonNegativeInt | Fraction | None, NoEffect("training reads no test split")] = None
+    """Bound of the test split, as for validation."""
+    limit_predict_batches: NonNegativeInt | Fraction | None = None
     """Bound of prediction, as for validation; ``nxdt train`` does not predict."""
     enable_progress_bar: bool | None = None
     """Progress bar; ``null`` shows one on a terminal and prints lines elsewhere."""

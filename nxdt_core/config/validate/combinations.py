@@ -155,15 +155,6 @@ def schedule_fits(checked: Checked) -> Iterator[ImpossibleCombination]:
         )
 
 
-def log_files_exclude(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """One log file a node, or one a run."""
-    keys = ("exp_manager.log_local_rank_0_only", "exp_manager.log_global_rank_0_only")
-    if all(checked.values.get(key) is True for key in keys):
-        yield ImpossibleCombination(
-            **checked.place(*keys), reason=f"{keys[0]} and {keys[1]} exclude each other", advice="Set one of them."
-        )
-
-
 def resume_named(checked: Checked) -> Iterator[ImpossibleCombination]:
     """``weight_init_only`` takes weights from somewhere."""
     if checked.values.get("checkpoint.weight_init_only") and checked.values.get("checkpoint.resume_from", "") is None:
@@ -196,7 +187,6 @@ RULES: tuple[Rule, ...] = (
     sequence_divides,
     zero_stage_agrees,
     schedule_fits,
-    log_files_exclude,
     resume_named,
     recompute_named,
 )

@@ -23,7 +23,7 @@ class Unsupported:
 
     key: str
     neutral: tuple[Any, ...]
-    """Values that ask for nothing, the first of them in the message; ``null`` always is one."""
+    """Values that ask for nothing, the first of them in the message; ``null`` and an empty list always do."""
     reason: str
 
 
@@ -68,6 +68,7 @@ RULES: tuple[Unsupported, ...] = (
         "trainer",
         _LOOP,
         accumulate_grad_batches=1,
+        limit_train_batches=1.0,
         limit_predict_batches=None,
         enable_model_summary=False,
         fast_dev_run=False,
@@ -106,12 +107,13 @@ RULES: tuple[Unsupported, ...] = (
         save_last_n_optim_states=-1,
     ),
     *_group("checkpoint", _NOT_YET, async_save=False),
+    *_group("checkpoint", "this version keeps the newest checkpoints", monitor="step", mode="max"),
     *_group(
         "model",
         _NOT_YET,
         pipeline_cuts=None,
         activations_checkpoint_granularity=None,
-        activations_checkpoint_recompute=(),
+        activations_checkpoint_recompute=None,
         save_logits=False,
     ),
     *_group("model.fusions", _ONE_PROCESS, ring_attention=False),
@@ -122,7 +124,7 @@ def find_unsupported(checked: Checked) -> Iterator[NotSupported]:
     """Keys with a value that this version would not carry out."""
     for rule in RULES:
         value = checked.values.get(rule.key)
-        if value is None or any(type(value) is type(allowed) and value == allowed for allowed in rule.neutral):
+        if value in (None, ()) or any(type(value) is type(allowed) and value == allowed for allowed in rule.neutral):
             continue
         if checked.origin(rule.key).kind == "alias":  # told once, at the key that was written
             continue
