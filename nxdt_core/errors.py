@@ -452,7 +452,7 @@ class UnknownKey(ConfigProblem):
         if self.candidates:
             near = f"Did you mean {' or '.join(repr(name) for name in self.candidates)}?"
         else:
-            near = f"Known here: {listing(self.known)}."
+            near = f"Known here: {listing(self.known)}." if self.known else "The component takes no keys."
         return {**super()._view(), "near": near}
 
 
@@ -484,13 +484,12 @@ class BadInterpolation(ConfigProblem):
     remedy = "{near}"
     text: str
     reason: str
+    advice: str = ""
     candidates: tuple[str, ...] = ()
 
     def _view(self) -> dict[str, Any]:
-        near = "Name an existing key by its whole path, as in ${trainer.max_steps}."
-        if self.candidates:
-            near = f"Did you mean {' or '.join(f'${{{name}}}' for name in self.candidates)}?"
-        return {**super()._view(), "near": near}
+        meant = " or ".join(f"${{{name}}}" for name in self.candidates)
+        return {**super()._view(), "near": f"Did you mean {meant}?" if meant else self.advice}
 
 
 class ConflictingKeys(ConfigProblem):

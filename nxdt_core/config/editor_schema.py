@@ -12,7 +12,7 @@ from typing import Any
 from nxdt_core.config.complete import section_keys
 from nxdt_core.config.fielddocs import class_doc, field_docs
 from nxdt_core.config.keys import Key
-from nxdt_core.config.node import join
+from nxdt_core.config.node import Place, join
 from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.select import usable_class
@@ -56,7 +56,7 @@ def _section(cls: type, path: str, kernel: Kernel) -> dict[str, Any]:
 def _usable(components: Iterable[RegisteredComponent]) -> Iterable[tuple[RegisteredComponent, type | None]]:
     for component in components:
         try:
-            yield component, usable_class(component)
+            yield component, usable_class(component, Place(place=component.dist, line=0, key=""))
         except NxdtError:  # its own section cannot be described; choosing it says why
             continue
 

@@ -10,7 +10,6 @@ from nxdt_core.config.node import Node
 from nxdt_core.config.reading import read_part
 from nxdt_core.config.resolved import Selected
 from nxdt_core.config.select import usable_class
-from nxdt_core.config.suggest import nearest_keys
 from nxdt_core.errors import (
     BadComponentChoice,
     ConfigProblem,
@@ -48,15 +47,23 @@ class Extensions:
 def select_extensions(tree: Node, kernel: Kernel, locator: Locator) -> Extensions:
     """Select loggers and callbacks of the completed, interpolated tree."""
     found = Extensions()
-    for path, name, options in _wanted_loggers(tree, found):
-        _add(found, found.loggers, "logger", path, name, options, kernel, locator)
-    for path, name, options in _items(tree, "trainer.callbacks", found):
-        _add(found, found.callbacks, "callback", path, name, options, kernel, locator)
+    for wanted in _wanted_loggers(tree, found):
+        found.loggers += _selected("logger", wanted, found, kernel, locator)
+    for wanted in _items(tree, "trainer.callbacks", found):
+        found.callbacks += _selected("callback", wanted, found, kernel, locator)
     return found
 
 
-_Wanted = tuple[str, Node, Node]
-"""Key path of the options, the node of the name, the options."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One entry of a list, or one logger that a flag switches on."""
+
+    key: str
+    """Where the name is written."""
+    name: Node
+    path: str
+    """Where the options are written."""
+    options: Node
 
 
 def _items(tree: Node, path: str, found: Extensions) -> Iterator[_Wanted]:
@@ -64,9 +71,9 @@ def _items(tree: Node, path: str, found: Extensions) -> Iterator[_Wanted]:
     for number, item in enumerate(node.value if node is not None and isinstance(node.value, list) else ()):
         where = f"{path}[{number}]"
         if isinstance(item.value, str):
-            yield where, item, Node({}, item.origin)
+            yield _Wanted(where, item, where, Node({}, item.origin))
         elif isinstance(item.value, dict) and isinstance(item.plain("name"), str):
-            yield where, item.value["name"], item.without("name")
+            yield _Wanted(f"{where}.name", item.value["name"], where, item.without("name"))
         elif isinstance(item.value, dict):
             found.problems.append(MissingKey(**item.origin.at(f"{where}.name"), allowed="the component's name"))
 
@@ -74,7 +81,7 @@ def _items(tree: Node, path: str, found: Extensions) -> Iterator[_Wanted]:
 def _wanted_loggers(tree: Node, found: Extensions) -> Iterator[_Wanted]:
     listed = list(_items(tree, _LOGGERS, found))
     yield from listed
-    names = {name.value for _, name, _ in listed}
+    names = {wanted.name.value for wanted in listed}
     given = tree.plain(_LOGGERS) is not None
     for logger, options_name in _FLAGS.items():
         key, path = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
@@ -84,7 +91,7 @@ def _wanted_loggers(tree: Node, found: Extensions) -> Iterator[_Wanted]:
         written = flag.origin.kind != "default"
         if flag.value and logger not in names and (written or not given):
             usable = options if options is not None and isinstance(options.value, dict) else Node({}, flag.origin)
-            yield path, Node(logger, flag.origin), usable
+            yield _Wanted(key, Node(logger, flag.origin), path, usable)
         elif not flag.value and written and logger in names:
             reason = f"{key} is false, and {_LOGGERS} names {logger!r}"
             problem = ImpossibleCombination(**flag.origin.at(key), reason=reason, advice="Keep one of the two.")
@@ -93,33 +100,20 @@ def _wanted_loggers(tree: Node, found: Extensions) -> Iterator[_Wanted]:
             found.notes.append(f"{path}: no effect, since {key} does not select that logger")
 
 
-def _add(
-    found: Extensions,
-    chosen: list[Selected],
-    kind: str,
-    path: str,
-    name: Node,
-    options: Node,
-    kernel: Kernel,
-    locator: Locator,
-) -> None:
+def _selected(kind: str, wanted: _Wanted, found: Extensions, kernel: Kernel, locator: Locator) -> Iterator[Selected]:
+    """The component with its options; nothing where it cannot be had."""
+    place = wanted.name.origin.at(wanted.key)
     try:
-        component = kernel.registry.get(kind, name.value)
-        cls = usable_class(component)
-    except ConfigProblem as problem:
-        found.problems.append(problem)
-        return
+        component = kernel.registry.get(kind, wanted.name.value)
+        cls = usable_class(component, place)
     except NxdtError as error:
-        found.problems.append(BadComponentChoice(**name.origin.at(path), error=error))
+        found.problems.append(error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error))
         return
     if cls is None:
-        for key, child in options.children.items():
-            candidates = nearest_keys(f"{path}.{key}", [f"{path}.name"])
-            found.problems.append(
-                UnknownKey(**child.origin.at(f"{path}.{key}"), candidates=candidates, known=("name",))
-            )
-        chosen.append(Selected(component=component, config=None))
+        for key, child in wanted.options.children.items():
+            found.problems.append(UnknownKey(**child.origin.at(f"{wanted.path}.{key}")))
+        yield Selected(component=component, config=None)
         return
-    instance, problems = read_part(cls, options, path, locator)
+    instance, problems = read_part(cls, wanted.options, wanted.path, locator)
     found.problems += problems
-    chosen.append(Selected(component=component, config=instance))
+    yield Selected(component=component, config=instance)

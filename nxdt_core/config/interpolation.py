@@ -18,7 +18,12 @@ __all__ = ["UNRESOLVED", "has_interpolation", "interpolate"]
 UNRESOLVED: Any = object()
 """Value of a node whose interpolation failed: already reported, nobody reads it."""
 
+_Path = tuple[str | int, ...]
+"""Keys and list indices from the root."""
+_Place = tuple[_Path, Node]
+
 _MISSING = re.compile(r"Interpolation key '([^']*)' not found")
+_RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
 
 
 def has_interpolation(value: object) -> bool:
@@ -46,18 +51,39 @@ def interpolate(
 
     if not OmegaConf.has_resolver("multiply"):  # a program that uses NeMo has it already
         OmegaConf.register_resolver("multiply", _multiply)
-    config = OmegaConf.create(to_plain(tree))
     problems: list[ConfigProblem] = []
+    tree, pending = _drop_malformed(tree, pending, problems)
+    config = OmegaConf.create(to_plain(tree))
     for path, node in pending:
         try:
             value = OmegaConf.select(config, _select_path(path), throw_on_resolution_failure=True)
             found = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             resolved = from_plain(found, node.origin)
         except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(_problem(path, node, error, known))
+            problems.append(_unresolved(path, node, error, known))
             resolved = Node(UNRESOLVED, node.origin)
         tree = _replace(tree, path, resolved)
     return tree, problems
+
+
+def _drop_malformed(tree: Node, pending: list[_Place], problems: list[ConfigProblem]) -> tuple[Node, list[_Place]]:
+    """Take out what is no interpolation by grammar: OmegaConf would refuse the whole tree for it."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    kept = []
+    for path, node in _interpolations(tree, ()):
+        try:
+            OmegaConf.create({"value": node.value})
+        except OmegaConfBaseException:
+            if (path, node) in pending:
+                reason, advice = "it is malformed", "Write ${key.path}, ${.neighbour} or ${multiply:a,b}."
+                place = node.origin.at(_dotted(path))
+                problems.append(BadInterpolation(**place, text=str(node.value), reason=reason, advice=advice))
+            tree = _replace(tree, path, Node(UNRESOLVED, node.origin))
+        else:
+            kept += [(path, node)] if (path, node) in pending else []
+    return tree, kept
 
 
 def _multiply(left: Any, right: Any) -> Any:
@@ -67,7 +93,7 @@ def _multiply(left: Any, right: Any) -> Any:
     return left * right
 
 
-def _interpolations(node: Node, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Node]]:
+def _interpolations(node: Node, path: _Path) -> Iterator[_Place]:
     children: Any = node.value
     if isinstance(children, dict):
         for key, child in children.items():
@@ -84,15 +110,15 @@ def _touches(path: str, wanted: Sequence[str]) -> bool:
     return any(not key or path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.") for key in wanted)
 
 
-def _select_path(path: tuple[str | int, ...]) -> str:
+def _select_path(path: _Path) -> str:
     return "".join(f"[{part}]" for part in path)
 
 
-def _dotted(path: tuple[str | int, ...]) -> str:
+def _dotted(path: _Path) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
-def _replace(node: Node, path: tuple[str | int, ...], new: Node) -> Node:
+def _replace(node: Node, path: _Path, new: Node) -> Node:
     if not path:
         return new
     children: Any = node.value.copy()
@@ -100,16 +126,21 @@ def _replace(node: Node, path: tuple[str | int, ...], new: Node) -> Node:
     return Node(children, node.origin)
 
 
-def _problem(path: tuple[str | int, ...], node: Node, error: Exception, known: Sequence[str]) -> ConfigProblem:
+def _unresolved(path: _Path, node: Node, error: Exception, known: Sequence[str]) -> ConfigProblem:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     missing = _MISSING.search(lines[0])
-    if isinstance(error, RecursionError):
-        reason = "it refers to itself"
-    else:
-        reason = f"there is no key '{missing[1]}'" if missing else lines[0].rstrip(".")
+    reason = _RAISED.sub("", lines[0]).strip("\"'.")
+    advice = ""
+    if missing:
+        reason, advice = f"there is no key '{missing[1]}'", "Name an existing key by its whole path."
+    elif isinstance(error, RecursionError) or "Recursive" in lines[0]:
+        reason, advice = "it refers to itself", "Give one of the keys a value."
+    elif "oc.env" in str(node.value):
+        advice = "Set the variable, or give a default: ${oc.env:NAME,default}."
     return BadInterpolation(
         **node.origin.at(_dotted(path)),
         text=str(node.value),
         reason=reason,
+        advice=advice,
         candidates=nearest_keys(missing[1].lstrip("."), known) if missing else (),
     )

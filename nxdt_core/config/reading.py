@@ -15,7 +15,7 @@ from nxdt_core.config.marks import AliasOf, DefaultsTo
 from nxdt_core.config.node import Node, join, to_plain
 from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.shapes import Choice, Mismatch, Scalar, Shape, describe_value
+from nxdt_core.config.shapes import Choice, Items, Mismatch, Scalar, Shape, describe_value
 from nxdt_core.config.slots import Composition
 from nxdt_core.config.suggest import nearest_keys
 from nxdt_core.errors import ComponentFinding, ConfigProblem, MissingKey, NotSupported, UnknownKey, WrongValue
@@ -94,6 +94,8 @@ class _Reader:
             if not any(isinstance(mark, (AliasOf, DefaultsTo)) for mark in key.marks):
                 self._missing(path, section, key)
             return [_INVALID for _ in keys]
+        if node.origin.written:
+            self.result.followers[path] = node.origin.where
         if node.value is UNRESOLVED:
             return [_INVALID for _ in keys]
         if key.section is not None and not (key.optional and node.value is None):
@@ -102,8 +104,6 @@ class _Reader:
         return self._leaf(keys, node, path)
 
     def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> list[Any]:
-        if node.origin.written:
-            self.result.followers[path] = node.origin.where
         if _unresolved(node):
             return [_INVALID for _ in keys]
         read: list[Any] = []
@@ -115,7 +115,8 @@ class _Reader:
                 read.append(key.shape.read(self.locator.resolve(located, key.shape)))
             except Mismatch as mismatch:
                 hint = _hint(to_plain(node), key.shape)
-                self._wrong(path, node, mismatch.found, key.shape.describe(), hint)
+                found = mismatch.found if located is node else describe_value(to_plain(node))
+                self._wrong(path, node, found, key.shape.describe(), hint)
                 return [_INVALID for _ in keys]
         self.result.values[path] = read[0]
         return read
@@ -154,7 +155,7 @@ class _Reader:
             **node.origin.at(path),
             found=describe_value(to_plain(node)),
             reason=f"it is a key of NxD Training that {self.composition.label(section)} does not read",
-            allowed=f"{describe_value(key.default)}, or leave it out" if key.default is not None else "leave it out",
+            allowed=f"{key.default!r}, or leave it out" if key.default else "leave it out",
         )
         self.result.problems.append(problem)
 
@@ -186,8 +187,12 @@ def _hint(value: Any, shape: Shape) -> str:
     kinds = {member.type for member in members if isinstance(member, Scalar)}
     if isinstance(value, str) and kinds & {int, float, bool}:
         return "Write it without quotes." if _number_like(value) else ""
+    if isinstance(value, float) and int in kinds and value.is_integer():
+        return f"Write {int(value)}."
     if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds:
         return f"Write it in quotes: '{value}'."
+    if isinstance(value, str) and any(isinstance(member, Items) for member in members):
+        return f"Write a list: [{value}]."
     choices = [text for m in members if isinstance(m, Choice) for text in m.values if isinstance(text, str)]
     close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f"Did you mean {close[0]!r}?" if close else ""

@@ -8,7 +8,7 @@ from typing import Any
 from nxdt_core.config.fielddocs import class_doc, field_docs
 from nxdt_core.config.keys import REQUIRED, Key, keys_of
 from nxdt_core.config.marks import AliasOf, DefaultsTo, NoEffect, XlaOnly
-from nxdt_core.config.node import Origin, from_plain, join, to_plain
+from nxdt_core.config.node import Origin, Place, from_plain, join, to_plain
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.select import usable_class
 from nxdt_core.config.slots import SLOTS
@@ -41,7 +41,7 @@ def _components(kernel: Kernel) -> Iterator[str]:
     for slot in SLOTS:
         for component in kernel.registry.all(slot.kind):
             try:
-                cls = usable_class(component)
+                cls = usable_class(component, Place(place=component.dist, line=0, key=""))
             except NxdtError:  # `nxdt plugins show` tells what is wrong with it
                 continue
             record = component.record

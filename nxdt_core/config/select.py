@@ -8,7 +8,7 @@ from typing import Any
 
 from nxdt_core.api import ModelComponent
 from nxdt_core.config.keys import BadAnnotation, keys_of
-from nxdt_core.config.node import Node, Origin, join
+from nxdt_core.config.node import Node, Origin, Place
 from nxdt_core.config.slots import SLOTS, Composition, Slot
 from nxdt_core.errors import AmbiguousComponent, BadComponentChoice, BadComponentConfig, ConfigProblem, NxdtError
 from nxdt_core.kernel import Kernel, RegisteredComponent
@@ -56,10 +56,13 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
     selection = Selection(tree=given)
     for slot in SLOTS:
         name = view.plain(slot.key)
-        if not isinstance(name, (str, type(None))):  # told by reading, as a wrong type
+        if _no_mapping(given, slot.section):  # told by reading, as are selectors that are no text
             selection.open.add(slot.section)
             continue
-        written = given.find(slot.key) or _section(given, slot)
+        if not isinstance(name, (str, type(None))):
+            selection.open.add(slot.section)
+            continue
+        written, key = _written(given, slot)
         place = written.origin if written is not None else origin
         implied: Implied | None = None
         try:
@@ -67,7 +70,7 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
             component = _component(slot, implied.name if implied else name, view, kernel)
         except NxdtError as error:
             note = f" The name follows from {implied.why}." if implied else ""
-            selection.problems.append(BadComponentChoice(**place.at(slot.key), error=error, note=note))
+            selection.problems.append(BadComponentChoice(**place.at(key), error=error, note=note))
             selection.open.add(slot.section)
         else:
             selection.components[slot.name] = component
@@ -77,9 +80,19 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
     return selection
 
 
-def _section(given: Node, slot: Slot) -> Node | None:
-    section = given.find(slot.section)
-    return section if section is not None and section.origin.kind != "default" else None
+def _no_mapping(given: Node, section: str) -> bool:
+    """Whether the section, or one around it, is something else than a mapping."""
+    parts = section.split(".")
+    around = [given.find(".".join(parts[: depth + 1])) for depth in range(len(parts))]
+    return any(node is not None and not isinstance(node.value, (dict, type(None))) for node in around)
+
+
+def _written(given: Node, slot: Slot) -> tuple[Node | None, str]:
+    """What was written that selects the component, and its key."""
+    uri = given.find("checkpoint.uri")
+    if slot.name == "checkpoint_storage" and given.find(slot.key) is None and uri is not None:
+        return uri, "checkpoint.uri"
+    return given.find(slot.key) or given.find(slot.section), slot.key
 
 
 def _component(slot: Slot, name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent | None:
@@ -164,37 +177,36 @@ def _take_class(selection: Selection, slot: Slot, component: RegisteredComponent
     if component is None:
         return
     try:
-        cls = usable_class(component)
-    except NxdtError as error:
-        found = error if isinstance(error, ConfigProblem) else BadComponentChoice(**origin.at(slot.key), error=error)
-        selection.problems.append(found)
+        cls = usable_class(component, origin.at(slot.key))
+    except ConfigProblem as problem:
+        selection.problems.append(problem)
         selection.open.add(slot.section)
         return
     if cls is not None:
         selection.classes[slot.section] = cls
 
 
-def usable_class(component: RegisteredComponent) -> type | None:
-    """The component's dataclass.
+def usable_class(component: RegisteredComponent, place: Place) -> type | None:
+    """The component's dataclass; ``place`` is that of the key that selects it.
 
     Raises:
-        ComponentUnusable: it cannot be imported.
+        BadComponentChoice: it cannot be imported.
         BadComponentConfig: a field has a type that no YAML value can have.
     """
-    cls = component.load_config()
-    if cls is None:
-        return None
     try:
-        _visit(cls)
+        cls = component.load_config()
+        if cls is not None:
+            _visit(cls)
+        return cls
+    except NxdtError as error:
+        raise BadComponentChoice(**place, error=error) from error
     except BadAnnotation as error:
         raise BadComponentConfig(
-            place=component.dist,
-            key=join(component.kind, component.record.name),
+            **place,
             component=component.qualified_name,
             dist=component.dist,
             reason=str(error),
         ) from error
-    return cls
 
 
 def _visit(cls: type) -> None:

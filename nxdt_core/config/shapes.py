@@ -110,8 +110,11 @@ class Choice:
 
     def describe(self) -> str:
         """``'a', 'b' or 'c'``."""
-        words = ["null" if value is None else repr(value) for value in self.values]
-        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+        return _either(self.words())
+
+    def words(self) -> list[str]:
+        """Each value as YAML has it."""
+        return ["null" if value is None else repr(value) for value in self.values]
 
     def json_schema(self) -> dict[str, Any]:
         """The list of values."""
@@ -174,8 +177,10 @@ class OneOf:
 
     def describe(self) -> str:
         """Members joined by "or"."""
-        words = list(dict.fromkeys(member.describe() for member in self.members))
-        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+        words: list[str] = []
+        for member in self.members:
+            words += member.words() if isinstance(member, Choice) else [member.describe()]
+        return _either(list(dict.fromkeys(words)))
 
     def json_schema(self) -> dict[str, Any]:
         """``anyOf``."""
@@ -206,10 +211,10 @@ class Items:
         return self.make(read)
 
     def describe(self) -> str:
-        """``a list of text``."""
+        """``a list, each item text``."""
         if self.fixed:
             return f"a list of {len(self.items)}: {', '.join(shape.describe() for shape in self.items)}"
-        return f"a list of {self.items[0].describe()}"
+        return f"a list, each item {self.items[0].describe()}"
 
     def json_schema(self) -> dict[str, Any]:
         """Type array."""
@@ -262,6 +267,10 @@ class Anything:
     def json_schema(self) -> dict[str, Any]:
         """No bound."""
         return {}
+
+
+def _either(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def describe_value(value: Any) -> str:

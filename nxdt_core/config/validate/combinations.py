@@ -165,6 +165,17 @@ def resume_named(checked: Checked) -> Iterator[ImpossibleCombination]:
         )
 
 
+def one_objective(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """A run has one loss."""
+    keys = ("model_alignment_strategy.dpo", "model_alignment_strategy.orpo")
+    if all(checked.tree.plain(key) is not None for key in keys):
+        yield ImpossibleCombination(
+            **checked.place(keys[1]),
+            reason=f"{keys[0]} is given too, and a run has one loss",
+            advice="Keep one of them.",
+        )
+
+
 def recompute_named(checked: Checked) -> Iterator[ImpossibleCombination]:
     """Modules to recompute are read under ``selective`` alone."""
     key = "model.activations_checkpoint_recompute"
@@ -188,6 +199,7 @@ RULES: tuple[Rule, ...] = (
     zero_stage_agrees,
     schedule_fits,
     resume_named,
+    one_objective,
     recompute_named,
 )
 """In the order in which they are tried."""
