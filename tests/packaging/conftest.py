@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DISTS = (".", "plugins/datasets/text", "plugins/models/llama")
 THIRD_PARTY = "examples/third_party"
-_NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments", "shared")
+_NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments")
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
