@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nxdt_core.config.interpolation import has_interpolation, interpolate
+from nxdt_core.config.keys import section_paths
 from nxdt_core.config.node import Node, Origin, from_plain, merge, to_plain
+from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.slots import SLOTS
 from nxdt_core.errors import BadComponentChoice, BadComponentConfig, ConfigProblem, NxdtError
 from nxdt_core.kernel import Kernel
@@ -16,14 +19,21 @@ _MANDATORY = "???"
 """OmegaConf's mark for "must be given": the same as leaving the key out."""
 
 
-def tidy_given(given: Node) -> Node:
-    """The tree with ``section: name`` spelled out as ``section: {name: …}``, and without ``???``."""
+def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem]]:
+    """The tree without ``???``, with whole sections that are interpolations replaced, and with ``section: name``
+    spelled out as ``section: {name: …}``."""
     given = _without_mandatory(given)
+    taken = [path for path in section_paths(RunConfig) if _is_interpolation(given.find(path))]
+    given, problems = interpolate(given, wanted=taken) if taken else (given, [])
     for slot in SLOTS:
         node = given.find(slot.section)
         if node is not None and isinstance(node.value, str):
             given = given.set(slot.section, Node({slot.selector: node}, node.origin))
-    return given
+    return given, problems
+
+
+def _is_interpolation(node: Node | None) -> bool:
+    return node is not None and has_interpolation(node.value)
 
 
 def _without_mandatory(node: Node) -> Node:

@@ -51,39 +51,48 @@ def interpolate(
 
     if not OmegaConf.has_resolver("multiply"):  # a program that uses NeMo has it already
         OmegaConf.register_resolver("multiply", _multiply)
+    malformed = [(path, node) for path, node in _interpolations(tree, ()) if not _is_well_formed(str(node.value))]
+    readable = tree
+    for path, node in malformed:
+        readable = _replace(readable, path, Node(None, node.origin))
+    config = OmegaConf.create(_primitives(to_plain(readable)))
     problems: list[ConfigProblem] = []
-    tree, pending = _drop_malformed(tree, pending, problems)
-    config = OmegaConf.create(to_plain(tree))
     for path, node in pending:
         try:
+            if (path, node) in malformed:
+                raise MalformedInterpolation
             value = OmegaConf.select(config, _select_path(path), throw_on_resolution_failure=True)
             found = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             resolved = from_plain(found, node.origin)
-        except (OmegaConfBaseException, RecursionError) as error:
+        except (OmegaConfBaseException, RecursionError, MalformedInterpolation) as error:
             problems.append(_unresolved(path, node, error, known))
             resolved = Node(UNRESOLVED, node.origin)
         tree = _replace(tree, path, resolved)
     return tree, problems
 
 
-def _drop_malformed(tree: Node, pending: list[_Place], problems: list[ConfigProblem]) -> tuple[Node, list[_Place]]:
-    """Take out what is no interpolation by grammar: OmegaConf would refuse the whole tree for it."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+class MalformedInterpolation(Exception):
+    """The text is no interpolation by OmegaConf's grammar; inside a tree, it would refuse the whole tree."""
 
-    kept = []
-    for path, node in _interpolations(tree, ()):
-        try:
-            OmegaConf.create({"value": node.value})
-        except OmegaConfBaseException:
-            if (path, node) in pending:
-                reason, advice = "it is malformed", "Write ${key.path}, ${.neighbour} or ${multiply:a,b}."
-                place = node.origin.at(_dotted(path))
-                problems.append(BadInterpolation(**place, text=str(node.value), reason=reason, advice=advice))
-            tree = _replace(tree, path, Node(UNRESOLVED, node.origin))
-        else:
-            kept += [(path, node)] if (path, node) in pending else []
-    return tree, kept
+
+def _is_well_formed(text: str) -> bool:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import GrammarParseError
+
+    try:
+        OmegaConf.create({"value": text})
+    except GrammarParseError:
+        return False
+    return True
+
+
+def _primitives(value: Any) -> Any:
+    """The tree with ``None`` for what OmegaConf cannot hold: objects in a mapping that a program passes."""
+    if isinstance(value, dict):
+        return {key: _primitives(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_primitives(child) for child in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _multiply(left: Any, right: Any) -> Any:
@@ -131,7 +140,9 @@ def _unresolved(path: _Path, node: Node, error: Exception, known: Sequence[str])
     missing = _MISSING.search(lines[0])
     reason = _RAISED.sub("", lines[0]).strip("\"'.")
     advice = ""
-    if missing:
+    if isinstance(error, MalformedInterpolation):
+        reason, advice = "it is malformed", "Write ${key.path}, ${.neighbour} or ${multiply:a,b}."
+    elif missing:
         reason, advice = f"there is no key '{missing[1]}'", "Name an existing key by its whole path."
     elif isinstance(error, RecursionError) or "Recursive" in lines[0]:
         reason, advice = "it refers to itself", "Give one of the keys a value."

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from nxdt_core.config.marks import Range
+from nxdt_core.config.node import join
 from nxdt_core.config.shapes import (
     Anything,
     Choice,
@@ -24,7 +25,7 @@ from nxdt_core.config.shapes import (
     describe_value,
 )
 
-__all__ = ["REQUIRED", "BadAnnotation", "Key", "keys_of", "shape_of"]
+__all__ = ["REQUIRED", "BadAnnotation", "Key", "keys_of", "section_paths", "shape_of"]
 
 M = TypeVar("M")
 
@@ -106,6 +107,16 @@ def keys_of(cls: type) -> dict[str, Key]:
     except (NameError, TypeError, AttributeError) as error:
         raise BadAnnotation(f"the annotations of {cls.__name__} cannot be resolved: {error}") from error
     return {field.name: _key(cls, field, hints[field.name]) for field in fields(cls) if field.init}
+
+
+def section_paths(cls: type, path: str = "") -> tuple[str, ...]:
+    """Key paths of all sections below the dataclass, outer ones first."""
+    found: list[str] = []
+    for name, key in keys_of(cls).items():
+        if key.section is not None:
+            here = join(path, name)
+            found += [here, *section_paths(key.section, here)]
+    return tuple(found)
 
 
 def _key(cls: type, field: Any, annotation: Any) -> Key:

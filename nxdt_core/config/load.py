@@ -118,7 +118,8 @@ class _Load:
     def _collect(self, source: Source) -> Node:
         """What was written, overrides included."""
         self.problems += source.problems
-        given = tidy_given(self._keep(apply_overrides(source.tree, self.overrides)))
+        given = self._keep(apply_overrides(source.tree, self.overrides))
+        given = self._keep(tidy_given(given))
         if not source.readable:
             raise self._error(source.label)
         return given

@@ -103,13 +103,16 @@ def join(prefix: str, key: str) -> str:
 
 
 def merge(low: Node, high: Node) -> Node:
-    """Both trees in one; where both give a value, that of ``high``. Lists are replaced, not joined."""
+    """Both trees in one; where both give a value, that of ``high``. Lists are replaced, not joined.
+
+    A mapping that stands in a file keeps its line, whoever adds to it: that is where a key of it is missing.
+    """
     if not isinstance(low.value, dict) or not isinstance(high.value, dict):
         return high
     merged = dict(low.value)
     for key, child in high.value.items():
         merged[key] = merge(merged[key], child) if key in merged else child
-    return Node(merged, high.origin)
+    return Node(merged, low.origin if low.origin.kind == "file" else high.origin)
 
 
 def from_plain(value: Any, origin: Origin) -> Node:

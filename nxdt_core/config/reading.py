@@ -163,10 +163,12 @@ class _Reader:
         where = path.rpartition(".")[0]
         if where in self.composition.unfilled and key.owner is self.composition.classes.get(where):
             return
-        place = section.origin.at(path)
-        if section.origin.kind == "default":  # the whole section is missing
-            place["place"] = self.locator.source
-        self.result.problems.append(MissingKey(**place, allowed=key.shape.describe()))
+        origin = section.origin
+        while where and origin.kind == "default":  # the whole section is missing: told at the one around it
+            where = where.rpartition(".")[0]
+            around = self.result.tree.find(where) if where else self.result.tree
+            origin = around.origin if around is not None else origin
+        self.result.problems.append(MissingKey(**origin.at(path), allowed=key.shape.describe()))
 
     def _wrong(self, path: str, node: Node, found: str, allowed: str, hint: str = "") -> None:
         problem = WrongValue(**node.origin.at(path), found=found, allowed=allowed, hint=hint)

@@ -1,0 +1,155 @@
+"""A plugin file with one component of several kinds, as the tests of the configuration need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from nxdt_core.api import (
+    CallbackComponent,
+    ConfigFinding,
+    DataloaderComponent,
+    LoggerComponent,
+    ModelComponent,
+    OptimizerComponent,
+    StorageComponent,
+    hookimpl,
+)
+from nxdt_core.config.marks import PositiveInt, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Nested section."""
+
+    factor: float = 1.0
+    kind: Literal["linear", "llama3"] = "linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyConfig:
+    """A model."""
+
+    hidden_size: PositiveInt
+    """Width."""
+    num_layers: PositiveInt = 2
+    num_attention_heads: PositiveInt = field(default=4, metadata={"doc": "Heads of attention."})
+    num_kv_heads: PositiveInt | None = None
+    encoder_seq_length: PositiveInt
+    vocab_size: PositiveInt = 256
+    dropout: Annotated[float, Range(0, 1)] = 0.0
+    rope_scaling: RopeScaling | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+
+    def check(self) -> Iterable[tuple[str, str]]:
+        if self.hidden_size % self.num_attention_heads:
+            yield "num_attention_heads", f"{self.hidden_size} does not divide by {self.num_attention_heads}"
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Mapping[str, Any]:
+        if hf.get("model_type") != "tiny":
+            raise ValueError(f"it describes a {hf.get('model_type')!r}, not a 'tiny'")
+        return {"hidden_size": hf["hidden_size"], "num_layers": hf["num_hidden_layers"]}
+
+
+@dataclass(kw_only=True)
+class LinesConfig:
+    """A dataloader."""
+
+    files: tuple[Path, ...] = ()
+    text_key: str = "text"
+    packing: bool = False
+    shuffle: bool = False
+
+
+@dataclass(kw_only=True)
+class FussyConfig:
+    """Raises in its own ways."""
+
+    lr: float = 0.1
+    mode: str = "fine"
+
+    def __post_init__(self) -> None:
+        if self.mode == "post_init":
+            raise ValueError("mode post_init is never right")
+
+    def check(self) -> Iterable[tuple[str, str]]:
+        if self.mode == "crash":
+            raise ZeroDivisionError("boom")
+        return []
+
+
+@dataclass(kw_only=True)
+class BrokenConfig:
+    """Has an annotation that no YAML value can have."""
+
+    handle: bytes = b""
+
+
+@dataclass(kw_only=True)
+class CsvConfig:
+    """A logger."""
+
+    flush_every: PositiveInt = 10
+
+
+@dataclass(kw_only=True)
+class MemoryConfig:
+    """A store."""
+
+    parts: PositiveInt = 4
+
+
+@hookimpl
+def nxdt_model_builders():
+    return [
+        ModelComponent(
+            name="tiny", target="tiny:Builder", config=f"{__name__}:TinyConfig", hf_architectures=("TinyForCausalLM",)
+        ),
+        ModelComponent(name="bare", target="tiny:Bare"),
+    ]
+
+
+@hookimpl
+def nxdt_dataloaders():
+    return [DataloaderComponent(name="lines", target="tiny:Lines", config=f"{__name__}:LinesConfig")]
+
+
+@hookimpl
+def nxdt_optimizers():
+    return [
+        OptimizerComponent(name="fussy", target="tiny:fussy", config=f"{__name__}:FussyConfig"),
+        OptimizerComponent(name="broken", target="tiny:broken", config=f"{__name__}:BrokenConfig"),
+        OptimizerComponent(name="lost", target="tiny:lost", config="no_such_package.config:Config"),
+    ]
+
+
+@hookimpl
+def nxdt_checkpoint_storages():
+    return [
+        StorageComponent(name="memory", target="tiny:M", config=f"{__name__}:MemoryConfig", uri_schemes=("memory",))
+    ]
+
+
+@hookimpl
+def nxdt_loggers():
+    return [LoggerComponent(name="csv", target="tiny:csv", config=f"{__name__}:CsvConfig")]
+
+
+@hookimpl
+def nxdt_callbacks():
+    return [CallbackComponent(name="beep", target="tiny:beep")]
+
+
+@hookimpl
+def nxdt_config_defaults(context):
+    return {"trainer": {"log_every_n_steps": 7}} if context.config.get("name") == "wants-defaults" else {}
+
+
+@hookimpl
+def nxdt_validate_config(context):
+    if context.config["trainer"]["max_steps"] == 13:
+        return [ConfigFinding(key="trainer.max_steps", message="13 is unlucky", remedy="Write 14.")]
+    return []

@@ -1,0 +1,223 @@
+"""Every row that the report gives for one wrong key: place, key, what was found, what is allowed, what was meant."""
+
+from __future__ import annotations
+
+import pytest
+
+KEYS = {
+    "unknown key beside its neighbour": (
+        "trainer.max_step=5",
+        "trainer.max_step: unknown key. Did you mean 'trainer.max_steps'? [NXDT-C010]",
+    ),
+    "key of another section": (
+        "context_parallel_size=2",
+        "context_parallel_size: unknown key. Did you mean 'distributed_strategy.context_parallel_size'? [NXDT-C010]",
+    ),
+    "key of two other sections": (
+        "model.max_steps=5",
+        "model.max_steps: unknown key. Did you mean 'trainer.max_steps' or 'model.optim.sched.max_steps'? [NXDT-C010]",
+    ),
+    "key like no other": (
+        "checkpoint.storage.zzz=5",
+        "checkpoint.storage.zzz: unknown key. Known here: 'name', 'fsync'. [NXDT-C010]",
+    ),
+    "key of a component's nested section": (
+        "model.rope_scaling={factr: 2.0}",
+        "model.rope_scaling.factr: unknown key. Did you mean 'model.rope_scaling.factor'? [NXDT-C010]",
+    ),
+    "number in quotes": (
+        "trainer.max_steps='40'",
+        "trainer.max_steps: found '40' (text); allowed: an integer of at least 1. Write it without quotes. [NXDT-C012]",
+    ),
+    "boolean for an integer": (
+        "trainer.max_steps=true",
+        "trainer.max_steps: found true (a boolean); allowed: an integer of at least 1. [NXDT-C012]",
+    ),
+    "float for an integer": (
+        "trainer.max_steps=1e4",
+        "trainer.max_steps: found 10000.0 (a number); allowed: an integer of at least 1. Write 10000. [NXDT-C012]",
+    ),
+    "integer for a boolean": (
+        "data.shuffle=1",
+        "data.shuffle: found 1 (an integer); allowed: true or false. [NXDT-C012]",
+    ),
+    "number for text": (
+        "name=3",
+        "name: found 3 (an integer); allowed: text. Write it in quotes: '3'. [NXDT-C012]",
+    ),
+    "out of bounds": (
+        "trainer.max_steps=0",
+        "trainer.max_steps: found 0 (an integer); allowed: an integer of at least 1. [NXDT-C012]",
+    ),
+    "out of a component's bounds": (
+        "model.dropout=1.5",
+        "model.dropout: found 1.5 (a number); allowed: a number from 0 to 1. [NXDT-C012]",
+    ),
+    "not a number": (
+        "model.optim.lr=.nan",
+        "model.optim.lr: found nan (a number); allowed: a number of at least 0. [NXDT-C012]",
+    ),
+    "not among the choices": (
+        "model.optim.sched={name: WSD, decay_shape: sqr}",
+        "model.optim.sched.decay_shape: found 'sqr' (text); allowed: 'linear', 'cosine' or 'sqrt'."
+        " Did you mean 'sqrt'? [NXDT-C012]",
+    ),
+    "not among the choices or null": (
+        "distributed_strategy.zero_stage=5",
+        "distributed_strategy.zero_stage: found 5 (an integer); allowed: 1, 2, 3 or null. [NXDT-C012]",
+    ),
+    "scalar for a list": (
+        "trainer.callbacks=beep",
+        "trainer.callbacks: found 'beep' (text); allowed: a list, each item text or a mapping."
+        " Write a list: [beep]. [NXDT-C012]",
+    ),
+    "list too short": (
+        "model.betas=[0.9]",
+        "model.betas: found a list of 1; allowed: a list of 2: a number, a number. [NXDT-C012]",
+    ),
+    "wrong item": (
+        "model.betas=[0.9, x]",
+        "model.betas: found 'x' (text) as item 2 of the list; allowed: a list of 2: a number, a number. [NXDT-C012]",
+    ),
+    "list for a section": (
+        "trainer=[1]",
+        "trainer: found [1] (a list); allowed: a mapping. [NXDT-C012]",
+    ),
+    "number for a section that selects a component": (
+        "model=4",
+        "model: found 4 (an integer); allowed: a mapping. [NXDT-C012]",
+    ),
+    "null for a required key": (
+        "data.global_batch_size=null",
+        "data.global_batch_size: required key is missing. Give it an integer of at least 1. [NXDT-C011]",
+    ),
+    "mandatory mark of OmegaConf": (
+        "data.global_batch_size='???'",
+        "data.global_batch_size: required key is missing. Give it an integer of at least 1. [NXDT-C011]",
+    ),
+    "key of the older schema that the model does not read": (
+        "model.hidden_dropout=0.1",
+        "model.hidden_dropout: found 0.1 (a number); it is a key of NxD Training that model_builder 'tiny' does not"
+        " read. Allowed: leave it out. [NXDT-C015]",
+    ),
+    "wrong type of a key of the older schema": (
+        "model.has_bias=3",
+        "model.has_bias: found 3 (an integer); allowed: true or false. [NXDT-C012]",
+    ),
+    "not carried out yet": (
+        "distributed_strategy.dp_replicate=2",
+        "distributed_strategy.dp_replicate: found 2 (an integer); this version trains in one process."
+        " Allowed: 1. [NXDT-C015]",
+    ),
+    "package of a path is not installed": (
+        "data.files=['package://no_such_package/x.txt']",
+        "data.files: found 'package://no_such_package/x.txt', but no package 'no_such_package' is installed;"
+        " allowed: a list, each item a path. [NXDT-C012]",
+    ),
+    "no equals sign": (
+        "trainer.max_steps",
+        "'trainer.max_steps' sets no key: it has no '='. Write key.path=value, such as trainer.max_steps=100."
+        " [NXDT-C006]",
+    ),
+    "plugin list as text": (
+        "plugins.block=llama",
+        "plugins.block: found 'llama' (text); allowed: a list, each item text. Write a list: [llama]. [NXDT-C012]",
+    ),
+    "what a component finds": (
+        "model.num_attention_heads=5",
+        "model.num_attention_heads: 32 does not divide by 5. [NXDT-C019]",
+    ),
+    "what a plugin finds": (
+        "trainer.max_steps=13",
+        "trainer.max_steps: 13 is unlucky (plugin 'parts'). Write 14. [NXDT-C019]",
+    ),
+    "what a component's constructor finds": (
+        "model.optim={name: fussy, mode: post_init}",
+        "model.optim: mode post_init is never right. [NXDT-C019]",
+    ),
+    "a component's check that crashes": (
+        "model.optim={name: fussy, mode: crash}",
+        "model.optim: the configuration class of parts:fussy is faulty: its check raised ZeroDivisionError: boom."
+        " Report this to the author of local. [NXDT-C018]",
+    ),
+    "a component's class with a type that YAML lacks": (
+        "model.optim={name: broken}",
+        "model.optim.name: the configuration class of parts:broken is faulty: BrokenConfig.handle has the annotation"
+        " <class 'bytes'>, which no YAML value can be read into. Report this to the author of local. [NXDT-C018]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "row"), KEYS.values(), ids=KEYS)
+def test_one_row_says_everything(report, good, override, row):
+    place = "run.yaml:4" if "is missing" in row else "command line"  # what is missing is told at its section
+    assert report(good, override) == [f"{place}: {row}"]
+
+
+def test_rows_name_the_line_of_the_file(report, good):
+    text = good.replace("max_steps: 100", "max_steps: 100\n  devces: 1").replace("name: lines", "name: line")
+    rows = report(text)
+    assert rows[0] == "run.yaml:4: trainer.devces: unknown key. Did you mean 'trainer.devices'? [NXDT-C010]"
+    assert rows[1].startswith("run.yaml:6: data.name: No dataloader is called 'line'")
+    assert "Did you mean 'lines'?" in rows[1]
+    assert rows[1].endswith("[NXDT-K002]")
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file(report):
+    rows = report(
+        """\
+        name: 7
+        trainer: {max_steps: many, max_step: 4}
+        data:
+          name: lines
+          global_batch_size: 8
+          text_kye: x
+        model:
+          name: tiny
+          hidden_size: -1
+        """,
+        "seed=none",
+        "nothing",
+    )
+    places = [row.split(": ")[:2] for row in rows]
+    assert places == [
+        ["run.yaml:1", "name"],
+        ["run.yaml:2", "trainer.max_steps"],
+        ["run.yaml:2", "trainer.max_step"],
+        ["run.yaml:3", "data.seq_length"],
+        ["run.yaml:6", "data.text_kye"],
+        ["run.yaml:7", "model.optim.lr"],
+        ["run.yaml:9", "model.hidden_size"],
+        ["command line", "'nothing' sets no key"],
+        ["command line", "seed"],
+    ]
+
+
+def test_a_missing_section_is_told_by_its_required_keys(report):
+    rows = report("name: run\n")
+    assert (
+        "run.yaml:1: trainer.max_steps: required key is missing. Give it an integer of at least 1. [NXDT-C011]" in rows
+    )
+    assert "run.yaml:1: data.seq_length: required key is missing. Give it an integer of at least 1. [NXDT-C011]" in rows
+    assert not [row for row in rows if "encoder_seq_length" in row], "an alias is not told apart from its key"
+
+
+def test_the_error_prints_all_rows(load, good):
+    from nxdt_core.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        load(good, "trainer.max_steps=0", "seed=0")
+    assert str(caught.value) == (
+        "[NXDT-C001] run.yaml: 2 problems.\n"
+        "  command line: seed: found 0 (an integer); allowed: an integer of at least 1. [NXDT-C012]\n"
+        "  command line: trainer.max_steps: found 0 (an integer); allowed: an integer of at least 1. [NXDT-C012]"
+    )
+
+
+def test_check_gives_the_problems_without_raising(kernel, good, tmp_path):
+    from nxdt_core import config
+
+    path = tmp_path / "run.yaml"
+    path.write_text(good)
+    assert config.check(path, kernel=kernel) == ()
+    assert [problem.key for problem in config.check(path, ["seed=0"], kernel=kernel)] == ["seed"]

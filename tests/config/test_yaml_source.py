@@ -1,0 +1,83 @@
+"""Scalars as their writer means them, and documents that would do harm."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxdt_core.config.node import to_plain
+from nxdt_core.config.yaml_source import parse_scalar, parse_yaml
+
+SCALARS = {
+    "1e-4": 1e-4,
+    "5e5": 5e5,
+    "-2.5E+3": -2500.0,
+    "1_000": 1000,
+    "010": 10,
+    "0x10": 16,
+    "1:30": "1:30",
+    "00:12:00:00": "00:12:00:00",
+    "2024-01-01": "2024-01-01",
+    "yes": True,
+    "off": False,
+    "~": None,
+    "": None,
+    "'1e-4'": "1e-4",
+    '"true"': "true",
+    "${trainer.max_steps}": "${trainer.max_steps}",
+    "[1, {a: 2e-1}]": [1, {"a": 0.2}],
+    "1e": "1e",
+    "e5": "e5",
+}
+
+
+@pytest.mark.parametrize(("text", "value"), SCALARS.items(), ids=[repr(text) for text in SCALARS])
+def test_scalars_mean_what_they_say(text, value):
+    found = parse_scalar(text)
+    assert (type(found), found) == (type(value), value)
+
+
+def test_keys_stay_text_and_know_their_lines():
+    tree, problems = parse_yaml("on: 1\n1:\n  null: 2\n", "f")
+    assert not problems
+    assert to_plain(tree) == {"on": 1, "1": {"null": 2}}
+    assert tree.find("1.null").origin.where == "f:3"
+
+
+def test_anchors_and_merges_work():
+    tree, problems = parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: {<<: [{x: 8}, *a]}\nd: *a\n", "f")
+    assert not problems
+    assert to_plain(tree) == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 1, "y": 3},
+        "c": {"x": 8, "y": 2},
+        "d": {"x": 1, "y": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a: &a {b: *a}\n", "an anchor that contains itself"),
+        ("a: !!python/object/apply:os.system ['true']\n", "the tag !!python/object/apply:os.system"),
+        ("a: !!python/name:os.system\n", "the tag !!python/name:os.system"),
+        ("a: !custom {b: 1}\n", "the tag !custom"),
+        ("a: !!int x\n", "'x' tagged !!int"),
+        ("? [a]\n: 1\n", "a key that is a list or mapping"),
+        ("a: {<<: 3}\n", "no mapping"),
+    ],
+)
+def test_documents_that_are_no_plain_data_are_refused(text, found):
+    _, problems = parse_yaml(text, "f")
+    assert [problem.what().partition(";")[0] for problem in problems] == [f"found {found}"]
+    assert problems[0].place == "f:1"
+
+
+def test_the_parser_without_libyaml_reads_the_same(monkeypatch):
+    import yaml
+
+    from nxdt_core.config import yaml_source
+
+    text = "a: 1e-4\nb: [x, {c: ~}]\n"
+    fast = parse_yaml(text, "f")
+    monkeypatch.setattr(yaml_source, "_Loader", yaml.SafeLoader)
+    assert parse_yaml(text, "f") == fast
