@@ -6,13 +6,12 @@ import re
 import secrets
 from typing import Any
 
-from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.layout import step_of
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["check_writable", "locate", "open_storage"]
+__all__ = ["check_writable", "locate", "open_storage", "scheme_of"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -22,23 +21,25 @@ def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> 
 
     Args:
         uri: a plain path, ``file:///absolute/path``, or ``scheme://…`` of an installed plugin.
-        kernel: knows the plugins. Paths need none; for a scheme, None starts a kernel with the default policy.
+        kernel: knows the plugins; None starts one with the default policy.
         config: the dataclass of ``checkpoint.storage``; None means the component's defaults.
 
     Raises:
         BadStorageUri: ``uri`` is malformed.
         UnknownScheme: no usable plugin serves its scheme; the error names the one to install where it is known.
     """
-    match = _SCHEME.match(uri)
-    scheme = match[1].lower() if match else "file"
-    if scheme == "file":
-        return LocalStorage(uri, config)
-    component = (kernel or Kernel.start()).registry.storage_for_scheme(scheme)
+    component = (kernel or Kernel.start()).registry.storage_for_scheme(scheme_of(uri))
     config_class = component.load_config()
     if config is None and config_class is not None:
         config = config_class()
     storage: CheckpointStorage = component.load_target()(uri, config)
     return storage
+
+
+def scheme_of(uri: str) -> str:
+    """The scheme of an address in lower case; a plain path has ``file``."""
+    match = _SCHEME.match(uri)
+    return match[1].lower() if match else "file"
 
 
 def locate(uri: str, kernel: Kernel | None = None, config: Any = None) -> tuple[CheckpointStorage, int | None]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.layout import step_name
+from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.protocols.adapter import Adapter
@@ -108,10 +109,10 @@ def storage(config: ResolvedConfig) -> CheckpointStorage:
 def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStorage, int | None]:
     """The store behind ``uri`` and the step that it names, None where it names the root of a run's checkpoints.
 
-    The options of ``checkpoint.storage`` hold for every URI that the run's own store serves.
+    The options of ``checkpoint.storage`` hold for URIs with the scheme of the run's own.
     """
-    selected = config.components["checkpoint_storage"]
-    return checkpoint.locate(uri, config.kernel, None if selected is None else selected.config)
+    own = scheme_of(uri) == scheme_of(config.checkpoint_uri)
+    return checkpoint.locate(uri, config.kernel, config.selected("checkpoint_storage").config if own else None)
 
 
 def step_uri(storage: CheckpointStorage, step: int) -> str:

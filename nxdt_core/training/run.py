@@ -173,13 +173,22 @@ def _newest_uri(own: CheckpointStorage) -> str | None:
 def _resume_command(config: ResolvedConfig, step: int) -> str:
     """The command that goes on: the same one, told to resume, and with a later end where this one is reached."""
     overrides = {
-        key: f"{key}={json.dumps(value)}" for key, value in config.values() if config.origins[key].kind == "override"
+        key: f"{key}={_as_yaml_value(value)}"
+        for key, value in config.values()
+        if config.origins[key].kind == "override"
     }
     if not config.run.checkpoint.resume_if_exists:
         overrides["exp_manager.resume_if_exists"] = "exp_manager.resume_if_exists=true"
     if step >= config.run.trainer.max_steps:
         overrides["trainer.max_steps"] = f"trainer.max_steps={2 * step}"
     return shlex.join(["nxdt", "train", config.source, *overrides.values()])
+
+
+def _as_yaml_value(value: object) -> str:
+    """A value as one writes it on the command line: text that YAML reads as text stands without quotes."""
+    if isinstance(value, str) and yaml.safe_load(value) == value:
+        return value
+    return json.dumps(value)
 
 
 def _quieten_lightning() -> None:
