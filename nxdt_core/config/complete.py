@@ -47,17 +47,19 @@ class Completion:
         extra = self.composition.classes.get(path)
         given = node.children if node is not None else {}
         filled: dict[str, Node] = {}
-        for name, declared in section_keys(cls, extra).items():
-            child = self._key(declared, given.get(name), join(path, name), extra)
+        declared = section_keys(cls, extra)
+        for name, keys in declared.items():
+            child = self._key(keys, given.get(name), join(path, name), extra)
             if child is not None:
                 filled[name] = child
-        unknown = {name: child for name, child in given.items() if name not in filled}
+        unknown = {name: child for name, child in given.items() if name not in filled and name not in declared}
         return Node({**filled, **unknown}, node.origin if node is not None else _DEFAULT)
 
     def _key(self, declared: tuple[Key, ...], node: Node | None, path: str, extra: type | None) -> Node | None:
         key = declared[0]
         self.known.append(path)
-        if node is not None and node.value is None and not any(each.optional for each in declared):
+        has_default = any(each.default is not REQUIRED or each.marks for each in declared)
+        if node is not None and node.value is None and has_default and not any(each.optional for each in declared):
             node = None  # `null` for a key that cannot be null says "not set", as files of NeMo do
         if key.section is not None and (node is None or node.value is None or isinstance(node.value, dict)):
             absent = node is None or node.value is None
