@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from nxdt_core.config.interpolation import has_interpolation
+from nxdt_core.config.keys import keys_of
 from nxdt_core.config.node import Node, Origin, join
+from nxdt_core.config.schema.alignment import DpoKeys, OrpoKeys, PeftKeys, SftKeys
 
 __all__ = ["SECTION", "Pair", "link", "spread_alignment"]
 
@@ -21,6 +24,9 @@ _TARGETS = {
     "peft": ("adapter", "lora"),
 }
 """Part → section that it goes to, and the component's name that its presence means."""
+
+
+_PARTS: Mapping[str, type] = {"sft": SftKeys, "dpo": DpoKeys, "orpo": OrpoKeys, "peft": PeftKeys}
 
 
 def link(tree: Node, source: str, kind: Literal["alias", "default"] = "alias") -> Node | None:
@@ -41,13 +47,14 @@ def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:
         if part not in _TARGETS or not isinstance(node.value, dict):
             continue
         section, name = _TARGETS[part]
+        known = keys_of(_PARTS[part])
         written = node.origin.at("")["place"]
         place = Origin(kind="alias", where=join(SECTION, part), line=node.origin.line, written=written)
         if name is not None and tree.plain(f"{section}.name") is None:
             tree = tree.set(f"{section}.name", Node(name, place))
         for key, child in node.children.items():
             target = f"{section}.{key}"
-            if child.value is None:
+            if child.value is None or key not in known:  # what is unknown is told where it stands
                 continue
             if tree.find(target) is not None:
                 pairs.append((target, join(place.where, key)))

@@ -31,8 +31,10 @@ class Checked:
         return node.origin if node is not None else self.tree.origin
 
     def place(self, *keys: str) -> Place:
-        """The place of a problem between ``keys``: the first that somebody wrote, by default the first."""
-        for key in keys:
-            if self.origin(key).kind != "default":
-                return self.origin(key).at(key)
-        return self.origin(keys[0]).at(keys[0])
+        """The place of a problem between ``keys``: the first that somebody wrote, by default the first.
+
+        An alias is told under the name that was written.
+        """
+        key = next((key for key in keys if self.origin(key).kind != "default"), keys[0])
+        origin = self.origin(key)
+        return origin.at(origin.where if origin.kind == "alias" else key)

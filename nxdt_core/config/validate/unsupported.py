@@ -126,8 +126,6 @@ def find_unsupported(checked: Checked) -> Iterator[NotSupported]:
         value = checked.values.get(rule.key)
         if value in (None, ()) or any(type(value) is type(allowed) and value == allowed for allowed in rule.neutral):
             continue
-        if checked.origin(rule.key).kind == "alias":  # told once, at the key that was written
-            continue
         yield NotSupported(
             **checked.place(rule.key),
             found=describe_value(to_plain(node) if (node := checked.tree.find(rule.key)) else value),

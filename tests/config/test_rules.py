@@ -1,0 +1,167 @@
+"""Values that are right alone and wrong together; what is not done yet; what has no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxdt_core.config.keys import keys_of
+from nxdt_core.config.node import from_plain
+from nxdt_core.config.overrides import COMMAND_LINE
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.validate import Checked, find_impossible
+from nxdt_core.config.validate.unsupported import RULES
+
+D = "distributed_strategy."
+WORLD = {"trainer.devices": 1, "trainer.num_nodes": 1, D + "tensor_model_parallel_size": 1}
+WORLD |= {D + "pipeline_model_parallel_size": 1, D + "context_parallel_size": 1, D + "kv_replicator": 1}
+
+IMPOSSIBLE = {
+    "world": (
+        {"trainer.devices": 6, D + "tensor_model_parallel_size": 4},
+        "1 x 6 processes do not divide into groups of TP 4 x PP 1 x CP 1.",
+    ),
+    "batch": (
+        {"trainer.devices": 4, "data.global_batch_size": 12, "data.micro_batch_size": 2},
+        "12 does not divide by data.micro_batch_size 2 x 4 data parallel ranks.",
+    ),
+    "heads": (
+        {"trainer.devices": 8, D + "tensor_model_parallel_size": 8, "model.num_attention_heads": 12},
+        "12 does not divide by tensor_model_parallel_size 8.",
+    ),
+    "kv heads": (
+        {"trainer.devices": 8, D + "tensor_model_parallel_size": 8, "model.num_kv_heads": 2, D + "kv_replicator": 2},
+        "2 x kv_replicator 2 does not divide by tensor_model_parallel_size 8.",
+    ),
+    "layers": (
+        {
+            "trainer.devices": 4,
+            D + "pipeline_model_parallel_size": 4,
+            D + "virtual_pipeline_model_parallel_size": 2,
+            "model.num_layers": 12,
+        },
+        "12 layers do not divide by PP x VPP = 8 stages.",
+    ),
+    "cuts": (
+        {"trainer.devices": 4, D + "pipeline_model_parallel_size": 4, "model.pipeline_cuts": ("a", "b")},
+        "2 cuts make 3 stages, but PP x VPP = 4.",
+    ),
+    "experts": (
+        {D + "expert_model_parallel_size": 3, "model.moe.num_experts": 8},
+        "8 experts do not divide by expert_model_parallel_size 3.",
+    ),
+    "sequence over context": (
+        {"trainer.devices": 2, D + "context_parallel_size": 2, "data.seq_length": 102},
+        "102 tokens do not divide into 4 equal parts (CP 2, TP 1 with sequence_parallel).",
+    ),
+    "zero": (
+        {D + "zero_stage": 2, D + "zero1": False},
+        "zero_stage 2 shards, and zero1: false says not to.",
+    ),
+    "schedule": (
+        {D + "pipeline_schedule": "1f1b", D + "virtual_pipeline_model_parallel_size": 2},
+        "the schedule 1f1b has one stage a device, and virtual_pipeline_model_parallel_size is 2.",
+    ),
+    "weights from nowhere": (
+        {"checkpoint.weight_init_only": True, "checkpoint.resume_from": None},
+        "weight_init_only takes the weights of a checkpoint, and checkpoint.resume_from names none.",
+    ),
+    "recompute": (
+        {"model.activations_checkpoint_granularity": "full", "model.activations_checkpoint_recompute": ("MLP",)},
+        "whole layers are recomputed under granularity 'full', so naming modules means nothing.",
+    ),
+}
+
+
+def found(values):
+    checked = Checked({**WORLD, **values}, from_plain({}, COMMAND_LINE))
+    return [problem.what() for problem in find_impossible(checked)]
+
+
+@pytest.mark.parametrize(("values", "sentence"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_what_cannot_work_is_told_with_its_numbers(values, sentence):
+    assert found(values) == [sentence]
+
+
+def test_what_can_work_is_not_told():
+    good = {
+        "trainer.devices": 8,
+        "trainer.num_nodes": 2,
+        D + "tensor_model_parallel_size": 2,
+        D + "pipeline_model_parallel_size": 2,
+        D + "context_parallel_size": 2,
+        D + "virtual_pipeline_model_parallel_size": None,
+        D + "sequence_parallel": True,
+        D + "zero_stage": 2,
+        D + "zero1": True,
+        "data.global_batch_size": 8,
+        "data.micro_batch_size": 2,
+        "data.seq_length": 64,
+        "model.num_attention_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.num_layers": 4,
+    }
+    assert found(good) == []
+
+
+def test_a_rule_keeps_silent_where_a_value_is_wrong():
+    assert found({"trainer.devices": 3, "data.global_batch_size": 8}) == [], "no micro-batch size was read"
+
+
+def walk(cls, path=""):
+    for name, key in keys_of(cls).items():
+        where = f"{path}.{name}" if path else name
+        if key.section is not None:
+            yield from walk(key.section, where)
+        else:
+            yield where, key
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.key for rule in RULES])
+def test_every_rule_names_a_key_whose_default_asks_for_nothing(rule):
+    key = dict(walk(RunConfig))[rule.key]
+    assert key.default in (None, (), *rule.neutral)
+
+
+@pytest.mark.parametrize(
+    ("override", "row"),
+    [
+        ("trainer.devices=2", "found 2 (an integer); this version trains in one process. Allowed: 1."),
+        ("trainer.max_epochs=3", "found 3 (an integer); this version counts in steps. Allowed: -1."),
+        ("trainer.precision=bf16", "found 'bf16' (text); precision.type decides. Allowed: 32."),
+        ("checkpoint.monitor=loss", "found 'loss' (text); this version keeps the newest checkpoints. Allowed: 'step'."),
+        ("model.pipeline_cuts=[]", None),
+        ("trainer.precision='32-true'", None),
+        ("trainer.max_epochs=null", None),
+    ],
+)
+def test_what_is_not_done_yet_is_refused_in_words(report, good, override, row):
+    key = override.partition("=")[0]
+    assert report(good, override) == ([f"command line: {key}: {row} [NXDT-C015]"] if row else [])
+
+
+def test_settings_without_effect_are_accepted_and_noted(load, good):
+    text = good + "compiler_flags: '--model-type transformer'\nbucket_size_collectives: 1024\n"
+    config = load(
+        text,
+        "exp_manager.save_bf16=true",
+        "exp_manager.log_parameter_norm=true",
+        "model.fusions.softmax=true",
+        "model.optim={name: fussy, capturable: true}",
+        "data.skip_warmup=false",
+        "distributed_strategy.sequence_parallel=true",
+        "exp_manager.wandb_logger_kwargs={project: x}",
+    )
+    assert config.notes == (
+        "exp_manager.log_parameter_norm: no effect, since this version does not log the norm of the weights",
+        "exp_manager.save_bf16: no effect, since NxD Training never read it",
+        "model.fusions.softmax, compiler_flags, bucket_size_collectives: no effect, since the engine 'torch' does not"
+        " read the XLA runtime's settings",
+        "data.skip_warmup: no effect, since files are mapped, not read ahead",
+        "model.optim.capturable: no effect, since the step counter stays where the optimizer keeps it",
+        "distributed_strategy.sequence_parallel: no effect, since distributed_strategy.tensor_model_parallel_size is 1",
+        "exp_manager.wandb_logger_kwargs: no effect, since exp_manager.create_wandb_logger does not select that logger",
+    )
+
+
+def test_the_default_of_such_a_key_is_not_noted(load, good):
+    assert load(good, "exp_manager.save_xser=true", "bucket_size_collectives=null", "model.has_bias=false").notes == ()
