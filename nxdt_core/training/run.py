@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import warnings
@@ -15,6 +14,7 @@ import yaml
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import CannotWriteRunDirectory
+from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
 from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
@@ -43,8 +43,13 @@ def train(config: ResolvedConfig) -> RunSummary:
     console = Console(
         config.run.trainer.max_steps, speaks=strategy.is_global_zero, bar=config.run.trainer.enable_progress_bar
     )
+    config.kernel.hooks.nxdt_configure(
+        ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
+    )
     _prepare_run_dir(config)
     own = assemble.storage(config)
+    if config.run.checkpoint.enabled:
+        checkpoint.check_writable(own)
     start = decide_start(config, own, console.say)
     if start is not None and not start.weights_only and start.manifest.step >= config.run.trainer.max_steps:
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
@@ -77,6 +82,12 @@ def train(config: ResolvedConfig) -> RunSummary:
     finally:
         console.close()
     return _summary(config, own, module, metrics, signals)
+
+
+def _names(config: ResolvedConfig) -> dict[str, str]:
+    """``plugin:name`` of the component in each slot that has one."""
+    used = {slot: selected.component for slot, selected in config.components.items() if selected is not None}
+    return {slot: component.qualified_name for slot, component in used.items()}
 
 
 def _start(module: NxdtModule, start: Start | None, console: Console) -> str | None:
@@ -172,23 +183,12 @@ def _newest_uri(own: CheckpointStorage) -> str | None:
 
 def _resume_command(config: ResolvedConfig, step: int) -> str:
     """The command that goes on: the same one, told to resume, and with a later end where this one is reached."""
-    overrides = {
-        key: f"{key}={_as_yaml_value(value)}"
-        for key, value in config.values()
-        if config.origins[key].kind == "override"
-    }
+    overrides = {word.partition("=")[0]: word for word in config.overrides}
     if not config.run.checkpoint.resume_if_exists:
         overrides["exp_manager.resume_if_exists"] = "exp_manager.resume_if_exists=true"
     if step >= config.run.trainer.max_steps:
         overrides["trainer.max_steps"] = f"trainer.max_steps={2 * step}"
     return shlex.join(["nxdt", "train", config.source, *overrides.values()])
-
-
-def _as_yaml_value(value: object) -> str:
-    """A value as one writes it on the command line: text that YAML reads as text stands without quotes."""
-    if isinstance(value, str) and yaml.safe_load(value) == value:
-        return value
-    return json.dumps(value)
 
 
 def _quieten_lightning() -> None:
