@@ -11,7 +11,7 @@ from typing import Any
 
 from nxdt_core.config.complete import section_keys
 from nxdt_core.config.fielddocs import class_doc, field_docs
-from nxdt_core.config.keys import Key
+from nxdt_core.config.keys import REQUIRED, Key
 from nxdt_core.config.node import Place, join
 from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
@@ -94,6 +94,7 @@ def _property(key: Key, path: str, kernel: Kernel) -> dict[str, Any]:
         section = _section(key.section, path, kernel)
         return {"anyOf": [section, {"type": "null"}]}
     shape = key.shape.json_schema()
-    described = {"anyOf": [shape, _INTERPOLATION]} if shape else {}
+    null = [] if key.default is REQUIRED else [{"type": "null"}]
+    described = {"anyOf": [shape, *null, _INTERPOLATION]} if shape else {}
     text = field_docs(key.owner).get(key.name, "")
     return {**described, "description": text} if text else described

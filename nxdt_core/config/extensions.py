@@ -82,17 +82,17 @@ def _wanted_loggers(tree: Node, found: Extensions) -> Iterator[_Wanted]:
     listed = list(_items(tree, _LOGGERS, found))
     yield from listed
     names = {wanted.name.value for wanted in listed}
-    given = tree.plain(_LOGGERS) is not None
+    by_default = {"tensorboard"} if tree.plain(_LOGGERS) is None else set()
     for logger, options_name in _FLAGS.items():
         key, path = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
         flag, options = tree.find(key), tree.find(path)
-        if flag is None or type(flag.value) is not bool:
+        if flag is None or not isinstance(flag.value, (bool, type(None))):  # told by reading
             continue
-        written = flag.origin.kind != "default"
-        if flag.value and logger not in names and (written or not given):
+        wanted = logger in by_default if flag.value is None else flag.value
+        if wanted and logger not in names:
             usable = options if options is not None and isinstance(options.value, dict) else Node({}, flag.origin)
             yield _Wanted(key, Node(logger, flag.origin), path, usable)
-        elif not flag.value and written and logger in names:
+        elif flag.value is False and flag.origin.kind != "default" and logger in names:
             reason = f"{key} is false, and {_LOGGERS} names {logger!r}"
             problem = ImpossibleCombination(**flag.origin.at(key), reason=reason, advice="Keep one of the two.")
             found.problems.append(problem)

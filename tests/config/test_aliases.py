@@ -86,9 +86,9 @@ def test_alignment_parts_go_to_their_sections(load, report, good):
     )
 
 
-def test_an_alignment_key_that_the_component_lacks_is_told_where_it_was_written(report, good):
+def test_a_misspelt_alignment_key_is_told_where_it_was_written(report, good):
     text = good + "model_alignment_strategy:\n  sft:\n    packng: true\n"
     assert report(text)[0] == (
         "run.yaml:15: model_alignment_strategy.sft.packng: unknown key."
-        " Did you mean 'model_alignment_strategy.sft.packing'? [NXDT-C010]"
+        " Did you mean 'model_alignment_strategy.sft.packing' or 'data.packing'? [NXDT-C010]"
     )

@@ -96,29 +96,29 @@ class ExpManagerConfig:
     explicit_log_dir: str | None = None
     """The run's directory itself; ``exp_dir``, ``name`` and ``version`` are then not used."""
     loggers: tuple[str | Mapping[str, Any], ...] | None = None
-    """Components of kind ``logger``: a name, or a mapping of ``name`` and the component's own keys. Where not set,
-    the ``create_*_logger`` keys decide. (``metrics.jsonl`` is always written.)"""
-    create_tensorboard_logger: bool = True
-    """Logger ``tensorboard``."""
+    """Components of kind ``logger``: a name, or a mapping of ``name`` and the component's own keys. The loggers
+    that ``create_*_logger`` keys switch on come after them. (``metrics.jsonl`` is always written.)"""
+    create_tensorboard_logger: bool | None = None
+    """Logger ``tensorboard``; ``null`` means: where ``loggers`` is not set."""
     summary_writer_kwargs: Mapping[str, Any] | None = None
     """Keys of the logger ``tensorboard``."""
-    create_wandb_logger: bool = False
+    create_wandb_logger: bool | None = None
     """Logger ``wandb``."""
     wandb_logger_kwargs: Mapping[str, Any] | None = None
     """Keys of the logger ``wandb``."""
-    create_mlflow_logger: bool = False
+    create_mlflow_logger: bool | None = None
     """Logger ``mlflow``."""
     mlflow_logger_kwargs: Mapping[str, Any] | None = None
     """Keys of the logger ``mlflow``."""
-    create_dllogger_logger: bool = False
+    create_dllogger_logger: bool | None = None
     """Logger ``dllogger``."""
     dllogger_logger_kwargs: Mapping[str, Any] | None = None
     """Keys of the logger ``dllogger``."""
-    create_clearml_logger: bool = False
+    create_clearml_logger: bool | None = None
     """Logger ``clearml``."""
     clearml_logger_kwargs: Mapping[str, Any] | None = None
     """Keys of the logger ``clearml``."""
-    create_neptune_logger: bool = False
+    create_neptune_logger: bool | None = None
     """Logger ``neptune``."""
     neptune_logger_kwargs: Mapping[str, Any] | None = None
     """Keys of the logger ``neptune``."""

@@ -1,0 +1,25 @@
+"""Loading and checking import no heavy library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROBE = """
+import sys
+for heavy in ("torch", "numpy", "lightning", "pytorch_lightning", "transformers"):
+    sys.modules[heavy] = None
+from nxdt_core import config
+resolved = config.load(sys.argv[1])
+config.render_show(resolved), config.json_schema(resolved.kernel), config.reference_markdown(resolved.kernel)
+config.check(sys.argv[1], ["seed=x"])
+print(resolved.run.name)
+"""
+
+
+def test_the_configuration_imports_neither_torch_nor_numpy(tmp_path, good):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{good}plugins: {{local: ['{Path(__file__).parent / 'parts.py'}']}}\n")
+    out = subprocess.run([sys.executable, "-c", PROBE, str(path)], capture_output=True, text=True, check=False)
+    assert (out.stdout, out.stderr) == ("run\n", "")

@@ -1,0 +1,106 @@
+"""Recipes that plugins ship, and paths into packages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxdt_core import config
+from nxdt_core.config.paths import PackageNotFound, resolve_path
+from nxdt_core.config.recipes import find_recipe, list_recipes
+from nxdt_core.errors import UnknownRecipe
+from nxdt_core.kernel import Kernel, PluginInfo
+
+
+class Plugins:
+    """As much of a kernel as recipes need."""
+
+    def __init__(self, *plugins: PluginInfo) -> None:
+        self.plugins = plugins
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Two importable packages with recipes, and one plugin that is broken."""
+    infos = []
+    for name, recipes in {
+        "alpha_plug": {"one": "# The first.\nname: a\n", "both": "name: b\n"},
+        "beta_plug": {"both": ""},
+    }.items():
+        folder = tmp_path / name / "recipes"
+        folder.mkdir(parents=True)
+        (tmp_path / name / "__init__.py").touch()
+        for recipe, text in recipes.items():
+            (folder / f"{recipe}.yaml").write_text(text)
+        infos.append(PluginInfo(name=name[:-5], dist=name, version="1", module=f"{name}:plugin", location=""))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = PluginInfo(name="c", dist="c", version="1", module="alpha_plug", location="", state="broken")
+    return Plugins(*infos, broken)
+
+
+def test_recipes_of_usable_plugins_are_listed(packages):
+    found = [(recipe.name, recipe.plugin, recipe.summary) for recipe in list_recipes(packages)]
+    assert found == [("both", "alpha", ""), ("both", "beta", ""), ("one", "alpha", "The first.")]
+
+
+def test_a_recipe_is_found_by_name_or_with_its_plugin(packages):
+    assert find_recipe(packages, "one").text == "# The first.\nname: a\n"
+    assert find_recipe(packages, "beta:both").plugin == "beta"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("on", "Did you mean 'recipe:one'?"),
+        ("both", "Did you mean 'recipe:alpha:both', 'recipe:beta:both'?"),
+        ("gamma:one", "'recipe:one'"),
+        ("zzz", "'nxdt recipes list' shows all."),
+    ],
+)
+def test_a_recipe_that_cannot_be_had_is_told(packages, name, words):
+    with pytest.raises(UnknownRecipe) as caught:
+        find_recipe(packages, name)
+    assert words in caught.value.row()
+
+
+def test_an_unknown_recipe_is_one_problem_of_loading(kernel):
+    (problem,) = config.check("recipe:nothing-like-it", kernel=kernel)
+    assert problem.row() == (
+        "recipe:nothing-like-it: no plugin has a recipe of that name. 'nxdt recipes list' shows all. [NXDT-C007]"
+    )
+
+
+INSTALLED = Kernel.start()
+
+
+@pytest.mark.parametrize("recipe", list_recipes(INSTALLED), ids=lambda recipe: recipe.name)
+def test_every_installed_recipe_loads(recipe):
+    resolved = config.load(f"recipe:{recipe.name}", kernel=INSTALLED)
+    assert recipe.summary
+    assert resolved.source == f"recipe:{recipe.name}"
+    assert config.load(resolved.to_dict(), kernel=INSTALLED) == resolved
+
+
+def test_overrides_decide_which_plugins_find_a_recipe():
+    (problem,) = config.check("recipe:llama-tiny", ["plugins.allow=[]"])
+    assert problem.code == "NXDT-C007"
+
+
+def test_paths_into_packages():
+    assert resolve_path("package://nxdt_core/py.typed").is_file()
+    with pytest.raises(PackageNotFound):
+        resolve_path("package://no_such_package/x")
+    with pytest.raises(PackageNotFound):
+        resolve_path("package://this/x")
+    assert "this" not in sys.modules, "looking for a package imports nothing"
+
+
+def test_plain_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert resolve_path("a/b") == tmp_path / "a/b"
+    assert resolve_path("a", Path("sub")) == tmp_path / "sub" / "a"
+    assert resolve_path("/a") == Path("/a")
+    assert resolve_path("~/a", tmp_path) == Path("/home/someone/a")
