@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, dataclass_transform
 
 __all__ = [
+    "AcceleratorMissing",
     "AmbiguousComponent",
     "BadBatchSize",
     "BadComponentChoice",
@@ -24,6 +25,8 @@ __all__ = [
     "BadStorageUri",
     "BadTokenizerConfig",
     "BadTokenizerFile",
+    "CannotGenerate",
+    "CannotWriteRunDirectory",
     "CheckpointConflict",
     "CheckpointDamaged",
     "CheckpointNotFound",
@@ -53,13 +56,20 @@ __all__ = [
     "LocalPluginMissing",
     "MissingKey",
     "MixedSamples",
+    "NoCheckpointToResume",
     "NoInitRule",
+    "NoTrainingData",
     "NotSupported",
     "NxdtError",
+    "OptimizerStateDoesNotFit",
+    "OptimizerStateNotTensor",
     "PluginHookFailed",
     "PluginLockMismatch",
     "PluginLockUnreadable",
     "PluginsUnusable",
+    "RunAlreadyHasCheckpoints",
+    "ScheduleHasNoEnd",
+    "SequenceTooLongForModel",
     "SpecialTokenMissing",
     "StorageDenied",
     "StorageError",
@@ -71,6 +81,7 @@ __all__ = [
     "TokenizerFileNotFound",
     "TokenizerLibraryMissing",
     "TooFewTokens",
+    "UnknownAccelerator",
     "UnknownComponent",
     "UnknownKey",
     "UnknownKind",
@@ -78,6 +89,8 @@ __all__ = [
     "UnknownRecipe",
     "UnknownScheme",
     "UnsavableState",
+    "VocabularyTooSmall",
+    "WeightsDoNotFit",
     "WrongValue",
     "YamlSyntax",
 ]
@@ -894,6 +907,29 @@ class SequenceTooLongForModel(NxdtError):
 
 
 # --- P: parallelism and launch --------------------------------------------------------------------------
+
+
+class UnknownAccelerator(NxdtError):
+    """A device type that no profile describes."""
+
+    code = "NXDT-P001"
+    happened = "trainer.accelerator names no device type: {accelerator!r}."
+    remedy = "Write one of {names}, or auto."
+    accelerator: str
+    known: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "names": listing(self.known)}
+
+
+class AcceleratorMissing(NxdtError):
+    """A device type that this machine, or this build of torch, does not have."""
+
+    code = "NXDT-P002"
+    happened = "trainer.accelerator is {accelerator!r}, and torch finds only {found!r} here."
+    remedy = "Install the build of torch for that device and its driver, or set trainer.accelerator=auto."
+    accelerator: str
+    found: str
 
 
 # --- S: checkpoints and storage -------------------------------------------------------------------------

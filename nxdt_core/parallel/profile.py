@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nxdt_core.errors import AcceleratorMissing, UnknownAccelerator
+
 __all__ = ["DeviceProfile", "current_device", "max_memory_bytes", "peak_flops", "profile_of", "reset_max_memory"]
 
 
@@ -70,11 +72,21 @@ def current_device(accelerator: str = "auto") -> torch.device:
 
     Args:
         accelerator: ``auto`` (the accelerator that torch finds, else the CPU) or a device type.
+
+    Raises:
+        UnknownAccelerator: no such device type in the table.
+        AcceleratorMissing: torch finds no such device on this machine.
     """
-    if accelerator != "auto":
-        return torch.device(accelerator)
     found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found is not None and found.type in PROFILES else torch.device("cpu")
+    available = found.type if found is not None and found.type in PROFILES else "cpu"
+    wanted = available if accelerator == "auto" else accelerator
+    if wanted not in PROFILES:
+        raise UnknownAccelerator(accelerator=wanted, known=tuple(PROFILES))
+    if wanted == "cpu":
+        return torch.device(wanted)
+    if wanted != available:
+        raise AcceleratorMissing(accelerator=wanted, found=available)
+    return torch.device(wanted, torch.accelerator.current_device_index())
 
 
 def profile_of(device: torch.device) -> DeviceProfile:

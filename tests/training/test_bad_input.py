@@ -48,6 +48,8 @@ def text(tmp_path, content, name="text.txt"):
         (["model.max_position_embeddings=64"], ["NXDT-M052", "128 tokens", "positions for 64"]),
         (["data.train_files=[nowhere.txt]"], ["NXDT-D001", "nowhere.txt"]),
         (["data.seq_length=4000000", "model.max_position_embeddings=4000000"], ["NXDT-D", "4000000"]),
+        (["trainer.accelerator=gpu"], ["NXDT-P001", "'gpu'", "'cuda'"]),
+        (["trainer.accelerator=neuron"], ["NXDT-P002", "'neuron'", "'cpu'"]),
         (["model.hidden_size=66"], ["NXDT-C019", "model.hidden_size", "multiple of num_attention_heads (4)"]),
         (["distributed_strategy.tensor_model_parallel_size=2"], ["NXDT-C015", "one process"]),
         (["exp_manager.resume_from_checkpoint=missing"], ["NXDT-S", "missing"]),
