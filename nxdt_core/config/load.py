@@ -93,7 +93,7 @@ class _Load:
         extensions = select_extensions(reading.tree, kernel, locator)
         self.problems += extensions.problems
         checked = Checked(reading.values, reading.tree)
-        self._judge(checked, composition, kernel)
+        self._judge(checked, reading, composition, kernel)
         if self.problems or reading.run is None:
             raise self._error(source.label)
         notes = (
@@ -151,10 +151,8 @@ class _Load:
         self.problems += problems
         return merged, replace(composition, unfilled=frozenset({"model"} if problems else ()))
 
-    def _judge(self, checked: Checked, composition: Composition, kernel: Kernel) -> None:
+    def _judge(self, checked: Checked, reading: Reading, composition: Composition, kernel: Kernel) -> None:
         """Rules over the values; plugins are asked only where every type is right."""
-        assert self.reading is not None
-        reading = self.reading
         right = not self.problems
         self.problems += find_impossible(checked)
         self.problems += find_unsupported(checked)

@@ -9,6 +9,7 @@ from nxdt_core.config.fielddocs import class_doc, field_docs
 from nxdt_core.config.keys import REQUIRED, Key, keys_of
 from nxdt_core.config.marks import AliasOf, DefaultsTo, NoEffect, XlaOnly
 from nxdt_core.config.node import Origin, Place, from_plain, join, to_plain
+from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.select import usable_class
 from nxdt_core.config.slots import SLOTS
@@ -25,6 +26,7 @@ def reference_markdown(kernel: Kernel | None = None) -> str:
     lines = ["# YAML reference", ""]
     for path, cls in _sections(RunConfig, ""):
         lines += [f"## `{path}`" if path else "## Top level", "", class_doc(cls), "", *_table(cls), ""]
+    lines += ["# Keys of NxD Training", "", *_legacy()]
     if kernel is not None:
         lines += ["# Keys of components", "", *_components(kernel)]
     return "\n".join(lines).rstrip() + "\n"
@@ -35,6 +37,15 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
     for name, key in keys_of(cls).items():
         if key.section is not None:
             yield from _sections(key.section, join(path, name))
+
+
+def _legacy() -> Iterator[str]:
+    yield "Known wherever a component does not declare them itself; there, any other value than this is refused."
+    yield from ("", "| key | value | asks for nothing |", "|---|---|---|")
+    for section, cls in LEGACY.items():
+        for key in keys_of(cls).values():
+            yield f"| `{section}.{key.name}` | {key.shape.describe()} | {_default(key)} |"
+    yield ""
 
 
 def _components(kernel: Kernel) -> Iterator[str]:
