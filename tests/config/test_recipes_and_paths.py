@@ -88,6 +88,25 @@ def test_overrides_decide_which_plugins_find_a_recipe():
     assert problem.code == "NXDT-C007"
 
 
+def test_the_policy_of_a_recipe_holds_for_the_run_that_it_starts(tmp_path, monkeypatch, good):
+    for name in ("recipes_here", "kept_out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[nxdt.plugins]\n{name} = {name}\n")
+    (tmp_path / "recipes_here" / "recipes").mkdir()
+    parts = Path(__file__).parent / "parts.py"
+    section = f"plugins:\n  block: [kept_out]\n  local: ['{parts}']\n"
+    (tmp_path / "recipes_here" / "recipes" / "mine.yaml").write_text(good + section)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    resolved = config.load("recipe:mine")
+    states = {plugin.name: plugin.state for plugin in resolved.kernel.plugins}
+    assert (states["recipes_here"], states["kept_out"], states["parts"]) == ("ok", "blocked", "ok")
+    assert str(resolved.origins["trainer.max_steps"]) == "recipe:mine:3"
+
+
 def test_paths_into_packages():
     assert resolve_path("package://nxdt_core/py.typed").is_file()
     with pytest.raises(PackageNotFound):

@@ -57,6 +57,10 @@ KEYS = {
         "model.optim.lr=.nan",
         "model.optim.lr: found nan (a number); allowed: a number of at least 0. [NXDT-C012]",
     ),
+    "not finite": (
+        "model.optim.lr=.inf",
+        "model.optim.lr: found inf (a number); allowed: a number of at least 0. [NXDT-C012]",
+    ),
     "not among the choices": (
         "model.optim.sched={name: WSD, decay_shape: sqr}",
         "model.optim.sched.decay_shape: found 'sqr' (text); allowed: 'linear', 'cosine' or 'sqrt'."
