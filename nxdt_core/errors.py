@@ -70,6 +70,7 @@ __all__ = [
     "RunAlreadyHasCheckpoints",
     "ScheduleHasNoEnd",
     "SequenceTooLongForModel",
+    "ShareOfUnknownLength",
     "SpecialTokenMissing",
     "StorageDenied",
     "StorageError",
@@ -1131,3 +1132,13 @@ class CannotGenerate(NxdtError):
     happened = "This checkpoint cannot generate: {reason}."
     remedy = "Give a prompt, and a checkpoint of a run whose section data.tokenizer names a tokenizer."
     reason: str
+
+
+class ShareOfUnknownLength(NxdtError):
+    """A share of a dataset that is a stream."""
+
+    code = "NXDT-T009"
+    happened = "{key} is the share {share}, and the dataset does not know how many samples it has."
+    remedy = "Give a number of batches, or null for all."
+    key: str
+    share: float

@@ -54,6 +54,7 @@ def nxdt_optimizers() -> list[OptimizerComponent]:
             name="adamw",
             target=f"{_HERE}.optimizers:adamw",
             config=f"{_HERE}.optimizer_config:AdamWConfig",
+            aliases=("adamw_fp32OptState",),  # its state is float32 under every policy that exists here
             summary="AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), torch's fused or foreach kernels",
         ),
     ]

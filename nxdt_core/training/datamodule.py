@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytorch_lightning as pl
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.errors import NoTrainingData
+from nxdt_core.errors import NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, SplitName
 from nxdt_core.protocols.engine import RankInfo
@@ -94,6 +95,19 @@ class NxdtDataModule(pl.LightningDataModule):
         """One pass; empty where the configuration names no validation data."""
         loader = self._loader("validation", repeat=False)
         return [] if loader is None else TrainLoader(loader)
+
+    def validation_batches(self, share: float) -> int:
+        """Global batches in a share of the validation split, at least one of a share above 0.
+
+        Raises:
+            ShareOfUnknownLength: the split does not know how many samples it has.
+        """
+        dataset = self._datasets["validation"]
+        if dataset is None:
+            return 0
+        if not isinstance(dataset, MapDataset):
+            raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
+        return math.ceil(share * math.ceil(len(dataset) / self.config.run.data.global_batch_size))
 
     def _loader(self, split: SplitName, *, repeat: bool) -> GlobalBatchLoader | None:
         dataset = self._datasets[split]

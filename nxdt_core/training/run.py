@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import yaml
 
 from nxdt_core import checkpoint
-from nxdt_core.config import ResolvedConfig
+from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
@@ -67,7 +66,7 @@ def train(config: ResolvedConfig) -> RunSummary:
         max_epochs=-1,
         val_check_interval=config.run.trainer.val_check_interval,
         check_val_every_n_epoch=None,
-        limit_val_batches=_val_batches(config),
+        limit_val_batches=_val_batches(config, data),
         num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
         inference_mode=config.run.trainer.inference_mode,
         logger=[_built(selected, config.run_dir) for selected in config.loggers] if strategy.is_global_zero else False,
@@ -127,24 +126,23 @@ def _built(selected: Any, run_dir: Path) -> Any:
     return selected.component.load_target()(selected.config, run_dir)
 
 
-def _val_batches(config: ResolvedConfig) -> int | float:
-    trainer = config.run.trainer
-    if trainer.val_check_interval is None:
+def _val_batches(config: ResolvedConfig, data: NxdtDataModule) -> int | float:
+    """Lightning's bound: a count, or 1.0 for all. It cannot take a share of a loader that does not know its length."""
+    limit = config.run.trainer.limit_val_batches
+    if config.run.trainer.val_check_interval is None:
         return 0
-    return 1.0 if trainer.limit_val_batches is None else trainer.limit_val_batches
+    if limit is None or isinstance(limit, int):
+        return 1.0 if limit is None else limit
+    return 1.0 if limit == 1.0 else data.validation_batches(limit)
 
 
 def _prepare_run_dir(config: ResolvedConfig) -> None:
     """Make the run's directory and keep the configuration beside what it produced."""
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.yaml").write_text(_as_yaml(config), encoding="utf-8")
+        (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
     except OSError as error:
         raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
-
-
-def _as_yaml(config: ResolvedConfig) -> str:
-    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
 
 
 def _summary(

@@ -125,6 +125,17 @@ def test_validation_runs_at_its_interval_and_leaves_training_alone(small_run, me
     ]
 
 
+@pytest.mark.parametrize(("limit", "batches"), [("0.5", 28), ("1", 1), ("0", 0), ("null", 55)])
+def test_a_validation_takes_the_share_or_the_count_that_it_is_told(small_run, metric_rows, limit, batches):
+    config = small_run("trainer.max_steps=1", "trainer.val_check_interval=1", f"trainer.limit_val_batches={limit}")
+    train(config)
+    if batches == 0:
+        assert not (config.run_dir / "validation.jsonl").exists()
+    else:
+        tokens = metric_rows(config.run_dir, "validation.jsonl")[1]["tokens"]
+        assert batches - 1 < tokens / (8 * 32) <= batches
+
+
 def test_checkpoints_are_saved_at_the_interval_and_the_newest_kept(small_run):
     from nxdt_core import checkpoint
     from nxdt_core.training import assemble
