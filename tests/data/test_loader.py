@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from itertools import islice
 
 import pytest
@@ -224,6 +225,16 @@ def test_an_empty_dataset_is_refused_and_not_waited_for(by_index, in_order, work
         loader(by_index(0))
     with pytest.raises(EmptyDataset):
         next(iter(loader(in_order(0), num_workers=workers)))
+
+
+def test_an_iterable_dataset_is_read_by_one_thread_at_a_time(in_order, names):
+    class Slow(in_order):
+        def __iter__(self):
+            for sample in super().__iter__():
+                time.sleep(0.001)  # a second thread would find the generator running, which raises
+                yield sample
+
+    assert steps(loader(Slow(None), num_workers=3), names, 4)[3] == list(range(24, 32))
 
 
 def test_an_endless_dataset_needs_no_repetition(in_order, names):
