@@ -106,5 +106,7 @@ def _child(site, what, **options):
         [sys.executable, "-m", "nxdt_core", "misbehave", what],
         env={**os.environ, "PYTHONPATH": str(site)},
         stderr=subprocess.PIPE,
+        # A shell starts its background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
