@@ -32,7 +32,7 @@ BESIDE = {"builtins", "testing"}
 """They sit beside plugins: they import the core, and the core names them only as text."""
 
 HEAVY = {"torch", "numpy", "pytorch_lightning", "lightning", "transformers", "tokenizers", "safetensors"}
-TORCH_FREE = ("api.py", "errors.py", "kernel", "config", "protocols", "cli")
+TORCH_FREE = ("api.py", "errors", "kernel", "config", "protocols", "cli")
 
 
 def level(part: str) -> int:

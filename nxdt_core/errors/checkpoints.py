@@ -1,0 +1,135 @@
+"""Errors of checkpoints and storage: codes ``NXDT-S…``."""
+
+from __future__ import annotations
+
+from nxdt_core.errors.base import NxdtError
+
+__all__ = [
+    "BadStorageKey",
+    "BadStorageUri",
+    "CheckpointConflict",
+    "CheckpointDamaged",
+    "CheckpointNotFound",
+    "CheckpointTooNew",
+    "StorageDenied",
+    "StorageError",
+    "StorageFull",
+    "StoragePathIsFile",
+    "TensorNotInCheckpoint",
+    "TensorStateUnsupported",
+    "UnsavableState",
+]
+
+
+class StorageError(NxdtError):
+    """Base of what a store of checkpoints can fail with; a store raises it, or a subclass, for what a user can mend."""
+
+    code = "NXDT-S000"
+    happened = "The checkpoint store failed at {where}: {reason}."
+    remedy = "Check that the store can be reached and written, then run the same command again."
+    where: str
+    reason: str
+
+
+class StorageFull(StorageError):
+    """No space is left, or a quota is used up."""
+
+    code = "NXDT-S001"
+    happened = "No space is left for {where}: {reason}."
+    remedy = (
+        "Checkpoints committed before are intact. Free space, keep fewer checkpoints (checkpoint.keep_last) or name "
+        "another place (checkpoint.uri); the same command then goes on from the newest checkpoint."
+    )
+
+
+class StorageDenied(StorageError):
+    """The store may not be read or written."""
+
+    code = "NXDT-S002"
+    happened = "Access to {where} is denied: {reason}."
+    remedy = "Give this user the right to read and write there, or set checkpoint.uri to a place that is writable."
+
+
+class StoragePathIsFile(StorageError):
+    """A part of the path that must be a directory is something else."""
+
+    code = "NXDT-S003"
+    happened = "{where} cannot hold checkpoints: {reason}."
+    remedy = "Set checkpoint.uri to a directory, which need not exist, or move what lies in the way."
+
+
+class BadStorageKey(StorageError):
+    """A key that no store accepts."""
+
+    code = "NXDT-S004"
+    happened = "{where!r} is no key of a store: {reason}."
+    remedy = "Write keys as relative paths such as 'step-00000100/manifest.json'."
+
+
+class BadStorageUri(StorageError):
+    """An address of a store that means nothing."""
+
+    code = "NXDT-S005"
+    happened = "{where!r} is no address for checkpoints: {reason}."
+    remedy = "Write a path ('runs/a/checkpoints'), 'file:///absolute/path' or 'scheme://…' of an installed store."
+
+
+class CheckpointDamaged(StorageError):
+    """A file of a committed checkpoint is not what was written."""
+
+    code = "NXDT-S010"
+    happened = "The checkpoint file {where} is damaged: {reason}."
+    remedy = (
+        "Resume from another step ('nxdt checkpoint list' shows them), or restore the file from a copy; "
+        "'nxdt checkpoint verify' lists all that is damaged."
+    )
+
+
+class CheckpointNotFound(StorageError):
+    """No committed checkpoint where one was asked for."""
+
+    code = "NXDT-S011"
+    happened = "There is no checkpoint at {where}: {reason}."
+    remedy = "'nxdt checkpoint list' shows what an address holds; name its root or one of its step directories."
+
+
+class CheckpointTooNew(StorageError):
+    """A checkpoint of a format that this version does not read."""
+
+    code = "NXDT-S012"
+    happened = "{where} cannot be read by this version of nxdt-core: {reason}."
+    remedy = "pip install --upgrade nxdt-core."
+
+
+class UnsavableState(StorageError):
+    """A value that a checkpoint cannot hold: neither JSON nor a plain tensor."""
+
+    code = "NXDT-S013"
+    happened = "The state under {where!r} cannot be saved: {reason}."
+    remedy = (
+        "Keep None, bool, int, float, str, lists, tuples, dicts and plain tensors in states: a checkpoint holds JSON "
+        "and raw tensors only, so that loading one can run no code."
+    )
+
+
+class CheckpointConflict(StorageError):
+    """Two writers saved the same step at once."""
+
+    code = "NXDT-S014"
+    happened = "{where} was committed by another process meanwhile: {reason}."
+    remedy = "See that no second job writes to this checkpoint.uri, then run the same command again."
+
+
+class TensorNotInCheckpoint(StorageError):
+    """A tensor that was asked for is not in the checkpoint."""
+
+    code = "NXDT-S015"
+    happened = "The checkpoint {where} lacks what was asked for: {reason}."
+    remedy = "Load it into the model and optimizer that it was saved from, or ask for the names that it has."
+
+
+class TensorStateUnsupported(UnsavableState):
+    """A tensor that is not dense, plain and of a known dtype."""
+
+    code = "NXDT-S016"
+    remedy = "Save dense tensors of a floating-point, integer or boolean dtype that hold data."

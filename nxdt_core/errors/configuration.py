@@ -1,0 +1,249 @@
+"""Errors of the configuration: codes ``NXDT-C…``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.errors.base import NxdtError, listing
+
+__all__ = [
+    "BadComponentChoice",
+    "BadComponentConfig",
+    "BadInterpolation",
+    "BadOverride",
+    "ComponentFinding",
+    "ConfigError",
+    "ConfigFileNotFound",
+    "ConfigProblem",
+    "ConfigUnreadable",
+    "ConflictingKeys",
+    "DuplicateKey",
+    "ImpossibleCombination",
+    "MissingKey",
+    "NotSupported",
+    "UnknownKey",
+    "UnknownRecipe",
+    "WrongValue",
+    "YamlSyntax",
+]
+
+
+class ConfigProblem(NxdtError):
+    """Base of what can be wrong with one key; :class:`ConfigError` gathers them."""
+
+    place: str
+    """``run.yaml:12``, ``command line``, or where else the value comes from."""
+    key: str
+    """Dotted path; empty where the problem belongs to no key."""
+    line: int = 0
+
+    def row(self) -> str:
+        """One line of the report."""
+        do = self.do()
+        key = f"{self.key}: " if self.key else ""
+        return f"{self.place}: {key}{self.what()}{f' {do}' if do else ''} [{self.code}]"
+
+
+class ConfigError(NxdtError):
+    """A configuration with at least one problem; all of them are told together."""
+
+    code = "NXDT-C001"
+    happened = "{source}: {count}."
+    remedy = "{rows}"
+    source: str
+    problems: tuple[ConfigProblem, ...]
+
+    def _view(self) -> dict[str, Any]:
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        return {**super()._view(), "count": count, "rows": "\n  ".join(problem.row() for problem in self.problems)}
+
+
+class ConfigFileNotFound(ConfigProblem):
+    """The configuration, or a file that it names, is not there."""
+
+    code = "NXDT-C002"
+    happened = "no file '{path}'."
+    remedy = "{near}"
+    path: str
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        near = f"Did you mean {listing(self.candidates, 3)}?" if self.candidates else "Check the path."
+        return {**super()._view(), "near": near}
+
+
+class ConfigUnreadable(ConfigProblem):
+    """A file that is there and cannot be read as text."""
+
+    code = "NXDT-C003"
+    happened = "cannot read '{path}': {reason}."
+    remedy = "Name a YAML file in UTF-8 that you may read."
+    path: str
+    reason: str
+
+
+class YamlSyntax(ConfigProblem):
+    """Text that is no YAML."""
+
+    code = "NXDT-C004"
+    happened = "not valid YAML: {reason}."
+    remedy = "Correct that line or the one above it."
+    reason: str
+
+
+class DuplicateKey(ConfigProblem):
+    """A key that stands twice in one mapping; YAML libraries keep the last one in silence."""
+
+    code = "NXDT-C005"
+    happened = "the key stands twice; first at {first}."
+    remedy = "Remove one of them."
+    first: str
+
+
+class BadOverride(ConfigProblem):
+    """An argument of the command line that sets no key."""
+
+    code = "NXDT-C006"
+    happened = "'{text}' sets no key: {reason}."
+    remedy = "Write key.path=value, such as trainer.max_steps=100."
+    text: str
+    reason: str
+
+
+class UnknownRecipe(ConfigProblem):
+    """No usable plugin brings the recipe, or several do."""
+
+    code = "NXDT-C007"
+    happened = "{reason}."
+    remedy = "{near}"
+    reason: str
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        near = f"Did you mean {listing(self.candidates)}?" if self.candidates else "'nxdt recipes list' shows all."
+        return {**super()._view(), "near": near}
+
+
+class UnknownKey(ConfigProblem):
+    """A key that neither the core nor the selected components know."""
+
+    code = "NXDT-C010"
+    happened = "unknown key."
+    remedy = "{near}"
+    candidates: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        if self.candidates:
+            near = f"Did you mean {' or '.join(repr(name) for name in self.candidates)}?"
+        else:
+            near = f"Known here: {listing(self.known)}." if self.known else "The component takes no keys."
+        return {**super()._view(), "near": near}
+
+
+class MissingKey(ConfigProblem):
+    """A key that must be given."""
+
+    code = "NXDT-C011"
+    happened = "required key is missing."
+    remedy = "Give it {allowed}."
+    allowed: str
+
+
+class WrongValue(ConfigProblem):
+    """A value of the wrong type, out of bounds, or not among those allowed."""
+
+    code = "NXDT-C012"
+    happened = "found {found}; allowed: {allowed}."
+    remedy = "{hint}"
+    found: str
+    allowed: str
+    hint: str = ""
+
+
+class BadInterpolation(ConfigProblem):
+    """A ``${…}`` that cannot be resolved."""
+
+    code = "NXDT-C013"
+    happened = "cannot resolve '{text}': {reason}."
+    remedy = "{near}"
+    text: str
+    reason: str
+    advice: str = ""
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        meant = " or ".join(f"${{{name}}}" for name in self.candidates)
+        return {**super()._view(), "near": f"Did you mean {meant}?" if meant else self.advice}
+
+
+class ConflictingKeys(ConfigProblem):
+    """Two spellings of one setting with two values."""
+
+    code = "NXDT-C014"
+    happened = "{found}, but '{other}' ({other_place}) says {other_found}; both are the same setting."
+    remedy = "Keep one of the two."
+    found: str
+    other: str
+    other_place: str
+    other_found: str
+
+
+class NotSupported(ConfigProblem):
+    """A key that the schema knows and that this version, or the selected component, does not carry out."""
+
+    code = "NXDT-C015"
+    happened = "found {found}; {reason}."
+    remedy = "Allowed: {allowed}."
+    found: str
+    reason: str
+    allowed: str
+
+
+class ImpossibleCombination(ConfigProblem):
+    """Values that are each valid and together cannot work."""
+
+    code = "NXDT-C016"
+    happened = "{reason}."
+    remedy = "{advice}"
+    reason: str
+    advice: str
+
+
+class BadComponentChoice(ConfigProblem):
+    """A component that cannot be had; carries the kernel's own error."""
+
+    code = "NXDT-C017"
+    happened = "{inner}{note}"
+    remedy = "{inner_remedy}"
+    error: NxdtError
+    note: str = ""
+    """A sentence on where the choice comes from."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "inner": self.error.what(), "inner_remedy": self.error.do()}
+
+    def row(self) -> str:
+        """One line of the report, with the code of the kernel's error."""
+        return super().row().replace(f"[{self.code}]", f"[{self.error.code}]")
+
+
+class BadComponentConfig(ConfigProblem):
+    """A component whose own dataclass, or whose own check, is at fault."""
+
+    code = "NXDT-C018"
+    happened = "the configuration class of {component} is faulty: {reason}."
+    remedy = "Report this to the author of {dist}."
+    component: str
+    dist: str
+    reason: str
+
+
+class ComponentFinding(ConfigProblem):
+    """What a component or a plugin finds wrong with its settings."""
+
+    code = "NXDT-C019"
+    happened = "{message}"
+    remedy = "{advice}"
+    message: str
+    advice: str = ""

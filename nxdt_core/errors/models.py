@@ -1,0 +1,147 @@
+"""Errors of models and weights: codes ``NXDT-M…``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.errors.base import NxdtError, listing
+
+__all__ = [
+    "BadModelConfig",
+    "HFExchangeUnsupported",
+    "HFFileDamaged",
+    "HFFileMissing",
+    "HFNotWritable",
+    "HFUnsupported",
+    "KeyMapIncomplete",
+    "NoInitRule",
+    "SequenceTooLongForModel",
+    "VocabularyTooSmall",
+    "WeightsDoNotFit",
+]
+
+
+class NoInitRule(NxdtError):
+    """No rule of the model says how a parameter starts."""
+
+    code = "NXDT-M001"
+    happened = "No initialisation rule matches the parameter '{parameter}'; there are rules for {listed}."
+    remedy = "Add a rule to the builder's or the adapter's init_rules(); the pattern '*' matches whatever is left."
+    parameter: str
+    patterns: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": listing(self.patterns) or "nothing"}
+
+
+class BadModelConfig(NxdtError):
+    """Values of a model's section cannot work together."""
+
+    code = "NXDT-M002"
+    happened = "The model '{model}' cannot be built: {listed}."
+    remedy = "Correct these keys of the section model."
+    model: str
+    problems: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": "; ".join(self.problems)}
+
+
+class HFFileMissing(NxdtError):
+    """A Hugging Face directory lacks a file."""
+
+    code = "NXDT-M010"
+    happened = "'{directory}' holds no {wanted}."
+    remedy = "Name a directory with config.json and safetensors weights; pickled weights (.bin, .pt) are never read."
+    directory: str
+    wanted: str
+
+
+class HFFileDamaged(NxdtError):
+    """A file of a Hugging Face directory cannot be read."""
+
+    code = "NXDT-M011"
+    happened = "'{path}' cannot be read: {reason}."
+    remedy = "Download or export the file again."
+    path: str
+    reason: str
+
+
+class HFUnsupported(NxdtError):
+    """A Hugging Face model has a feature that the builder does not implement."""
+
+    code = "NXDT-M012"
+    happened = "The Hugging Face configuration has {key} = {found!r}, which the model '{model}' does not implement."
+    remedy = "Supported is {supported}; take another model or a plugin that implements this one."
+    model: str
+    key: str
+    found: object
+    supported: str
+
+
+class HFNotWritable(NxdtError):
+    """An export would overwrite files."""
+
+    code = "NXDT-M013"
+    happened = "'{directory}' is not an empty directory."
+    remedy = "Export into a new directory."
+    directory: str
+
+
+class HFExchangeUnsupported(NxdtError):
+    """A builder has no correspondence to Hugging Face's parameters."""
+
+    code = "NXDT-M014"
+    happened = "The model builder '{builder}' does not read or write Hugging Face directories."
+    remedy = "Let it implement nxdt_core.protocols.model.HFExchange."
+    builder: str
+
+
+class KeyMapIncomplete(NxdtError):
+    """A builder's key map does not cover a parameter, or covers it wrongly."""
+
+    code = "NXDT-M015"
+    happened = "The key map of '{builder}' does not fit the parameter '{parameter}': {reason}."
+    remedy = "Correct the builder's hf_key_map(): one entry a parameter, '*' for each number in its name."
+    builder: str
+    parameter: str
+    reason: str
+
+
+class WeightsDoNotFit(NxdtError):
+    """Weights of another model, or a checkpoint that lacks some."""
+
+    code = "NXDT-M050"
+    happened = "The weights do not fit the model: {summary}."
+    remedy = "Use the configuration that the weights were trained with, or load them with strict=False."
+    missing: list[str]
+    extra: list[str]
+    shapes: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        parts = [
+            f"{len(names)} {word} ({listing(names, 4)})"
+            for names, word in ((self.missing, "missing"), (self.extra, "unknown"), (self.shapes, "of another shape"))
+            if names
+        ]
+        return {**super()._view(), "summary": "; ".join(parts)}
+
+
+class VocabularyTooSmall(NxdtError):
+    """The tokenizer has more ids than the model has rows."""
+
+    code = "NXDT-M051"
+    happened = "The tokenizer has {tokenizer} ids, the model's vocabulary has {model} rows."
+    remedy = "Set model.vocab_size to {tokenizer} or more (a multiple of 128 is quicker on accelerators)."
+    tokenizer: int
+    model: int
+
+
+class SequenceTooLongForModel(NxdtError):
+    """Positions end before the sequence does."""
+
+    code = "NXDT-M052"
+    happened = "Sequences have {sequence} tokens, the model has positions for {longest}."
+    remedy = "Shorten data.seq_length or raise model.max_position_embeddings."
+    sequence: int
+    longest: int

@@ -1,0 +1,212 @@
+"""Errors of the kernel and of plugins: codes ``NXDT-K…``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.errors.base import NxdtError, listing
+
+__all__ = [
+    "AmbiguousComponent",
+    "BadComponentRecord",
+    "ComponentUnusable",
+    "LocalPluginMissing",
+    "PluginHookFailed",
+    "PluginLockMismatch",
+    "PluginLockUnreadable",
+    "PluginsUnusable",
+    "UnknownComponent",
+    "UnknownKind",
+    "UnknownPlugin",
+    "UnknownScheme",
+]
+
+
+class BadComponentRecord(NxdtError):
+    """A record that a plugin yields is malformed."""
+
+    code = "NXDT-K001"
+    happened = "{record}.{field} cannot be {found!r}."
+    remedy = "Write {field} as {wanted}."
+    record: str
+    field: str
+    found: object
+
+    def _view(self) -> dict[str, Any]:
+        wanted = (
+            "letters, digits and '_ . + -', starting with a letter or digit"
+            if self.field == "name"
+            else "'package.module:attribute'"
+        )
+        return {**super()._view(), "wanted": wanted}
+
+
+class UnknownComponent(NxdtError):
+    """A configuration names a component that no usable plugin offers."""
+
+    code = "NXDT-K002"
+    happened = "No {kind} is called {name!r} ({section}).{bad}"
+    remedy = "{advice}"
+    kind: str
+    name: str
+    section: str
+    """Key of the configuration that selects the kind."""
+    close: tuple[str, ...] = ()
+    available: tuple[str, ...] = ()
+    unusable: tuple[str, ...] = ()
+    """One sentence for each installed plugin that cannot be used and might have offered it."""
+    install: str | None = None
+    """Distribution that is known to offer it and is not installed."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "bad": _unusable(self.unusable), "advice": self._advice()}
+
+    def _advice(self) -> str:
+        ways = []
+        if self.install:
+            ways.append(f"Install it: pip install {self.install}.")
+        if self.close:
+            ways.append(f"Did you mean {' or '.join(map(repr, self.close))}?")
+        if self.unusable:
+            ways.append("Mend the unusable plugins: nxdt plugins list says what is wrong.")
+        ways.append(f"Available: {listing(self.available)}." if self.available else "No plugin offers any.")
+        return " ".join(ways)
+
+
+class AmbiguousComponent(NxdtError):
+    """Several plugins offer one short name."""
+
+    code = "NXDT-K003"
+    happened = "The {kind} {name!r} is offered by several plugins: {by}."
+    remedy = "Write {written}, or name the plugin that is meant in plugins.prefer."
+    kind: str
+    name: str
+    offers: tuple[str, ...]
+    """Each as ``plugin:name``."""
+    dists: tuple[str, ...]
+    """Distribution and version of each offer."""
+
+    def _view(self) -> dict[str, Any]:
+        written = " or ".join(map(repr, self.offers))
+        return {**super()._view(), "by": " and ".join(self.dists), "written": written}
+
+
+class UnknownKind(NxdtError):
+    """Code or a command asks for a kind of component that does not exist."""
+
+    code = "NXDT-K004"
+    happened = "There is no kind of component called {kind!r}."
+    remedy = "{hint}The kinds are {kinds}."
+    kind: str
+    close: tuple[str, ...]
+    available: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        hint = f"Did you mean {' or '.join(map(repr, self.close))}? " if self.close else ""
+        return {**super()._view(), "hint": hint, "kinds": listing(self.available, limit=20)}
+
+
+class UnknownScheme(NxdtError):
+    """No usable plugin stores checkpoints at addresses of a scheme."""
+
+    code = "NXDT-K005"
+    happened = "No plugin stores checkpoints at {scheme}:// addresses.{bad}"
+    remedy = "{hint}Use a plain path, or an address that begins with {schemes}."
+    scheme: str
+    available: tuple[str, ...]
+    unusable: tuple[str, ...] = ()
+    install: str | None = None
+
+    def _view(self) -> dict[str, Any]:
+        hint = f"Install the plugin: pip install {self.install}. " if self.install else ""
+        schemes = " or ".join(f"{name}://" for name in self.available) or "no scheme"
+        return {**super()._view(), "bad": _unusable(self.unusable), "hint": hint, "schemes": schemes}
+
+
+class ComponentUnusable(NxdtError):
+    """A registered component's implementation or configuration class cannot be imported."""
+
+    code = "NXDT-K006"
+    happened = "The {kind} {name!r} of {dist} cannot be used: {reason}."
+    remedy = "Repair or reinstall {dist}; its record gives {field}={reference!r}."
+    kind: str
+    name: str
+    plugin: str
+    dist: str
+    field: str
+    """``target`` or ``config``: which reference of the record failed."""
+    reference: str
+    reason: str
+
+
+class PluginHookFailed(NxdtError):
+    """A plugin's hook raised where its result is needed."""
+
+    code = "NXDT-K007"
+    happened = "The plugin {plugin!r} ({dist}) failed: {hook} {reason}."
+    remedy = "Report it to the plugin's authors, or leave the plugin out with plugins.block=[{plugin}]."
+    plugin: str
+    dist: str
+    hook: str
+    reason: str
+
+
+class PluginsUnusable(NxdtError):
+    """Strict mode: an installed plugin cannot be used."""
+
+    code = "NXDT-K008"
+    happened = "Installed plugins cannot be used: {list}."
+    remedy = "Repair, upgrade or remove them, or name them in plugins.block."
+    problems: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "list": "; ".join(self.problems)}
+
+
+class PluginLockMismatch(NxdtError):
+    """The installed plugins are not those of the lock file."""
+
+    code = "NXDT-K009"
+    happened = "The plugins are not those of {path}: {list}."
+    remedy = "Install what the lock file names, or write it anew with nxdt plugins lock."
+    path: str
+    differences: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "list": "; ".join(self.differences)}
+
+
+class PluginLockUnreadable(NxdtError):
+    """A lock file is missing or malformed."""
+
+    code = "NXDT-K010"
+    happened = "The lock file {path} cannot be read: {reason}."
+    remedy = "Correct plugins.lock, or write the file with nxdt plugins lock."
+    path: str
+    reason: str
+
+
+class LocalPluginMissing(NxdtError):
+    """The configuration names a plugin file that does not exist."""
+
+    code = "NXDT-K011"
+    happened = "There is no plugin file {path}."
+    remedy = "Correct plugins.local; relative paths are taken from the directory of the configuration file."
+    path: str
+
+
+def _unusable(sentences: tuple[str, ...]) -> str:
+    return f" Installed but unusable: {'; '.join(sentences)}." if sentences else ""
+
+
+class UnknownPlugin(NxdtError):
+    """A plugin that is asked for by name and is not installed."""
+
+    code = "NXDT-K020"
+    happened = "No plugin or distribution is called '{name}'."
+    remedy = "Installed are {installed}; 'nxdt plugins list' says more of them."
+    name: str
+    available: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "installed": listing(self.available)}

@@ -1,0 +1,110 @@
+"""Errors of training runs: codes ``NXDT-T…``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.errors.base import NxdtError, listing
+
+__all__ = [
+    "CannotGenerate",
+    "CannotWriteRunDirectory",
+    "NoCheckpointToResume",
+    "NoTrainingData",
+    "OptimizerStateDoesNotFit",
+    "OptimizerStateNotTensor",
+    "RunAlreadyHasCheckpoints",
+    "ScheduleHasNoEnd",
+    "ShareOfUnknownLength",
+]
+
+
+class ScheduleHasNoEnd(NxdtError):
+    """A decaying learning-rate curve without a last step."""
+
+    code = "NXDT-T001"
+    happened = "model.optim.sched: {schedule} decays to an end, and neither it nor the trainer has one."
+    remedy = "Set model.optim.sched.max_steps or trainer.max_steps to a positive number."
+    schedule: str
+
+
+class OptimizerStateDoesNotFit(NxdtError):
+    """Saved optimizer state of parameters that the model does not train."""
+
+    code = "NXDT-T002"
+    happened = "The checkpoint has optimizer state of {count} parameters that this run does not train ({names})."
+    remedy = (
+        "Resume with the model and adapter of the checkpoint, or load its weights only: model.weight_init_only=true."
+    )
+    parameters: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "count": len(self.parameters), "names": listing(self.parameters, 4)}
+
+
+class OptimizerStateNotTensor(NxdtError):
+    """An optimizer keeps state that no checkpoint can hold."""
+
+    code = "NXDT-T003"
+    happened = "The optimizer keeps {state!r} of {parameter!r} as a {found}, which a checkpoint cannot hold."
+    remedy = "Keep state per parameter as tensors, ints, floats or bools."
+    parameter: str
+    state: str
+    found: str
+
+
+class NoTrainingData(NxdtError):
+    """A dataloader without a training split."""
+
+    code = "NXDT-T004"
+    happened = "The dataloader {loader} has no training data."
+    remedy = "Name the training files in the section data; `nxdt config show` prints what it holds now."
+    loader: str
+
+
+class RunAlreadyHasCheckpoints(NxdtError):
+    """A new run would write into an older one's checkpoints."""
+
+    code = "NXDT-T005"
+    happened = "{uri} already holds checkpoints, up to step {step}."
+    remedy = "Go on with exp_manager.resume_if_exists=true, or give the new run another name=…."
+    uri: str
+    step: int
+
+
+class NoCheckpointToResume(NxdtError):
+    """Told to resume, and there is nothing to resume from."""
+
+    code = "NXDT-T006"
+    happened = "There is no good checkpoint at {uri} to resume from."
+    remedy = "Check the path with `nxdt checkpoint list`; exp_manager.resume_ignore_no_checkpoint=true starts afresh."
+    uri: str
+
+
+class CannotWriteRunDirectory(NxdtError):
+    """The run's directory cannot be made or written."""
+
+    code = "NXDT-T007"
+    happened = "The run's directory {path} cannot be written: {reason}."
+    remedy = "Choose another with exp_manager.exp_dir=…."
+    path: str
+    reason: str
+
+
+class CannotGenerate(NxdtError):
+    """A checkpoint that text cannot be drawn from."""
+
+    code = "NXDT-T008"
+    happened = "This checkpoint cannot generate: {reason}."
+    remedy = "Give a prompt, and a checkpoint of a run whose section data.tokenizer names a tokenizer."
+    reason: str
+
+
+class ShareOfUnknownLength(NxdtError):
+    """A share of a dataset that is a stream."""
+
+    code = "NXDT-T009"
+    happened = "{key} is the share {share}, and the dataset does not know how many samples it has."
+    remedy = "Give a number of batches, or null for all."
+    key: str
+    share: float
