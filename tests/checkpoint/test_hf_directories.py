@@ -233,6 +233,11 @@ def test_a_state_of_another_model_writes_nothing(tmp_path, state):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tensor_without_a_parameter_is_not_dropped_in_silence(tmp_path, state):
+    with pytest.raises(WeightsDoNotFit, match="surplus"):
+        save_hf(tmp_path / "out", ToyBuilder(), {**state, "surplus": torch.zeros(1)})
+
+
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [

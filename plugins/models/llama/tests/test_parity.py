@@ -89,6 +89,21 @@ def test_logits_and_gradients_equal_those_of_transformers(config, from_hf, tmp_p
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+def test_given_positions_count_as_in_transformers(from_hf, tmp_path):
+    theirs = theirs_with(cases()[0])
+    theirs.save_pretrained(tmp_path)
+    builder = from_hf(read_hf_config(tmp_path))
+    ours = builder.build()
+    ours.load_state_dict(load_hf(tmp_path, builder))
+    # Only distances matter, so these are uneven: positions that merely restart or shift would prove nothing.
+    ids, positions = torch.arange(30).view(2, 15), torch.stack((3 * torch.arange(15), torch.arange(15) ** 2))
+    logits = ours(ids, positions)
+    # Without a mask, transformers takes every uneven step for the start of another document.
+    expected = theirs(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
+    assert (logits - expected).abs().max() <= 1e-5
+    assert (logits - ours(ids)).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("rope", [PLAIN, LLAMA3, LINEAR], ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_directory_comes_back_bit_equal_through_our_model(rope, tied, from_hf, tmp_path):
