@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 
 from nxdt_core.cli.verb import Verb
@@ -9,6 +11,13 @@ from nxdt_core.cli.verb import Verb
 __all__ = ["generate"]
 
 _RUN = "nxdt_experiments/llama-tiny/checkpoints"
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """Refuse nan and infinity, which no bound of a range catches."""
+    if not math.isfinite(value):
+        raise click.BadParameter("it must be a finite number.")
+    return value
 
 
 @click.command(
@@ -25,12 +34,13 @@ _RUN = "nxdt_experiments/llama-tiny/checkpoints"
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0.0),
+    callback=_finite,
     default=0.0,
     show_default=True,
     help="0 takes the likeliest token each time; 1 samples as the model says.",
 )
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample among the K likeliest tokens only.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
 def generate(
     checkpoint: str, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int
 ) -> None:

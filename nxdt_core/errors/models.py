@@ -113,7 +113,7 @@ class WeightsDoNotFit(NxdtError):
 
     code = "NXDT-M050"
     happened = "The weights do not fit the model: {summary}."
-    remedy = "Use the configuration that the weights were trained with, or load them with strict=False."
+    remedy = "Use the configuration that the weights were trained with, or give the new run another name=…."
     missing: list[str]
     extra: list[str]
     shapes: list[str]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.loader import GlobalBatchLoader
@@ -95,6 +96,10 @@ class NxdtDataModule(pl.LightningDataModule):
         """One pass; empty where the configuration names no validation data."""
         loader = self._loader("validation", repeat=False)
         return [] if loader is None else TrainLoader(loader)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """``batch`` as it is: micro-batches go to the device one at a time."""
+        return batch
 
     def validation_batches(self, share: float) -> int:
         """Global batches in a share of the validation split, at least one of a share above 0.

@@ -85,4 +85,5 @@ def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, draws: to
     if top_k is not None:
         floor = logits.topk(min(top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < floor, float("-inf"))
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draws))
+    shifted = (logits - logits.max()).double() / temperature  # at most 0: no temperature makes it overflow upwards
+    return int(torch.multinomial(shifted.softmax(0), 1, generator=draws))

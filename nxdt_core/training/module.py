@@ -129,7 +129,3 @@ class NxdtModule(pl.LightningModule):
     def validation_step(self, batch: StepInput, batch_idx: int) -> StepLoss:  # type: ignore[override]
         """Loss of one global batch."""
         return self.model.run_eval(batch.micro_batches, self.objective)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """``batch`` as it is: micro-batches go to the device one at a time."""
-        return batch

@@ -80,7 +80,7 @@ def train(config: ResolvedConfig) -> RunSummary:
         trainer.fit(module, data, ckpt_path=_start(module, start, console))
     finally:
         console.close()
-    return _summary(config, own, module, metrics, signals)
+    return _summary(config, own, start, module, metrics, signals)
 
 
 def _names(config: ResolvedConfig) -> dict[str, str]:
@@ -146,7 +146,12 @@ def _prepare_run_dir(config: ResolvedConfig) -> None:
 
 
 def _summary(
-    config: ResolvedConfig, own: CheckpointStorage, module: NxdtModule, metrics: MetricsWriter, signals: StopSignals
+    config: ResolvedConfig,
+    own: CheckpointStorage,
+    start: Start | None,
+    module: NxdtModule,
+    metrics: MetricsWriter,
+    signals: StopSignals,
 ) -> RunSummary:
     return RunSummary(
         step=module.train_state.step,
@@ -155,7 +160,7 @@ def _summary(
         consumed_tokens=module.train_state.consumed_tokens,
         tokens_per_s=metrics.typical_tokens_per_s,
         run_dir=config.run_dir,
-        checkpoint=_newest_uri(own),
+        checkpoint=_standing(own, module, start),
         resume_command=_resume_command(config, module.train_state.step),
         exit_status=0 if signals.received is None else 128 + signals.received,
     )
@@ -174,9 +179,13 @@ def _finished(config: ResolvedConfig, own: CheckpointStorage, start: Start) -> R
     )
 
 
-def _newest_uri(own: CheckpointStorage) -> str | None:
-    steps = [entry.step for entry in checkpoint.list_checkpoints(own) if entry.state == "committed"]
-    return assemble.step_uri(own, max(steps)) if steps else None
+def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | None) -> str | None:
+    """The checkpoint that holds what was trained: the newest of this process, else the one that it went on from."""
+    if module.saved is not None:
+        return assemble.step_uri(own, module.saved.step)
+    if start is None or start.weights_only:
+        return None
+    return assemble.step_uri(start.storage, start.manifest.step)
 
 
 def _resume_command(config: ResolvedConfig, step: int) -> str:

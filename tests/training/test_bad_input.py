@@ -170,3 +170,39 @@ def test_nothing_is_lost_when_a_resume_is_refused(nxdt, small_run):
         train(small_run("trainer.max_steps=2", "model.ffn_hidden_size=128"))
     assert checkpoint.read_manifest(store, 1) == before
     assert checkpoint.verify(store, 1) == []
+
+
+def test_a_full_disk_while_logging_is_told_in_words(tmp_path):
+    """A limit on the size of files stands for the disk: the record of a long run outgrows it."""
+    words = [*QUICK[1:], "trainer.max_steps=200", "checkpoint.enabled=false", f"exp_manager.exp_dir={tmp_path}"]
+    command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *words, "data.global_batch_size=2"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 14; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "NXDT-T007" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--temperature", "nan"), ("--temperature", "inf"), ("--seed", "99999999999999999999999"), ("--seed", "-1")],
+)
+def test_odd_numbers_for_generate_are_refused_before_anything_is_loaded(option, capsys):
+    assert main(["generate", "nowhere", "hi", *option]) == 2
+    assert option[0] in capsys.readouterr().err
+
+
+def test_a_tiny_temperature_is_greedy(small_run):
+    from nxdt_core.training.generate import generate
+
+    config = small_run("trainer.max_steps=1")
+    train(config)
+    greedy, cold = (
+        "".join(generate(config.checkpoint_uri, "In", max_new_tokens=5, temperature=t)) for t in (0.0, 1e-300)
+    )
+    assert greedy == cold

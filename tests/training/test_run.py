@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from nxdt_core import checkpoint
 from nxdt_core.errors import (
     CannotWriteRunDirectory,
     NoCheckpointToResume,
@@ -15,7 +16,7 @@ from nxdt_core.errors import (
     SequenceTooLongForModel,
     VocabularyTooSmall,
 )
-from nxdt_core.training import train
+from nxdt_core.training import assemble, train
 
 KEYS = {
     "step",
@@ -49,7 +50,12 @@ def test_a_run_writes_one_row_a_logged_step_with_the_promised_keys(small_run, me
     assert rows[6]["mfu"] is None, "the peak of a CPU is not known"
     assert all(rows[6][key] > 0 for key in ("tokens_per_s", "step_time_s", "max_memory_bytes", "grad_norm"))
     assert rows[6]["loss"] == summary.loss < rows[2]["loss"] < math.log(272) + 0.5
-    assert list(config.run_dir.glob("events.out.tfevents.*"))
+    assert {path.name.partition(".out")[0] for path in config.run_dir.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "events",
+    }
     assert yaml.safe_load((config.run_dir / "config.yaml").read_text())["trainer"]["max_steps"] == 6
 
 
@@ -137,9 +143,6 @@ def test_a_validation_takes_the_share_or_the_count_that_it_is_told(small_run, me
 
 
 def test_checkpoints_are_saved_at_the_interval_and_the_newest_kept(small_run):
-    from nxdt_core import checkpoint
-    from nxdt_core.training import assemble
-
     config = small_run("trainer.max_steps=7", "checkpoint.every_n_train_steps=2", "checkpoint.save_top_k=2")
     summary = train(config)
     store = assemble.storage(config)
@@ -230,3 +233,34 @@ def test_a_broken_loss_is_null_in_the_file_not_nan(small_run):
     text = (config.run_dir / "metrics.jsonl").read_text()
     assert "NaN" not in text
     assert [json.loads(line)["loss"] for line in text.splitlines()][-1] is None
+
+
+def test_the_summary_names_the_checkpoint_that_holds_what_was_trained(small_run):
+    """Not the highest number in the store: that one is damaged, and the run went on from the one before."""
+    config = small_run("trainer.max_steps=4", "checkpoint.every_n_train_steps=2")
+    train(config)
+    shard = next((config.run_dir / "checkpoints" / "step-00000004").rglob("optim/*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert train(small_run("trainer.max_steps=3")).checkpoint.endswith("step-00000003")
+    repaired = small_run("trainer.max_steps=4")
+    assert train(repaired).checkpoint.endswith("step-00000004")
+    store = assemble.storage(repaired)
+    assert checkpoint.verify(store, 4) == [], "saving the step again replaced the damaged one"
+
+
+def test_a_trained_checkpoint_goes_to_hugging_face(small_run, tmp_path, weights):
+    """The snippet of the Llama plugin's README."""
+    from nxdt_core.checkpoint.hf import load_hf, save_hf
+    from nxdt_core.config import load
+
+    config = small_run("trainer.max_steps=1")
+    train(config)
+    store, step = checkpoint.locate(config.checkpoint_uri)
+    manifest = checkpoint.find_checkpoint(store, step, warn=print)
+    builder = assemble.model_builder(load(manifest.facts.config))
+    save_hf(tmp_path / "hf", builder, checkpoint.load_model(store, manifest))
+    back = load_hf(tmp_path / "hf", builder)
+    saved = weights(config)
+    assert all(torch.equal(value, saved[name]) for name, value in back.items())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import pytorch_lightning as pl
 import torch
 
+from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.parallel.profile import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.training.callbacks.console import Console
 
@@ -103,8 +105,9 @@ class MetricsWriter(pl.Callback):
             }
             trainer.callback_metrics["val_loss"] = torch.tensor(total / weight if weight else math.nan)
             if trainer.is_global_zero:
-                _append(self._run_dir / VALIDATION_FILE, row)
-                self._send(trainer, {"val_loss": row["loss"]}, pl_module.train_state.step)
+                with self._explained():
+                    _append(self._run_dir / VALIDATION_FILE, row)
+                    self._send(trainer, {"val_loss": row["loss"]}, pl_module.train_state.step)
                 self._console.validation(row)
         self._begun, self._waited = time.perf_counter(), self._wait(trainer)
         self._logged_step = pl_module.train_state.step
@@ -113,7 +116,8 @@ class MetricsWriter(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what could not be written was told already
+                self._file.close()
             self._file = None
 
     def _log(self, trainer: pl.Trainer, module: NxdtModule) -> None:
@@ -144,15 +148,24 @@ class MetricsWriter(pl.Callback):
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
         if trainer.is_global_zero:
             assert self._file is not None
-            self._file.write(_json(self.last) + "\n")
-            self._file.flush()
-            self._send(trainer, self.last, state.step)
+            with self._explained():
+                self._file.write(_json(self.last) + "\n")
+                self._file.flush()
+                self._send(trainer, self.last, state.step)
             self._console.step(self.last)
 
     def _send(self, trainer: pl.Trainer, row: Mapping[str, Any], step: int) -> None:
         numbers = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A disk that takes no more figures stops the run with words; a run without a record is not worth going on."""
+        try:
+            yield
+        except OSError as error:
+            raise CannotWriteRunDirectory(path=str(self._run_dir), reason=error.strerror or str(error)) from error
 
     def _wait(self, trainer: pl.Trainer) -> float:
         data: NxdtDataModule | Any = getattr(trainer, "datamodule", None)
