@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.nn.aux_loss import aux_loss_scale
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective
@@ -89,7 +90,7 @@ class TorchModel:
         metrics: dict[str, list[torch.Tensor]] = {}
         for host_batch in micro_batches:
             batch = host_batch.to(self._device)
-            with self._autocast():
+            with self._autocast(), aux_loss_scale(1 / total):
                 logits = self.module(batch.input_ids, batch.position_ids, batch.document_ids)
                 output = objective(logits, batch)
             loss = output.loss_sum / total

@@ -8,6 +8,7 @@ from torch import nn
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.nn.aux_loss import add_aux_loss
 from nxdt_core.parallel.engine import TorchEngine
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.initialisation import InitRule
@@ -77,6 +78,30 @@ def batch(rows, *, masked=0.0, seed=0):
 def split(whole, size):
     parts = range(0, len(whole.input_ids), size)
     return [Batch(input_ids=whole.input_ids[i : i + size], labels=whole.labels[i : i + size]) for i in parts]
+
+
+class WithAuxiliary(Bigram):
+    """Adds the sum of squares of its hidden states, a loss that does not pass through the logits."""
+
+    def forward(self, input_ids, position_ids=None, document_ids=None):
+        hidden = self.embed(input_ids) * self.scale
+        return self.head(add_aux_loss(hidden, 0.1 * hidden.square().sum()))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_an_auxiliary_loss_is_divided_by_the_global_weight_too(size, monkeypatch):
+    monkeypatch.setattr(BigramBuilder, "build", lambda self: WithAuxiliary(tied=False))
+    made, whole = model(), batch(4, masked=0.5)
+    made.run_train(split(whole, size), CausalLM())
+    reference = model()
+    weights = dict(reference.named_parameters())
+    hidden = weights["embed.weight"][whole.input_ids] * 2.0
+    loss = nn.functional.cross_entropy(
+        (hidden @ weights["head.weight"].T).flatten(0, 1), whole.labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+    ((loss + 0.1 * hidden.square().sum()) / (whole.labels != -100).sum()).backward()
+    for name, parameter in made.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, msg=name)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
