@@ -18,7 +18,7 @@ from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.location import Locator
 from nxdt_core.config.node import Node, Origin
 from nxdt_core.config.overrides import COMMAND_LINE, apply_overrides
-from nxdt_core.config.policy import read_policy, start_kernel
+from nxdt_core.config.policy import read_policy, start_kernel, unusable_files
 from nxdt_core.config.reading import Reading, read_tree
 from nxdt_core.config.report import error_report
 from nxdt_core.config.resolved import ResolvedConfig, Selected
@@ -83,6 +83,7 @@ class _Load:
         given = self._collect(source)
         locator = Locator(source=source.label, directory=source.directory)
         kernel = self._start(given, locator)
+        self.problems += unusable_files(kernel, given) if self.passed is None else ()
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
         given, pairs = spread_alignment(given)
         given, composition = self._compose(given, kernel, locator)

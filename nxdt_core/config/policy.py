@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.location import Locator
 from nxdt_core.config.node import Node, Origin
 from nxdt_core.config.reading import read_part
 from nxdt_core.config.schema.selectors import PluginsConfig
-from nxdt_core.errors import BadComponentChoice, ConfigProblem, LocalPluginMissing, NxdtError
+from nxdt_core.errors import BadComponentChoice, ComponentFinding, ConfigProblem, LocalPluginMissing, NxdtError
 from nxdt_core.kernel import Kernel, PluginPolicy
+from nxdt_core.kernel.plugin import LOCAL
 
-__all__ = ["read_policy", "start_kernel"]
+__all__ = ["read_policy", "start_kernel", "unusable_files"]
 
 
 def read_policy(tree: Node, locator: Locator) -> PluginPolicy | list[ConfigProblem]:
@@ -33,5 +34,24 @@ def start_kernel(policy: PluginPolicy, tree: Node) -> Kernel | ConfigProblem:
         return Kernel.start(policy)
     except NxdtError as error:
         key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
-        node: Any = tree.find(key) or tree.find("plugins") or Node(None, Origin(kind="default", where=""))
-        return BadComponentChoice(**node.origin.at(key), error=error)
+        return BadComponentChoice(**_origin(tree, key).at(key), error=error)
+
+
+def unusable_files(kernel: Kernel, tree: Node) -> Iterator[ConfigProblem]:
+    """Files of ``plugins.local`` that do not load: they were asked for by name, unlike what is merely installed."""
+    key = "plugins.local"
+    for plugin in kernel.plugins:
+        if plugin.dist == LOCAL and plugin.state not in ("ok", "blocked"):
+            yield ComponentFinding(
+                **_origin(tree, key).at(key),
+                message=f"the plugin file {plugin.location} is {plugin.state}: {plugin.reason}.",
+                advice="Name one of the two."
+                if plugin.state == "shadowed"
+                else "Correct it, or take it out of plugins.local.",
+            )
+
+
+def _origin(tree: Node, key: str) -> Origin:
+    """Where ``key`` was written, else the section ``plugins``."""
+    node = tree.find(key) or tree.find("plugins")
+    return node.origin if node is not None else Origin(kind="default", where="")

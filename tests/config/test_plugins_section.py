@@ -55,6 +55,23 @@ def test_a_missing_local_file_and_lock_are_rows(write):
     assert problem.row().startswith("run.yaml:14: plugins.lock: The lock file")
 
 
+@pytest.mark.parametrize(
+    ("file", "source", "words"),
+    [
+        ("boom.py", "1 / 0\n", ("boom.py is broken: ", "raised ZeroDivisionError")),
+        ("needs.py", "import not_installed_anywhere\n", ("needs.py is broken: ", "not_installed_anywhere")),
+        ("notes.txt", "from pathlib import Path\n", ("notes.txt is broken: ", "is no Python file")),
+        ("sub/parts.py", "", ("parts.py is shadowed: ", "has the same name")),
+    ],
+)
+def test_a_local_file_that_does_not_load_is_an_error_at_its_key(write, tmp_path, file, source, words):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / file).write_text(source)
+    (problem,) = config.check(write(f"plugins:\n  allow: []\n  local: ['{PARTS}', {file}]\n"))
+    assert problem.row().startswith("run.yaml:15: plugins.local: the plugin file ")
+    assert all(word in problem.row() for word in words)
+
+
 def test_names_that_match_no_plugin_are_noted(write):
     resolved = config.load(write(f"plugins:\n  allow: []\n  local: ['{PARTS}']\n  prefer: [nobody]\n"))
     assert resolved.notes == ("plugins: no installed plugin is called 'nobody'",)
