@@ -75,9 +75,7 @@ class ModelConfig:
     """Classes of modules to recompute under ``selective``."""
     fusions: FusionsConfig = field(default_factory=FusionsConfig)
     """Kernels of the incumbent."""
-    use_cpu_initialization: Annotated[bool, NoEffect("weights are drawn where they live, equal on every device")] = (
-        False
-    )
+    use_cpu_initialization: Annotated[bool, NoEffect("weights are drawn on the host, equal for every device")] = False
     """Draw weights on the host."""
     qkv_linear: Annotated[bool, XlaOnly()] = False
     """NxD's layer for grouped queries."""
