@@ -69,6 +69,14 @@ IMPOSSIBLE = {
         {"model.activations_checkpoint_granularity": "full", "model.activations_checkpoint_recompute": ("MLP",)},
         "whole layers are recomputed under granularity 'full', so naming modules means nothing.",
     ),
+    "a rate that rises": (
+        {"model.optim.sched.min_lr": 0.1, "model.optim.lr": 0.01},
+        "min_lr 0.1 is above the learning rate 0.01 (model.optim.lr) that falls to it.",
+    ),
+    "positions": (
+        {"data.seq_length": 128, "model.max_position_embeddings": 64},
+        "sequences have 128 tokens, the model has positions for 64 (model.max_position_embeddings).",
+    ),
 }
 
 
@@ -99,6 +107,9 @@ def test_what_can_work_is_not_told():
         "model.num_attention_heads": 4,
         "model.num_kv_heads": 2,
         "model.num_layers": 4,
+        "model.max_position_embeddings": 64,
+        "model.optim.lr": 0.01,
+        "model.optim.sched.min_lr": 0.01,
     }
     assert found(good) == []
 
@@ -169,3 +180,37 @@ def test_settings_without_effect_are_accepted_and_noted(load, good):
 
 def test_the_default_of_such_a_key_is_not_noted(load, good):
     assert load(good, "exp_manager.save_xser=true", "bucket_size_collectives=null", "model.has_bias=false").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        (
+            ["exp_manager.ema.decay=0.9", "exp_manager.ema.start_step=3"],
+            ["exp_manager.ema.decay, exp_manager.ema.start_step: no effect, since exp_manager.ema.enable is not set"],
+        ),
+        (["exp_manager.ema.enable=false", "exp_manager.ema.decay=0.999"], []),
+        (
+            ["distributed_strategy.zero1=true"],
+            ["distributed_strategy.zero1: no effect, since one process has nothing to shard"],
+        ),
+        (["distributed_strategy.zero1=false"], []),
+        (
+            ["model.optim.sched={name: CosineAnnealing, warmup_steps: 100}"],
+            [
+                "model.optim.sched.warmup_steps: the rate only rises, since model.optim.sched.max_steps is 100"
+                " and warm-up takes 100 steps"
+            ],
+        ),
+        (
+            ["model.optim.sched={name: CosineAnnealing, warmup_steps: 50, max_steps: 40}"],
+            [
+                "model.optim.sched.warmup_steps: the rate only rises, since model.optim.sched.max_steps is 40"
+                " and warm-up takes 50 steps"
+            ],
+        ),
+        (["model.optim.sched={name: CosineAnnealing, warmup_steps: 99}"], []),
+    ],
+)
+def test_settings_that_another_one_makes_idle_are_noted(load, good, overrides, notes):
+    assert list(load(good, *overrides).notes) == notes

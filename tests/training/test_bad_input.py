@@ -45,7 +45,7 @@ def text(tmp_path, content, name="text.txt"):
         (["checkpoint.uri=s3://bucket/run"], ["NXDT-K005", "pip install nxdt-plugin-s3"]),
         (["data.global_batch_size=16", "data.micro_batch_size=3"], ["NXDT-C016", "16", "3"]),
         (["model.vocab_size=128"], ["NXDT-M051", "259 ids", "128 rows", "model.vocab_size"]),
-        (["model.max_position_embeddings=64"], ["NXDT-M052", "128 tokens", "positions for 64"]),
+        (["model.max_position_embeddings=64"], ["NXDT-C016", "128 tokens", "positions for 64"]),
         (["data.train_files=[nowhere.txt]"], ["NXDT-D001", "nowhere.txt"]),
         (["data.seq_length=4000000", "model.max_position_embeddings=4000000"], ["NXDT-D", "4000000"]),
         (["trainer.accelerator=gpu"], ["NXDT-P001", "'gpu'", "'cuda'"]),

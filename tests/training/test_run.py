@@ -10,10 +10,10 @@ import yaml
 from nxdt_core import checkpoint
 from nxdt_core.errors import (
     CannotWriteRunDirectory,
+    ConfigError,
     NoCheckpointToResume,
     NxdtError,
     RunAlreadyHasCheckpoints,
-    SequenceTooLongForModel,
     VocabularyTooSmall,
 )
 from nxdt_core.training import assemble, train
@@ -208,7 +208,7 @@ def test_bf16_autocast_trains_close_to_fp32(small_run, metric_rows):
 
 @pytest.mark.parametrize(
     ("override", "error"),
-    [("model.vocab_size=256", VocabularyTooSmall), ("model.max_position_embeddings=16", SequenceTooLongForModel)],
+    [("model.vocab_size=256", VocabularyTooSmall), ("model.max_position_embeddings=16", ConfigError)],
 )
 def test_what_cannot_fit_is_said_before_training(small_run, override, error):
     with pytest.raises(error):

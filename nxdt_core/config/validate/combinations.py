@@ -188,6 +188,30 @@ def recompute_named(checked: Checked) -> Iterator[ImpossibleCombination]:
         )
 
 
+def rate_falls(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """A schedule ends at ``min_lr``, below the rate that it starts from."""
+    floor, rate = "model.optim.sched.min_lr", "model.optim.lr"
+    rates = checked.numbers(floor, rate)
+    if rates is not None and rates[0] > rates[1]:
+        yield ImpossibleCombination(
+            **checked.place(floor, rate),
+            reason=f"min_lr {rates[0]} is above the learning rate {rates[1]} ({rate}) that falls to it",
+            advice=f"Lower {floor} or raise {rate}.",
+        )
+
+
+def sequence_has_positions(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """A model with a declared number of positions takes no longer sequence."""
+    length, longest = "data.seq_length", "model.max_position_embeddings"
+    sizes = checked.numbers(length, longest)
+    if sizes is not None and sizes[0] > sizes[1]:
+        yield ImpossibleCombination(
+            **checked.place(length, longest),
+            reason=f"sequences have {sizes[0]} tokens, the model has positions for {sizes[1]} ({longest})",
+            advice=f"Shorten {length} or raise {longest}.",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     world_divides,
     batch_divides,
@@ -201,5 +225,7 @@ RULES: tuple[Rule, ...] = (
     resume_named,
     one_objective,
     recompute_named,
+    rate_falls,
+    sequence_has_positions,
 )
 """In the order in which they are tried."""
