@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -187,6 +188,8 @@ def _hint(value: Any, shape: Shape) -> str:
     """What to write instead, where it is plain what was meant."""
     members = getattr(shape, "members", (shape,))
     kinds = {member.type for member in members if isinstance(member, Scalar)}
+    if kinds & {int, float} and _boundless(value):
+        return "It must be finite."
     if isinstance(value, str) and kinds & {int, float, bool}:
         return "Write it without quotes." if _number_like(value) else ""
     if isinstance(value, float) and int in kinds and value.is_integer():
@@ -206,3 +209,11 @@ def _number_like(text: str) -> bool:
     except ValueError:
         return text.lower() in ("true", "false")
     return True
+
+
+def _boundless(value: Any) -> bool:
+    """Whether the value is a ``nan`` or an ``inf``, as a number or as text."""
+    try:
+        return isinstance(value, (str, float)) and not math.isfinite(float(value))
+    except ValueError:
+        return False

@@ -21,6 +21,9 @@ __all__ = [
     "UnknownScheme",
 ]
 
+_LOCAL = "local"
+"""What stands for the distribution of a plugin file."""
+
 
 class BadComponentRecord(NxdtError):
     """A record that a plugin yields is malformed."""
@@ -67,9 +70,11 @@ class UnknownComponent(NxdtError):
             ways.append(f"Install it: pip install {self.install}.")
         if self.close:
             ways.append(f"Did you mean {' or '.join(map(repr, self.close))}?")
-        if self.unusable:
-            ways.append("Mend the unusable plugins: nxdt plugins list says what is wrong.")
-        ways.append(f"Available: {listing(self.available)}." if self.available else "No plugin offers any.")
+        ways += _amends(self.unusable)
+        if self.available:
+            ways.append(f"Available: {listing(self.available)}.")
+        elif not self.unusable:
+            ways.append("No plugin offers any.")
         return " ".join(ways)
 
 
@@ -88,7 +93,8 @@ class AmbiguousComponent(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         written = " or ".join(map(repr, self.offers))
-        return {**super()._view(), "by": " and ".join(self.dists), "written": written}
+        by = " and ".join(map(_offerer, self.dists, self.offers))
+        return {**super()._view(), "by": by, "written": written}
 
 
 class UnknownKind(NxdtError):
@@ -128,7 +134,7 @@ class ComponentUnusable(NxdtError):
 
     code = "NXDT-K006"
     happened = "The {kind} {name!r} of {dist} cannot be used: {reason}."
-    remedy = "Repair or reinstall {dist}; its record gives {field}={reference!r}."
+    remedy = "{advice}; its record gives {field}={reference!r}."
     kind: str
     name: str
     plugin: str
@@ -137,6 +143,14 @@ class ComponentUnusable(NxdtError):
     """``target`` or ``config``: which reference of the record failed."""
     reference: str
     reason: str
+
+    def _view(self) -> dict[str, Any]:
+        advice = f"Repair or reinstall {self.dist}"
+        if self.dist == _LOCAL:
+            own = f"{self.field}=f'{{__name__}}:Name'"
+            absent = self.reason.endswith("does not exist")
+            advice = f"In a local plugin file write {own}" if absent else "Correct the file in plugins.local"
+        return {**super()._view(), "advice": advice}
 
 
 class PluginHookFailed(NxdtError):
@@ -193,6 +207,26 @@ class LocalPluginMissing(NxdtError):
     happened = "There is no plugin file {path}."
     remedy = "Correct plugins.local; relative paths are taken from the directory of the configuration file."
     path: str
+
+
+def _amends(unusable: tuple[str, ...]) -> list[str]:
+    """What to do about plugins that cannot be used: the configuration blocks some, others are faulty."""
+    ways = []
+    if any(sentence.endswith("is blocked: named in plugins.block") for sentence in unusable):
+        ways.append("Take it out of plugins.block.")
+    if any(sentence.endswith("is blocked: not named in plugins.allow") for sentence in unusable):
+        ways.append("Name it in plugins.allow.")
+    if any(" is blocked: " not in sentence for sentence in unusable):
+        ways.append("Mend the unusable plugins: nxdt plugins list says what is wrong.")
+    return ways
+
+
+def _offerer(dist: str, offer: str) -> str:
+    """Distribution and version; a plugin file has neither and goes by its name."""
+    if dist.strip() != _LOCAL:
+        return dist
+    plugin = offer.partition(":")[0]
+    return "a file of plugins.local" if plugin == _LOCAL else f"the local file {plugin}.py"
 
 
 def _unusable(sentences: tuple[str, ...]) -> str:

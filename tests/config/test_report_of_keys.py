@@ -55,11 +55,11 @@ KEYS = {
     ),
     "not a number": (
         "model.optim.lr=.nan",
-        "model.optim.lr: found nan (a number); allowed: a number of at least 0. [NXDT-C012]",
+        "model.optim.lr: found nan (a number); allowed: a number of at least 0. It must be finite. [NXDT-C012]",
     ),
     "not finite": (
         "model.optim.lr=.inf",
-        "model.optim.lr: found inf (a number); allowed: a number of at least 0. [NXDT-C012]",
+        "model.optim.lr: found inf (a number); allowed: a number of at least 0. It must be finite. [NXDT-C012]",
     ),
     "not among the choices": (
         "model.optim.sched={name: WSD, decay_shape: sqr}",
@@ -225,3 +225,10 @@ def test_check_gives_the_problems_without_raising(kernel, good, tmp_path):
     path.write_text(good)
     assert config.check(path, kernel=kernel) == ()
     assert [problem.key for problem in config.check(path, ["seed=0"], kernel=kernel)] == ["seed"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "'-inf'", ".nan"])
+def test_a_number_that_is_not_finite_is_not_told_to_lose_its_quotes(report, good, value):
+    (row,) = report(good, f"model.optim.lr={value}")
+    assert "It must be finite." in row
+    assert "quotes" not in row

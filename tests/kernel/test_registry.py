@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.errors import AmbiguousComponent, UnknownComponent, UnknownKind, UnknownScheme
+from nxdt_core.errors import AmbiguousComponent, ComponentUnusable, UnknownComponent, UnknownKind, UnknownScheme
 
 STORE = """
     from nxdt_core.api import StorageComponent, hookimpl
@@ -158,3 +158,41 @@ def test_an_error_survives_the_way_between_processes(two_lions):
     with pytest.raises(AmbiguousComponent) as caught:
         two_lions.start().registry.get("optimizer", "lion")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "remedy"),
+    [({"block": ("tape",)}, "Take it out of plugins.block."), ({"allow": ()}, "Name it in plugins.allow.")],
+)
+def test_a_blocked_plugin_is_let_in_by_the_key_that_blocks_it(site, policy, remedy):
+    site.add("nxdt-plugin-tape", "")
+    with pytest.raises(UnknownComponent) as caught:
+        site.start(**policy).registry.get("adapter", "tape")
+    assert caught.value.do() == remedy
+
+
+LOCAL_LION = """
+from nxdt_core.api import OptimizerComponent, hookimpl
+
+@hookimpl
+def nxdt_optimizers():
+    return [OptimizerComponent(name="lion", target="absent_module:build")]
+"""
+
+
+def test_local_files_with_one_name_are_ambiguous_by_their_files(site, tmp_path):
+    files = (tmp_path / "one.py", tmp_path / "two.py")
+    for file in files:
+        file.write_text(LOCAL_LION)
+    with pytest.raises(AmbiguousComponent, match=r"by several plugins: the local file one\.py and the local file two"):
+        site.start(local=files).registry.get("optimizer", "lion")
+
+
+def test_a_target_that_a_local_file_names_wrongly_is_answered_with_its_own_name(site, tmp_path):
+    file = tmp_path / "one.py"
+    file.write_text(LOCAL_LION)
+    with pytest.raises(ComponentUnusable) as caught:
+        site.start(local=(file,)).registry.get("optimizer", "lion").load_target()
+    assert caught.value.do() == (
+        "In a local plugin file write target=f'{__name__}:Name'; its record gives target='absent_module:build'."
+    )
