@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.committed import read_manifest
     from nxdt_core.checkpoint.load import load_model, load_optimizer, load_state
     from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
-    from nxdt_core.checkpoint.retention import prune
+    from nxdt_core.checkpoint.retention import delete_step, prune
     from nxdt_core.checkpoint.save import save_checkpoint
     from nxdt_core.checkpoint.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
     from nxdt_core.checkpoint.storage import check_writable, locate, open_storage
@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointStatus",
     "Manifest",
     "check_writable",
+    "delete_step",
     "find_checkpoint",
     "latest",
     "list_checkpoints",
@@ -41,6 +42,7 @@ _MODULES = {
     "CheckpointStatus": "status",
     "Manifest": "manifest",
     "check_writable": "storage",
+    "delete_step": "retention",
     "find_checkpoint": "status",
     "latest": "status",
     "list_checkpoints": "status",
@@ -56,7 +58,9 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -7,7 +7,7 @@ from nxdt_core.checkpoint.layout import manifest_key, step_prefix
 from nxdt_core.checkpoint.status import list_checkpoints, verify
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["prune"]
+__all__ = ["delete_step", "prune"]
 
 
 def prune(storage: CheckpointStorage, keep_last: int, *, deep: bool = True) -> list[int]:
@@ -40,11 +40,11 @@ def prune(storage: CheckpointStorage, keep_last: int, *, deep: bool = True) -> l
     doomed = [status.step for status in found if status.step < kept[0]]
     with explained_os_errors(storage.uri):
         for step in doomed:
-            _delete(storage, step)
+            delete_step(storage, step)
     return doomed
 
 
-def _delete(storage: CheckpointStorage, step: int) -> None:
-    """The manifest first: what is left of an interrupted deletion is unfinished, never damaged."""
+def delete_step(storage: CheckpointStorage, step: int) -> None:
+    """Delete one step, the manifest first: what is left of an interrupted deletion is unfinished, never damaged."""
     storage.delete_many([manifest_key(step)])
     storage.delete_many([info.key for info in storage.list(step_prefix(step))])

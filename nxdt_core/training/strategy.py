@@ -130,11 +130,12 @@ class NxdtStrategy(Strategy):
         """Nothing left: loaded together with the weights."""
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete the step that ``filepath`` names."""
+        """Delete the step that ``filepath`` names, or every step of the root that it names."""
         if self.is_global_zero:
             storage, step = assemble.locate(self.config, str(filepath))
-            if step is not None:
-                checkpoint.delete(storage, step)
+            steps = [entry.step for entry in checkpoint.list_checkpoints(storage)] if step is None else [step]
+            for doomed in steps:
+                checkpoint.delete_step(storage, doomed)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """``tensor``: metrics come out of the engine reduced."""

@@ -54,6 +54,12 @@ def test_lightnings_own_checkpoint_callback_and_ckpt_path_use_our_format(small_r
         assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
+def test_lightnings_callback_can_delete_what_it_no_longer_keeps(small_run, tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "pl", every_n_train_steps=1, save_top_k=1)
+    fit(small_run(), 3, saver)
+    assert [path.parent.name for path in (tmp_path / "pl").rglob("manifest.json")] == ["step-00000003"]
+
+
 def test_reading_lightnings_estimate_of_steps_does_not_move_the_data(small_run):
     """Its issue 20550: reading it reset a stateful loader, and a resume began at the first sample again."""
 
