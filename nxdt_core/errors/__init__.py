@@ -64,6 +64,7 @@ from nxdt_core.errors.data import (
 from nxdt_core.errors.launch import (
     AcceleratorMissing,
     UnknownAccelerator,
+    WorldDoesNotDivide,
 )
 from nxdt_core.errors.models import (
     BadModelConfig,
@@ -186,6 +187,7 @@ __all__ = [
     "UnsavableState",
     "VocabularyTooSmall",
     "WeightsDoNotFit",
+    "WorldDoesNotDivide",
     "WrongValue",
     "YamlSyntax",
 ]

@@ -9,6 +9,7 @@ from nxdt_core.errors.base import NxdtError, listing
 __all__ = [
     "AcceleratorMissing",
     "UnknownAccelerator",
+    "WorldDoesNotDivide",
 ]
 
 
@@ -33,3 +34,20 @@ class AcceleratorMissing(NxdtError):
     remedy = "Install the build of torch for that device and its driver, or set trainer.accelerator=auto."
     accelerator: str
     found: str
+
+
+class WorldDoesNotDivide(NxdtError):
+    """A number of processes that does not fill whole copies of the model."""
+
+    code = "NXDT-P003"
+    happened = (
+        "{world_size} processes do not divide into groups of TP {tp} x PP {pp} x CP {cp}, with dp_replicate {dp_replicate} "
+        "dividing what is left and EP {ep} dividing a replica's data and context parallel ranks."
+    )
+    remedy = "Change trainer.devices x trainer.num_nodes or the sizes of distributed_strategy."
+    world_size: int
+    tp: int
+    pp: int
+    cp: int
+    dp_replicate: int
+    ep: int

@@ -1,0 +1,96 @@
+"""Sizes of a run's parallel dimensions, derived from ``distributed_strategy`` and the number of processes. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from nxdt_core.errors import WorldDoesNotDivide
+
+if TYPE_CHECKING:
+    from nxdt_core.config.schema.strategy import DistributedStrategyConfig
+
+__all__ = ["MeshSizes", "Schedule"]
+
+Schedule = Literal["1f1b", "interleaved", "zbv"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSizes:
+    """How many ranks lie along each dimension; tensor parallel ranks are neighbours, pipeline stages far apart."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    """Groups of data parallel ranks; each shards parameters and optimizer state within itself only."""
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    """Ranks that share the experts; borrowed from ``dp_shard`` x ``cp``, so no factor of the world."""
+    schedule: Schedule = "1f1b"
+    vpp: int = 1
+    """Pipeline stages on each rank; 2 under ``zbv``."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What data parallel ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
+
+    @classmethod
+    def of(cls, strategy: DistributedStrategyConfig, world_size: int) -> MeshSizes:
+        """Derive the data parallel size.
+
+        Raises:
+            WorldDoesNotDivide: the processes do not fill whole copies of the model.
+        """
+        tp, pp, cp = (
+            strategy.tensor_model_parallel_size,
+            strategy.pipeline_model_parallel_size,
+            strategy.context_parallel_size,
+        )
+        dp, rest = divmod(world_size, tp * pp * cp)
+        zero = strategy.zero_stage if strategy.zero_stage is not None else (1 if strategy.zero1 else 0)
+        replicas = strategy.dp_replicate
+        ep = strategy.expert_model_parallel_size
+        if rest or not dp or dp % replicas or (dp // replicas * cp) % ep:
+            raise WorldDoesNotDivide(world_size=world_size, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, ep=ep)
+        vpp = strategy.virtual_pipeline_model_parallel_size or 1
+        schedule = strategy.pipeline_schedule or ("interleaved" if vpp > 1 else "1f1b")
+        return cls(
+            pp=pp,
+            dp_replicate=replicas,
+            dp_shard=dp // replicas,
+            cp=cp,
+            tp=tp,
+            ep=ep,
+            schedule=schedule,
+            vpp=2 if schedule == "zbv" else vpp,
+            zero_stage=zero,
+        )
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which ZeRO shards: those of ``dp_shard`` and ``cp``, which hold the same parameters."""
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which ZeRO shards experts."""
+        return self.fsdp // self.ep
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the model."""
+        return self.pp * self.vpp
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def as_dict(self) -> dict[str, int]:
+        """Size by dimension name, as checkpoints record it."""
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+        return {name: getattr(self, name) for name in names}
