@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nxdt_core.builtins.optimizer_config import AdamWConfig
-from nxdt_core.parallel.profile import profile_of
+from nxdt_core.devices import profile_of
 from nxdt_core.protocols.optimizer import ParameterGroup
 
 __all__ = ["adamw"]

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nxdt_core.checkpoint.hf_keys import Source, sources
+from nxdt_core.devices import HOST
 from nxdt_core.errors import HFExchangeUnsupported, HFFileDamaged, HFFileMissing, HFNotWritable, WeightsDoNotFit
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
@@ -138,7 +139,7 @@ def _locate(directory: Path, stack: ExitStack) -> dict[str, tuple[Path, Any]]:
         if not path.is_file():
             raise HFFileMissing(directory=str(directory), wanted=f"'{path.name}'")
         try:
-            handle = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            handle = stack.enter_context(safe_open(path, framework="pt", device=HOST.type))
         except (SafetensorError, OSError) as error:
             raise HFFileDamaged(path=str(path), reason=str(error)) from error
         located |= dict.fromkeys(handle.keys(), (path, handle))
@@ -187,7 +188,7 @@ def _write_weights(directory: Path, tensors: Mapping[str, torch.Tensor], max_sha
     for number, shard in enumerate(shards, start=1):
         file = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         # One shard at a time, so that copies of transposed views are few.
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
+        contiguous = {name: tensor.detach().to(HOST).contiguous() for name, tensor in shard.items()}
         save_file(contiguous, directory / file, {"format": "pt"})
         index |= dict.fromkeys(shard, file)
     if len(shards) > 1:

@@ -18,6 +18,7 @@ from nxdt_core.checkpoint.files import AttemptWriter, VerifiedFile, Wanted
 from nxdt_core.checkpoint.layout import shard_name
 from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
+from nxdt_core.devices import HOST
 from nxdt_core.errors import CheckpointDamaged, TensorNotInCheckpoint, TensorStateUnsupported
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
@@ -154,7 +155,7 @@ def _write_shard(writer: AttemptWriter, file: str, tensors: Mapping[str, torch.T
     with writer.file(file) as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in ordered.values():
-            stream.write(_bytes_of(tensor.detach().resolve_neg().cpu().contiguous()))
+            stream.write(_bytes_of(tensor.detach().resolve_neg().to(HOST).contiguous()))
     return {name: _entry(tensor, file, data_start + starts[name]) for name, tensor in ordered.items()}
 
 

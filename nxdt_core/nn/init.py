@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from nxdt_core.devices import HOST
 from nxdt_core.errors import NoInitRule
 from nxdt_core.nn.patterns import matches
 from nxdt_core.nn.streams import Stream
@@ -70,7 +71,7 @@ def draw(
     sizes = tuple(local_shape) if local_shape is not None else tuple(n - o for n, o in zip(shape, starts, strict=True))
     if any(o < 0 or n < 0 or o + n > whole for whole, o, n in zip(shape, starts, sizes, strict=True)):
         raise ValueError(f"{name}: a block of {sizes} at {starts} does not lie within {shape}")
-    block = torch.empty(sizes, dtype=dtype, device="cpu")
+    block = torch.empty(sizes, dtype=dtype, device=HOST)
     if rule.distribution == "constant":
         return block.fill_(rule.mean)
     stream = Stream.of(seed, name)
@@ -100,7 +101,7 @@ def _global_indices(
     count = math.prod(sizes)
     for first in range(0, count, _CHUNK_ELEMENTS):
         last = min(first + _CHUNK_ELEMENTS, count)
-        local = torch.arange(first, last, dtype=torch.int64, device="cpu")
+        local = torch.arange(first, last, dtype=torch.int64, device=HOST)
         whole = torch.zeros_like(local)
         stride = 1
         for extent, start, size in zip(reversed(shape[1:]), reversed(starts[1:]), reversed(sizes[1:]), strict=True):

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.devices import profile_of
+
 __all__ = ["RMSNorm"]
 
 
@@ -29,11 +31,11 @@ class RMSNorm(nn.Module):
         normalised: torch.Tensor
         # Subclasses of Tensor (sharded ones) and graph capture take the stock operator, which they know.
         if (
-            type(hidden) is torch.Tensor
-            and hidden.device.type == "cpu"
+            not torch.compiler.is_compiling()
+            and type(hidden) is torch.Tensor
+            and profile_of(hidden.device).cache_bound_kernels
             and hidden.dtype == self.weight.dtype
             and hidden.dtype in (torch.float32, torch.float64)
-            and not torch.compiler.is_compiling()
         ):
             normalised = _FewPasses.apply(hidden, self.weight, self.eps)  # type: ignore[no-untyped-call]
         else:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdt_core.devices import HOST
+
 __all__ = ["LinearScaling", "Llama3Scaling", "RotaryEmbedding", "RotaryScaling", "frequencies", "rotate"]
 
 
@@ -55,7 +57,7 @@ def frequencies(head_dim: int, theta: float, scaling: RotaryScaling | None = Non
     Always float32 and always computed on the CPU: checkpoints were trained with these very roundings, and at position
     8,000 an error in the last bit of a frequency is one of 5e-4 in the angle.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=HOST) / head_dim
     frequency = torch.pow(theta, exponent).reciprocal()
     return frequency if scaling is None else scaling(frequency)
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import current_device
 from nxdt_core.nn.init import initialize
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
-from nxdt_core.parallel.profile import current_device
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.protocols.model import ModelBuilder

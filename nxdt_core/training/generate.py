@@ -10,6 +10,7 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.devices import HOST
 from nxdt_core.errors import CannotGenerate
 from nxdt_core.kernel import Kernel
 from nxdt_core.parallel.model import TorchModel
@@ -55,7 +56,7 @@ def generate(
     begun, shown = len(ids), ""
     for _ in range(max_new_tokens):
         window = torch.tensor([ids[-config.run.data.seq_length :]])
-        logits = model.forward(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
+        logits = model.forward(window)[0, -1].float().to(HOST)[: tokenizer.vocab_size]
         token = _pick(logits, temperature, top_k, draws)
         if token == tokenizer.eos_id:
             break

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nxdt_core.devices import profile_of
+
 __all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all"]
 
 
@@ -55,7 +57,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
             "cached": float(cached),
         },
     }
-    if device.type != "cpu":
+    if not profile_of(device).host:
         state["device"] = torch.get_device_module(device).get_rng_state()
     return state
 
@@ -67,5 +69,5 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    if device.type != "cpu" and "device" in state:
+    if not profile_of(device).host and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"])

@@ -11,7 +11,7 @@ from pytorch_lightning.strategies import Strategy
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.parallel.profile import profile_of
+from nxdt_core.devices import profile_of
 from nxdt_core.training import assemble
 
 if TYPE_CHECKING:

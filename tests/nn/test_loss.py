@@ -18,7 +18,7 @@ def logits(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 @pytest.fixture(params=[1, 22, 10_000], ids=["a row at a time", "two rows", "all at once"], autouse=True)
 def _chunk(request, monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS_CPU", request.param)
+    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS_IN_CACHE", request.param)
 
 
 def test_sum_and_gradient_are_those_of_torch():

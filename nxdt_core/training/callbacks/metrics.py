@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import pytorch_lightning as pl
 import torch
 
+from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.errors import CannotWriteRunDirectory
-from nxdt_core.parallel.profile import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:

@@ -10,12 +10,24 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from nxdt_core.errors import AcceleratorMissing, UnknownAccelerator
 
-__all__ = ["DeviceProfile", "current_device", "max_memory_bytes", "peak_flops", "profile_of", "reset_max_memory"]
+__all__ = [
+    "HOST",
+    "DeviceProfile",
+    "current_device",
+    "max_memory_bytes",
+    "peak_flops",
+    "profile_of",
+    "reset_max_memory",
+]
+
+HOST = torch.device("cpu")
+"""Where batches are read, checkpoints are written from and numbers are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +39,22 @@ class DeviceProfile:
     process_group_backend: str
     lightning_accelerator: str
     """Name under which Lightning knows the device type."""
+    host: bool = False
+    """Whether its tensors lie in the host's memory: then it has no memory and no random-number generator of its own."""
+    cache_bound_kernels: bool = False
+    """Whether kernels are paced by a core's cache rather than by launches: few passes and small chunks win."""
     fused_optimizers: bool = False
     """Whether ``torch.optim`` has fused kernels for it."""
+    point_to_point: bool = True
+    """Whether two ranks can send to each other without the rest of their group."""
+    static_shapes: bool = False
+    """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
+    compile_backend: str = "inductor"
+    """Backend of ``torch.compile``."""
+    context_parallel_method: Literal["ring", "gather"] = "ring"
+    """How context parallelism moves keys and values where the configuration does not say."""
+    attention_kernel: str = "composed"
+    """Which attention with a log-sum-exp the ring takes; ``composed`` is made of matrix products and runs anywhere."""
     peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
 
@@ -39,7 +65,12 @@ PROFILES: Mapping[str, DeviceProfile] = {
     profile.device_type: profile
     for profile in (
         DeviceProfile(
-            device_type="cpu", process_group_backend="gloo", lightning_accelerator="cpu", fused_optimizers=True
+            device_type="cpu",
+            process_group_backend="gloo",
+            lightning_accelerator="cpu",
+            host=True,
+            cache_bound_kernels=True,
+            fused_optimizers=True,
         ),
         DeviceProfile(
             device_type="cuda",
@@ -58,6 +89,9 @@ PROFILES: Mapping[str, DeviceProfile] = {
             device_type="neuron",
             process_group_backend="neuron",
             lightning_accelerator="neuron",
+            point_to_point=False,
+            static_shapes=True,
+            compile_backend="neuron",
             peak_flops={
                 "trn1": {"float32": 47.5 * _T, "bfloat16": 190 * _T},
                 "trn2": {"float32": 181 * _T, "bfloat16": 667 * _T},
@@ -66,32 +100,36 @@ PROFILES: Mapping[str, DeviceProfile] = {
     )
 }
 
+_UNLISTED = DeviceProfile(device_type="unlisted", process_group_backend="undefined", lightning_accelerator="auto")
 
-def current_device(accelerator: str = "auto") -> torch.device:
+
+def current_device(accelerator: str = "auto", *, index: int | None = None) -> torch.device:
     """The device that this process trains on.
 
     Args:
         accelerator: ``auto`` (the accelerator that torch finds, else the CPU) or a device type.
+        index: which of the machine's devices, mostly the local rank; None for the current one.
 
     Raises:
         UnknownAccelerator: no such device type in the table.
         AcceleratorMissing: torch finds no such device on this machine.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
-    available = found.type if found is not None and found.type in PROFILES else "cpu"
+    available = found.type if found is not None and found.type in PROFILES else HOST.type
     wanted = available if accelerator == "auto" else accelerator
     if wanted not in PROFILES:
         raise UnknownAccelerator(accelerator=wanted, known=tuple(PROFILES))
-    if wanted == "cpu":
+    if PROFILES[wanted].host:
         return torch.device(wanted)
     if wanted != available:
         raise AcceleratorMissing(accelerator=wanted, found=available)
-    return torch.device(wanted, torch.accelerator.current_device_index())
+    return torch.device(wanted, torch.accelerator.current_device_index() if index is None else index)
 
 
 def profile_of(device: torch.device) -> DeviceProfile:
-    """The table's row for ``device``."""
-    return PROFILES[device.type]
+    """The table's row for ``device``; for a type that the table does not list (meta, or another engine's) a row that
+    promises nothing. A dictionary look-up: building blocks ask in every forward."""
+    return PROFILES.get(device.type, _UNLISTED)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
@@ -106,7 +144,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 def max_memory_bytes(device: torch.device) -> int:
     """Highest memory use: allocated on an accelerator, the process's resident set on the CPU."""
-    if device.type == "cpu":
+    if profile_of(device).host:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return int(torch.accelerator.max_memory_allocated(device))
@@ -114,5 +152,5 @@ def max_memory_bytes(device: torch.device) -> int:
 
 def reset_max_memory(device: torch.device) -> None:
     """Start the high-water mark anew; on the CPU the kernel keeps one for the process's life."""
-    if device.type != "cpu":
+    if not profile_of(device).host:
         torch.accelerator.reset_peak_memory_stats(device)
