@@ -1,14 +1,9 @@
-"""Sizes of a run's parallel dimensions, derived from ``distributed_strategy`` and the number of processes. No torch."""
+"""Sizes of a run's parallel dimensions; ``DistributedStrategyConfig.mesh_sizes`` derives them. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-from nxdt_core.errors import WorldDoesNotDivide
-
-if TYPE_CHECKING:
-    from nxdt_core.config.schema.strategy import DistributedStrategyConfig
+from typing import Literal
 
 __all__ = ["MeshSizes", "Schedule"]
 
@@ -32,38 +27,6 @@ class MeshSizes:
     """Pipeline stages on each rank; 2 under ``zbv``."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What data parallel ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
-
-    @classmethod
-    def of(cls, strategy: DistributedStrategyConfig, world_size: int) -> MeshSizes:
-        """Derive the data parallel size.
-
-        Raises:
-            WorldDoesNotDivide: the processes do not fill whole copies of the model.
-        """
-        tp, pp, cp = (
-            strategy.tensor_model_parallel_size,
-            strategy.pipeline_model_parallel_size,
-            strategy.context_parallel_size,
-        )
-        dp, rest = divmod(world_size, tp * pp * cp)
-        zero = strategy.zero_stage if strategy.zero_stage is not None else (1 if strategy.zero1 else 0)
-        replicas = strategy.dp_replicate
-        ep = strategy.expert_model_parallel_size
-        if rest or not dp or dp % replicas or (dp // replicas * cp) % ep:
-            raise WorldDoesNotDivide(world_size=world_size, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, ep=ep)
-        vpp = strategy.virtual_pipeline_model_parallel_size or 1
-        schedule = strategy.pipeline_schedule or ("interleaved" if vpp > 1 else "1f1b")
-        return cls(
-            pp=pp,
-            dp_replicate=replicas,
-            dp_shard=dp // replicas,
-            cp=cp,
-            tp=tp,
-            ep=ep,
-            schedule=schedule,
-            vpp=2 if schedule == "zbv" else vpp,
-            zero_stage=zero,
-        )
 
     @property
     def dp(self) -> int:

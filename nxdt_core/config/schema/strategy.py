@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core.config.marks import PositiveInt
+from nxdt_core.errors import WorldDoesNotDivide
+from nxdt_core.protocols.mesh import MeshSizes
 
 __all__ = ["DistributedStrategyConfig"]
 
@@ -40,3 +42,28 @@ class DistributedStrategyConfig:
     """Data parallel ranks that exchange tokens before experts."""
     pipeline_model_parallel_split_rank: int | None = None
     """First pipeline rank of a decoder, for encoder-decoder models."""
+
+    def mesh_sizes(self, world_size: int) -> MeshSizes:
+        """The size of every dimension for so many processes.
+
+        Raises:
+            WorldDoesNotDivide: they do not fill whole copies of the model.
+        """
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        cp, ep, replicas = self.context_parallel_size, self.expert_model_parallel_size, self.dp_replicate
+        dp, rest = divmod(world_size, tp * pp * cp)
+        if rest or not dp or dp % replicas or (dp // replicas * cp) % ep:
+            raise WorldDoesNotDivide(world_size=world_size, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, ep=ep)
+        vpp = self.virtual_pipeline_model_parallel_size or 1
+        schedule = self.pipeline_schedule or ("interleaved" if vpp > 1 else "1f1b")
+        return MeshSizes(
+            pp=pp,
+            dp_replicate=replicas,
+            dp_shard=dp // replicas,
+            cp=cp,
+            tp=tp,
+            ep=ep,
+            schedule=schedule,
+            vpp=2 if schedule == "zbv" else vpp,
+            zero_stage=self.zero_stage if self.zero_stage is not None else (1 if self.zero1 else 0),
+        )
