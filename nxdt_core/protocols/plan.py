@@ -18,7 +18,9 @@ TensorStyle = Literal["column", "row", "vocab_embedding", "vocab_head", "replica
 
 ``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``:
 an embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary,
-feeding a vocabulary-parallel loss; ``replicate``: whole on each rank. (Shoeybi et al. 2019, arXiv:1909.08053.)
+feeding a vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``replicate``: whole on each rank and fed
+with what is whole on each rank, also where its path lies in a tensor block (there it comes after a ``row``'s sum); an
+embedding table that looks up its own part of the sequence under sequence parallelism.
 """
 
 
@@ -36,10 +38,16 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHeads:
-    """Head counts that tensor parallelism must divide (``kv_heads`` may be replicated instead)."""
+    """Heads, which tensor parallelism shards as wholes (those of keys and values may be replicated instead)."""
 
     query_heads: int
     kv_heads: int
+    query: tuple[str, ...] = ()
+    """Module patterns of the ``column`` projections whose outputs are query heads."""
+    key_value: tuple[str, ...] = ()
+    """Those whose outputs are key or value heads; replicated where tensor parallelism exceeds ``kv_heads``."""
+    output: tuple[str, ...] = ()
+    """The ``row`` projections whose inputs are query heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,10 @@ class ParallelPlan:
 
     tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
     """Module path pattern → style. Modules that no pattern names are replicated."""
+    tensor_blocks: tuple[str, ...] = ()
+    """Modules inside which tensor parallelism happens: every ``column``, ``row`` and ``vocab_head`` lies in one or is
+    one. What goes in is the first positional argument, [batch, seq, hidden], whole inside (under sequence parallelism
+    gathered there, once for all projections); a ``row`` ends it. Gradients inside are partial sums over the ranks."""
     sequence_norms: tuple[str, ...] = ()
     """Modules that run on sequence shards under sequence parallelism (Korthikanti et al. 2022,
     arXiv:2205.05198): norms and dropouts between the tensor-parallel blocks."""

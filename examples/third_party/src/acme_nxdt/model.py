@@ -40,7 +40,9 @@ class BigramBuilder:
 
     def plan(self) -> ParallelPlan:
         """Both matrices can be cut along the vocabulary."""
-        return ParallelPlan(tensor={"embed_tokens": "vocab_embedding", "lm_head": "vocab_head"})
+        return ParallelPlan(
+            tensor={"embed_tokens": "vocab_embedding", "lm_head": "vocab_head"}, tensor_blocks=("lm_head",)
+        )
 
     def init_rules(self) -> list[InitRule]:
         """Everything normal."""

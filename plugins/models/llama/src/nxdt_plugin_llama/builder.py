@@ -59,8 +59,15 @@ class LlamaBuilder:
                 f"{mlp}.down_proj": "row",
                 "lm_head": "vocab_head",
             },
+            tensor_blocks=(attention, mlp, "lm_head"),
             sequence_norms=_NORMS,
-            heads=AttentionHeads(query_heads=self.config.num_attention_heads, kv_heads=self.config.kv_heads),
+            heads=AttentionHeads(
+                query_heads=self.config.num_attention_heads,
+                kv_heads=self.config.kv_heads,
+                query=(f"{attention}.q_proj",),
+                key_value=(f"{attention}.k_proj", f"{attention}.v_proj"),
+                output=(f"{attention}.o_proj",),
+            ),
             pipeline=PipelinePlan(first=("embed_tokens",), layers="layers", last=("norm", "lm_head")),
             attention_cores=(f"{attention}.core",),
             recompute={

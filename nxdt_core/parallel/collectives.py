@@ -1,0 +1,174 @@
+"""Collectives that autograd sees: each takes a local tensor and a process group, and knows its own transpose.
+
+A group that is None stands for a mesh dimension of size 1: the tensor comes back as it is. Plain
+``torch.distributed`` calls inside, which :func:`torch.compile` rewrites to functional collectives by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "all_to_all",
+    "copy_to_group",
+    "gather_along",
+    "reduce_from_group",
+    "scatter_sum_along",
+]
+
+
+def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """``tensor``, equal on all ranks, handed to computations that differ by rank: their gradients are summed."""
+    if group is None:
+        return tensor
+    copied: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sum of all ranks' ``tensor``; each rank's gradient is that of the sum, which is equal on all ranks."""
+    if group is None:
+        return tensor
+    reduced: torch.Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All ranks' ``tensor`` concatenated along ``dim``; gradients are summed over the ranks and scattered back."""
+    if group is None:
+        return tensor
+    gathered: torch.Tensor = _Gather.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def scatter_sum_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This rank's part along ``dim`` of the sum of all ranks' ``tensor``; gradients are gathered.
+
+    Raises:
+        ValueError: the group's size does not divide ``dim``.
+    """
+    if group is None:
+        return tensor
+    scattered: torch.Tensor = _ScatterSum.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]
+    return scattered
+
+
+def all_to_all(
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Send rows to ranks and receive theirs; gradients travel back the same way.
+
+    Args:
+        tensor: [sum(input_splits), ...], the rows for rank 0 first.
+        output_splits: rows that come from each rank.
+        input_splits: rows that go to each rank.
+        group: None for one rank.
+
+    Returns:
+        [sum(output_splits), ...], the rows of rank 0 first.
+    """
+    if group is None:
+        return tensor
+    received: torch.Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
+        tensor, list(output_splits), list(input_splits), group
+    )
+    return received
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return _summed(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gathered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _scattered_sum(grad, ctx.dim, ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _scattered_sum(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
+        return _exchanged(tensor, output_splits, input_splits, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
+
+
+def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A copy, since neither an autograd function's input nor a gradient may be changed in place."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gathered(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Collectives concatenate on dimension 0; from there the ranks' parts move to ``dim``."""
+    ranks = group.size()
+    whole = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+    if dim == 0:
+        return whole
+    return whole.view(ranks, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _scattered_sum(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    ranks = group.size()
+    if tensor.shape[dim] % ranks:
+        raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} does not divide over {ranks} ranks")
+    split = (*tensor.shape[:dim], ranks, -1, *tensor.shape[dim + 1 :])
+    parts = tensor if dim == 0 else tensor.reshape(split).movedim(dim, 0).flatten(0, 1)
+    part = tensor.new_empty((parts.shape[0] // ranks, *parts.shape[1:]))
+    dist.reduce_scatter_tensor(part, parts.contiguous(), group=group)
+    return part
+
+
+def _exchanged(
+    tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    received = tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
+    dist.all_to_all_single(received, tensor.contiguous(), output_splits, input_splits, group=group)
+    return received
