@@ -63,6 +63,10 @@ from nxdt_core.errors.data import (
 )
 from nxdt_core.errors.launch import (
     AcceleratorMissing,
+    HeadsDoNotDivide,
+    SequenceDoesNotDivide,
+    ShardDoesNotDivide,
+    TensorPlanUnusable,
     UnknownAccelerator,
     WorldDoesNotDivide,
 )
@@ -145,6 +149,7 @@ __all__ = [
     "HFFileMissing",
     "HFNotWritable",
     "HFUnsupported",
+    "HeadsDoNotDivide",
     "ImpossibleCombination",
     "JsonTextMissing",
     "KeyMapIncomplete",
@@ -164,7 +169,9 @@ __all__ = [
     "PluginsUnusable",
     "RunAlreadyHasCheckpoints",
     "ScheduleHasNoEnd",
+    "SequenceDoesNotDivide",
     "SequenceTooLongForModel",
+    "ShardDoesNotDivide",
     "ShareOfUnknownLength",
     "SpecialTokenMissing",
     "StorageDenied",
@@ -172,6 +179,7 @@ __all__ = [
     "StorageFull",
     "StoragePathIsFile",
     "TensorNotInCheckpoint",
+    "TensorPlanUnusable",
     "TensorStateUnsupported",
     "TextNotUtf8",
     "TokenizerFileNotFound",

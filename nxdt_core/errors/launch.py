@@ -8,6 +8,10 @@ from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
     "AcceleratorMissing",
+    "HeadsDoNotDivide",
+    "SequenceDoesNotDivide",
+    "ShardDoesNotDivide",
+    "TensorPlanUnusable",
     "UnknownAccelerator",
     "WorldDoesNotDivide",
 ]
@@ -51,3 +55,62 @@ class WorldDoesNotDivide(NxdtError):
     cp: int
     dp_replicate: int
     ep: int
+
+
+class HeadsDoNotDivide(NxdtError):
+    """Attention heads that cannot be shared out as wholes."""
+
+    code = "NXDT-P020"
+    happened = (
+        "{query_heads} query heads and {kv_heads} key/value heads cannot be shared out over {tp} tensor parallel ranks"
+        "{reason}."
+    )
+    remedy = (
+        "Set distributed_strategy.tensor_model_parallel_size to a size that divides both numbers of heads, or to a "
+        "multiple of the key/value heads that divides the query heads: {possible}."
+    )
+    query_heads: int
+    kv_heads: int
+    tp: int
+    reason: str
+
+    def _view(self) -> dict[str, Any]:
+        query, kv = self.query_heads, self.kv_heads
+        sizes = [n for n in range(1, query + 1) if query % n == 0 and (kv % n == 0 or n % kv == 0)]
+        return {**super()._view(), "possible": ", ".join(map(str, sizes))}
+
+
+class ShardDoesNotDivide(NxdtError):
+    """A matrix whose features do not fall into equal parts."""
+
+    code = "NXDT-P021"
+    happened = "'{module}' has {size} {what}, which {tp} tensor parallel ranks cannot share in equal parts."
+    remedy = "Make it {next_size} (a multiple of {tp}), or change distributed_strategy.tensor_model_parallel_size."
+    module: str
+    size: int
+    what: str
+    tp: int
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "next_size": -(-self.size // self.tp) * self.tp}
+
+
+class TensorPlanUnusable(NxdtError):
+    """A model's plan names something that tensor parallelism cannot shard."""
+
+    code = "NXDT-P022"
+    happened = "The model's plan cannot be followed: {problem}."
+    remedy = (
+        "Correct the plan of the model (or of the adapter that changed it), or train it without tensor parallelism."
+    )
+    problem: str
+
+
+class SequenceDoesNotDivide(NxdtError):
+    """A sequence that does not fall into equal parts over the ranks of sequence parallelism."""
+
+    code = "NXDT-P023"
+    happened = "A sequence of {length} tokens does not fall into {ranks} equal parts for sequence parallelism."
+    remedy = "Make data.seq_length a multiple of {ranks}, or set distributed_strategy.sequence_parallel=false."
+    length: int
+    ranks: int

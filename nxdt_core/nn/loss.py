@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +13,14 @@ from torch.nn import functional
 from nxdt_core.devices import profile_of
 from nxdt_core.protocols.batch import IGNORE_INDEX
 
-__all__ = ["VocabularyLoss", "cross_entropy_sum"]
+__all__ = [
+    "VocabularyLoss",
+    "cross_entropy_sum",
+    "row_chunks",
+    "row_weights",
+    "vocabulary_loss",
+    "whole_vocabulary_cross_entropy_sum",
+]
 
 _CHUNK_ELEMENTS_IN_CACHE = 1 << 18
 """Logits in full precision at a time: 1 MiB of float32, which stays in a core's cache. Against ``F.cross_entropy``,
@@ -29,6 +39,9 @@ class VocabularyLoss(Protocol):
         ...
 
 
+_INSTALLED: ContextVar[VocabularyLoss | None] = ContextVar("nxdt_vocabulary_loss", default=None)
+
+
 def cross_entropy_sum(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,20 +52,47 @@ def cross_entropy_sum(
     log-probabilities too. Differentiable once, in ``logits`` alone.
 
     Args:
-        logits: [..., vocab], any floating dtype.
+        logits: [..., vocab], any floating dtype; inside :func:`vocabulary_loss` whatever that loss takes.
         labels: int64 [...]; −100 takes no part.
         weights: float [...], or None for 1 everywhere.
 
     Returns:
         ``(loss_sum, weight)``, scalars in the dtype of accumulation.
     """
-    vocab = logits.shape[-1]
-    rows, targets = logits.reshape(-1, vocab), labels.reshape(-1)
+    loss = _INSTALLED.get() or whole_vocabulary_cross_entropy_sum
+    return loss(logits, labels, weights)
+
+
+@contextmanager
+def vocabulary_loss(loss: VocabularyLoss) -> Iterator[None]:
+    """Within the block :func:`cross_entropy_sum` is ``loss``: an engine puts one for sharded logits around the
+    objective."""
+    token = _INSTALLED.set(loss)
+    try:
+        yield
+    finally:
+        _INSTALLED.reset(token)
+
+
+def whole_vocabulary_cross_entropy_sum(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`cross_entropy_sum` where nothing is installed: each row of ``logits`` is whole."""
+    kept, targets = row_weights(logits, labels, weights)
+    rows = logits.reshape(-1, logits.shape[-1])
+    loss_sum: torch.Tensor = _CrossEntropySum.apply(rows, targets, kept)  # type: ignore[no-untyped-call]
+    return loss_sum, kept.sum()
+
+
+def row_weights(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each row counts, in the dtype of accumulation, and its target; 0 and id 0 where the label is −100."""
+    targets = labels.reshape(-1)
     accumulation = torch.promote_types(logits.dtype, torch.float32)
     kept = targets != IGNORE_INDEX
-    row_weights = kept.to(accumulation) if weights is None else weights.reshape(-1).to(accumulation) * kept
-    loss_sum: torch.Tensor = _CrossEntropySum.apply(rows, targets.clamp(min=0), row_weights)  # type: ignore[no-untyped-call]
-    return loss_sum, row_weights.sum()
+    counts = kept.to(accumulation) if weights is None else weights.reshape(-1).to(accumulation) * kept
+    return counts, targets.masked_fill(~kept, 0)
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -60,7 +100,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, targets, weights)
         losses = torch.empty_like(weights)
-        for part in _chunks(rows):
+        for part in row_chunks(rows):
             log_probabilities = functional.log_softmax(rows[part], dim=1, dtype=weights.dtype)
             losses[part] = log_probabilities.gather(1, targets[part, None]).squeeze(1)
         return losses.neg_().mul_(weights).sum()
@@ -71,14 +111,15 @@ class _CrossEntropySum(torch.autograd.Function):
         rows, targets, weights = ctx.saved_tensors
         scale = (weights * grad)[:, None]
         grad_rows = torch.empty_like(rows)
-        for part in _chunks(rows):
+        for part in row_chunks(rows):
             probabilities = functional.softmax(rows[part], dim=1, dtype=weights.dtype)
             probabilities.scatter_add_(1, targets[part, None], -torch.ones_like(scale[part]))
             grad_rows[part] = probabilities.mul_(scale[part])
         return grad_rows, None, None
 
 
-def _chunks(rows: torch.Tensor) -> list[slice]:
+def row_chunks(rows: torch.Tensor) -> list[slice]:
+    """Parts of ``rows`` [rows, columns] whose full-precision copies are small: in cache, or bounded in memory."""
     elements = _CHUNK_ELEMENTS_IN_CACHE if profile_of(rows.device).cache_bound_kernels else _CHUNK_ELEMENTS
     step = max(1, elements // rows.shape[1])
     return [slice(start, start + step) for start in range(0, len(rows), step)]
