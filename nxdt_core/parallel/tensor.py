@@ -1,0 +1,118 @@
+"""Tensor and sequence parallelism by a model's plan, on plain modules.
+
+Inside a tensor block (``ParallelPlan.tensor_blocks``) activations are whole and their gradients are partial sums over
+the ranks; outside, activations and gradients are whole and equal on all ranks, or under sequence parallelism both are
+this rank's part of the sequence. From this follows whose gradients are summed: :func:`partial_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from nxdt_core.errors import TensorPlanUnusable
+from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.placement import sharded_over
+from nxdt_core.parallel.tensor_heads import HeadLayout
+from nxdt_core.parallel.tensor_layers import BlockEntry
+from nxdt_core.parallel.tensor_shards import TensorSharder
+from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
+
+__all__ = ["apply_tensor_parallel", "partial_parameters", "replicated_partials"]
+
+
+def apply_tensor_parallel(
+    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool
+) -> None:
+    """Replace, in place, the modules that ``plan.tensor`` names by sharded ones under the same names.
+
+    Collective: every rank calls it, whatever its pipeline stage. With one tensor-parallel rank nothing changes.
+
+    Args:
+        module: one pipeline stage, mostly on the meta device; values of a real one are kept.
+        plan: patterns that match nothing here belong to other stages.
+        mesh: of the run.
+        sequence_parallel: cut activations outside the tensor blocks along the sequence.
+
+    Raises:
+        HeadsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.
+        TensorPlanUnusable: a module that its style cannot shard, or one that lies in no tensor block.
+    """
+    group = mesh.group("tp")
+    if group is None:
+        return
+    heads = None if plan.heads is None else HeadLayout.of(plan.heads, mesh.size("tp"))
+    if heads is not None and heads.kv_replicas > 1:
+        mesh.split_tp(heads.kv_heads)
+    blocks = _blocks(module, plan)
+    sharder = TensorSharder(plan, mesh, heads, sequence_parallel=sequence_parallel)
+    for path, style in list(_styled(module, plan)):
+        if style in ("column", "row", "vocab_head") and not any(_inside(path, block) for block in blocks):
+            raise TensorPlanUnusable(problem=f"'{path}' is {style}, and no pattern of tensor_blocks is around it")
+        replacement = sharder.replacement(path, module.get_submodule(path), style)
+        if replacement is not None:
+            module.set_submodule(path, replacement)
+    entry = BlockEntry(group, sequence_parallel=sequence_parallel)
+    for block in blocks:
+        module.get_submodule(block).register_forward_pre_hook(entry)
+
+
+def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parallel: bool) -> frozenset[str]:
+    """Names of parameters whose gradients are partial sums over ``tp``, after :func:`apply_tensor_parallel`.
+
+    Those that tensor parallelism does not shard, where they lie in a tensor block (except what comes after a ``row``'s
+    sum: its bias, and ``replicate`` modules), or anywhere under sequence parallelism.
+    """
+    blocks = _blocks(module, plan)
+    whole_after_sum = {path for path, style in _styled(module, plan) if style in ("row", "replicate")}
+
+    def partial(name: str) -> bool:
+        if sequence_parallel:
+            return True
+        owner = name.rpartition(".")[0]
+        after_sum = any(_inside(owner, path) for path in whole_after_sum)
+        return not after_sum and any(_inside(owner, block) for block in blocks)
+
+    return frozenset(
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if not sharded_over(parameter) & {"tp", "tp_kv"} and partial(name)
+    )
+
+
+def replicated_partials(module: nn.Module) -> frozenset[str]:
+    """Names of key and value parameters whose gradients are partial sums over ``tp_kv_replica``: each copy serves
+    other query heads."""
+    return frozenset(
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if "tp_kv" in sharded_over(parameter)
+    )
+
+
+def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, TensorStyle]]:
+    """Paths that a pattern of ``plan.tensor`` matches, but for the placeholders of other stages."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
+        if style is not None and not isinstance(part, nn.Identity):
+            yield path, style
+
+
+def _blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
+    """Paths of the tensor blocks, none inside another."""
+    blocks = [
+        path
+        for path, part in module.named_modules()
+        if matches_any(plan.tensor_blocks, path) and not isinstance(part, nn.Identity)
+    ]
+    for block in blocks:
+        outer = next((other for other in blocks if other != block and _inside(block, other)), None)
+        if outer is not None:
+            raise TensorPlanUnusable(problem=f"the tensor block '{block}' lies in the tensor block '{outer}'")
+    return blocks
+
+
+def _inside(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.")

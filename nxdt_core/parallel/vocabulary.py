@@ -1,0 +1,77 @@
+"""Cross-entropy of logits that are cut by vocabulary: no rank ever holds a whole row of them.
+
+Every row needs two numbers of each rank, its own log-sum-exp and the target's logit if it has it: one small
+all-gather forward, nothing backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nxdt_core.nn.loss import row_chunks, row_weights, whole_vocabulary_cross_entropy_sum
+from nxdt_core.parallel.vocabulary_layers import rows_here
+
+__all__ = ["vocabulary_parallel_cross_entropy_sum"]
+
+
+def vocabulary_parallel_cross_entropy_sum(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`nxdt_core.nn.loss.cross_entropy_sum`, and equal on all ranks.
+
+    Args:
+        logits: [..., vocab], a DTensor with ``Shard(-1)`` on a one-dimensional mesh, cut evenly; whole logits (a plain
+            tensor) take the loss for those.
+        labels: int64 [...], whole; −100 takes no part.
+        weights: float [...], whole, or None for 1 everywhere.
+    """
+    if not isinstance(logits, DTensor):
+        return whole_vocabulary_cross_entropy_sum(logits, labels, weights)
+    mesh, placements = logits.device_mesh, logits.placements
+    if len(placements) != 1 or not placements[0].is_shard(logits.ndim - 1):
+        raise ValueError(f"logits must be sharded by vocabulary on one mesh dimension, not {placements}")
+    local: torch.Tensor = logits.to_local()
+    kept, targets = row_weights(local, labels, weights)
+    rows = local.reshape(-1, local.shape[-1])
+    loss_sum: torch.Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
+        rows, targets, kept, mesh.get_group()
+    )
+    return loss_sum, kept.sum()
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """As the function of that name for whole rows; the same chunks, so the same bound on memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        columns, elsewhere = rows_here(targets, rows.shape[1], group)
+        parts = weights.new_empty((2, len(rows)))  # of each row: log of this rank's sum, the target's logit or 0
+        for part in row_chunks(rows):
+            values = rows[part].to(weights.dtype)
+            parts[0, part] = torch.logsumexp(values, dim=1)
+            parts[1, part] = values.gather(1, columns[part, None]).squeeze(1)
+        parts[1].masked_fill_(elsewhere, 0)
+        of_ranks = parts.new_empty((group.size() * 2, len(rows)))
+        dist.all_gather_into_tensor(of_ranks, parts, group=group)
+        log_sums = torch.logsumexp(of_ranks[0::2], dim=0)
+        ctx.save_for_backward(rows, columns, elsewhere, weights, log_sums)
+        return (log_sums - of_ranks[1::2].sum(dim=0)).mul_(weights).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        rows, columns, elsewhere, weights, log_sums = ctx.saved_tensors
+        scale = (weights * grad)[:, None]
+        hit = torch.where(elsewhere, 0.0, -1.0).to(weights.dtype)[:, None]
+        grad_rows = torch.empty_like(rows)
+        for part in row_chunks(rows):
+            probabilities = torch.sub(rows[part], log_sums[part, None]).exp_()  # in the dtype of log_sums
+            probabilities.scatter_add_(1, columns[part, None], hit[part])
+            grad_rows[part] = probabilities.mul_(scale[part])
+        return grad_rows, None, None, None

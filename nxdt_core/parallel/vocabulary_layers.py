@@ -1,0 +1,106 @@
+"""Embedding table and output projection cut by vocabulary row over tensor-parallel ranks.
+
+Under the same paths and parameter names as the ``torch.nn`` modules whose place they take.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from nxdt_core.errors import SequenceDoesNotDivide
+from nxdt_core.parallel.tensor_layers import local_part, sum_over_ranks
+
+__all__ = ["SequenceEmbedding", "VocabularyEmbedding", "VocabularyHead", "rows_here"]
+
+
+class VocabularyEmbedding(nn.Module):
+    """Each rank looks up the ids of its own rows, zero for all others; the sum over the ranks is the embedding."""
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        group: dist.ProcessGroup,
+        *,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """``weight`` [vocab, hidden]: a DTensor with ``Shard(0)``, cut evenly."""
+        super().__init__()
+        self.weight = weight
+        self.group = group
+        self.padding_idx = padding_idx
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, seq] to [batch, seq, hidden], or to [batch, seq / tp, hidden] under sequence parallelism.
+
+        Raises:
+            IndexError: an id outside of the vocabulary (a device-side failure on accelerators), as ``nn.Embedding``.
+            SequenceDoesNotDivide: under sequence parallelism.
+        """
+        if self.sequence_parallel:
+            check_sequence(ids.shape[-1], self.group)
+        table = local_part(self.weight)
+        rows, elsewhere = rows_here(ids, len(table), self.group)
+        padding = None if self.padding_idx is None else self.padding_idx - self.group.rank() * len(table)
+        if padding is not None and not 0 <= padding < len(table):
+            padding = None
+        found = functional.embedding(rows, table, padding_idx=padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return sum_over_ranks(found, self.group, sequence_parallel=self.sequence_parallel)
+
+
+class SequenceEmbedding(nn.Embedding):
+    """A whole table, such as learned positions, that looks up this rank's part of the sequence."""
+
+    def __init__(self, table: nn.Embedding, group: dist.ProcessGroup) -> None:
+        super().__init__(table.num_embeddings, table.embedding_dim, padding_idx=table.padding_idx, _weight=table.weight)
+        self.weight = table.weight
+        self.group = group
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [..., seq] to [..., seq / tp, hidden]."""
+        length = check_sequence(ids.shape[-1], self.group)
+        return super().forward(ids.narrow(-1, self.group.rank() * length, length))
+
+
+class VocabularyHead(nn.Module):
+    """Each rank computes the logits of its own rows of the vocabulary, from whole hidden states."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: DeviceMesh) -> None:
+        """``weight`` [vocab, hidden] and ``bias`` [vocab]: DTensors with ``Shard(0)`` on ``mesh``."""
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.mesh = mesh
+
+    def forward(self, hidden: torch.Tensor) -> DTensor:
+        """[..., hidden] to logits [..., vocab], a DTensor with ``Shard(-1)``: an objective that takes them for whole
+        fails instead of being wrong in silence."""
+        bias = None if self.bias is None else local_part(self.bias)
+        logits = functional.linear(hidden, local_part(self.weight), bias)
+        return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
+
+
+def rows_here(ids: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of the vocabulary as row numbers of this rank's part, which has ``rows`` rows.
+
+    Returns:
+        Row numbers, 0 for ids that lie on other ranks, and a mask of those. Ids that lie nowhere stay out of range,
+        so that the lookup fails on them.
+    """
+    local = ids - group.rank() * rows
+    elsewhere = (local < 0) | (local >= rows)
+    exists = (ids >= 0) & (ids < group.size() * rows)
+    return local.masked_fill(elsewhere & exists, 0), elsewhere
+
+
+def check_sequence(length: int, group: dist.ProcessGroup) -> int:
+    """Positions of a sequence on each rank under sequence parallelism."""
+    if length % group.size():
+        raise SequenceDoesNotDivide(length=length, ranks=group.size())
+    return length // group.size()
