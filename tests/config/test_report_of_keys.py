@@ -109,8 +109,8 @@ KEYS = {
         "model.has_bias: found 3 (an integer); allowed: true or false. [NXDT-C012]",
     ),
     "not carried out yet": (
-        "distributed_strategy.dp_replicate=2",
-        "distributed_strategy.dp_replicate: found 2 (an integer); this version trains in one process."
+        "distributed_strategy.token_shuffle_group_size=2",
+        "distributed_strategy.token_shuffle_group_size: found 2 (an integer); this version does not do that."
         " Allowed: 1. [NXDT-C015]",
     ),
     "package of a path is not installed": (

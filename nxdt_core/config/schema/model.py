@@ -47,7 +47,7 @@ class FusionsConfig:
     flash_attention: Annotated[bool, XlaOnly()] = False
     """NKI flash attention; the torch engine always takes ``scaled_dot_product_attention``."""
     ring_attention: bool = False
-    """Ring attention; follows from ``distributed_strategy.context_parallel_size``."""
+    """The same as ``distributed_strategy.context_parallel_method: ring``; false leaves the choice to that key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,10 @@ class ModelConfig:
     activations_checkpoint_granularity: Literal["selective", "full"] | None = None
     """Recompute in backward: whole layers, the modules of ``activations_checkpoint_recompute``, or nothing."""
     activations_checkpoint_recompute: tuple[str, ...] | None = None
-    """Classes of modules to recompute under ``selective``."""
+    """What to recompute under ``selective``: names that the model's plan gives to modules, such as
+    ``CoreAttention``."""
+    compile: bool = False
+    """Compile each layer with ``torch.compile``. The first step takes longer; its compile time is logged apart."""
     fusions: FusionsConfig = field(default_factory=FusionsConfig)
     """Kernels of the incumbent."""
     use_cpu_initialization: Annotated[bool, NoEffect("weights are drawn on the host, equal for every device")] = False

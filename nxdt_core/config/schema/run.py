@@ -70,3 +70,8 @@ class RunConfig:
     """Timeout of the Neuron runtime in seconds."""
     neuron_experimental_compress_rg: Annotated[bool, XlaOnly()] = False
     """Write only the first replica group into the graph."""
+
+    @property
+    def context_parallel_method(self) -> Literal["ring", "gather"] | None:
+        """``distributed_strategy.context_parallel_method``, by either spelling; None leaves it to the device."""
+        return "ring" if self.model.fusions.ring_attention else self.distributed_strategy.context_parallel_method

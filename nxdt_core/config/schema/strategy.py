@@ -24,10 +24,13 @@ class DistributedStrategyConfig:
     """Chunks of layers on each pipeline device (VPP); ``null`` means 1."""
     context_parallel_size: PositiveInt = 1
     """Devices that share each sequence (CP)."""
+    context_parallel_method: Literal["ring", "gather"] | None = None
+    """How they see each other's keys and values: ``ring`` passes them round, so that none holds a whole sequence of
+    them; ``gather`` collects them in every layer. ``null`` takes what suits the device."""
     expert_model_parallel_size: PositiveInt = 1
     """Devices that share the experts (EP), borrowed from data and context parallelism."""
     dp_replicate: PositiveInt = 1
-    """Groups of devices that hold a whole copy each under ``zero_stage: 3`` (hybrid sharding)."""
+    """Groups of data parallel devices that each shard among themselves (hybrid sharding); a divisor of DP."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel layers along the sequence; has no effect with TP 1."""
     zero1: bool = True
@@ -37,7 +40,11 @@ class DistributedStrategyConfig:
     pipeline_schedule: Literal["1f1b", "interleaved", "zbv"] | None = None
     """Order of micro-batches in the pipeline; ``null`` takes ``interleaved`` with VPP above 1, else ``1f1b``."""
     kv_replicator: PositiveInt = 1
-    """Copies of each key and value head, where TP exceeds their number."""
+    """Copies of each key and value head, where TP exceeds their number; 1 makes as many as are needed."""
+    pad_heads: bool = False
+    """Add heads that stay zero, where TP does not divide the query heads; otherwise such a TP is refused."""
+    timeout_s: PositiveInt = 1800
+    """Seconds after which a rank that waits for others in a collective operation gives up, and the run with it."""
     token_shuffle_group_size: PositiveInt = 1
     """Data parallel ranks that exchange tokens before experts."""
     pipeline_model_parallel_split_rank: int | None = None
@@ -54,8 +61,9 @@ class DistributedStrategyConfig:
         dp, rest = divmod(world_size, tp * pp * cp)
         if rest or not dp or dp % replicas or (dp // replicas * cp) % ep:
             raise WorldDoesNotDivide(world_size=world_size, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, ep=ep)
-        vpp = self.virtual_pipeline_model_parallel_size or 1
-        schedule = self.pipeline_schedule or ("interleaved" if vpp > 1 else "1f1b")
+        vpp, schedule = self.virtual_pipeline_model_parallel_size or 1, self.pipeline_schedule
+        if pp == 1:
+            vpp, schedule = 1, "1f1b"
         return MeshSizes(
             pp=pp,
             dp_replicate=replicas,
@@ -63,7 +71,7 @@ class DistributedStrategyConfig:
             cp=cp,
             tp=tp,
             ep=ep,
-            schedule=schedule,
+            schedule=schedule or ("interleaved" if vpp > 1 else "1f1b"),
             vpp=2 if schedule == "zbv" else vpp,
             zero_stage=self.zero_stage if self.zero_stage is not None else (1 if self.zero1 else 0),
         )

@@ -27,6 +27,9 @@ class TrainerConfig:
     """Largest global 2-norm of the gradient; larger ones are scaled down. ``null`` or 0 never clips."""
     gradient_clip_algorithm: Literal["norm"] | None = None
     """Only clipping by norm exists."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does. Neither applies it: ``stop`` ends the run in words, ``skip``
+    drops the step, counts it and goes on."""
     log_every_n_steps: PositiveInt = 10
     """Optimizer steps between two rows of metrics."""
     val_check_interval: PositiveInt | None = None

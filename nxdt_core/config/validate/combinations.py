@@ -1,21 +1,22 @@
-"""Numbers that must divide and settings that exclude each other."""
+"""Settings that exclude each other, and the list of all rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
 from nxdt_core.config.validate.checked import Checked
+from nxdt_core.config.validate.layout import LAYOUT_RULES
+from nxdt_core.config.validate.stages import STAGE_RULES
 from nxdt_core.errors import ImpossibleCombination
 
 __all__ = ["RULES", "find_impossible"]
 
 Rule = Callable[[Checked], Iterable[ImpossibleCombination]]
 
-_TP = "distributed_strategy.tensor_model_parallel_size"
-_PP = "distributed_strategy.pipeline_model_parallel_size"
-_VPP = "distributed_strategy.virtual_pipeline_model_parallel_size"
-_CP = "distributed_strategy.context_parallel_size"
-_DEVICES = ("trainer.devices", "trainer.num_nodes")
+_ZERO, _ZERO_STAGE = "distributed_strategy.zero1", "distributed_strategy.zero_stage"
+_RING, _METHOD = "model.fusions.ring_attention", "distributed_strategy.context_parallel_method"
+_GRANULARITY = "model.activations_checkpoint_granularity"
+_RECOMPUTE = "model.activations_checkpoint_recompute"
 
 
 def find_impossible(checked: Checked) -> Iterator[ImpossibleCombination]:
@@ -24,134 +25,24 @@ def find_impossible(checked: Checked) -> Iterator[ImpossibleCombination]:
         yield from rule(checked)
 
 
-def data_parallel_size(checked: Checked) -> int | None:
-    """Ranks that read different samples; None where the world does not divide or a size is wrong."""
-    sizes = checked.numbers(*_DEVICES, _TP, _PP, _CP)
-    if sizes is None:
-        return None
-    devices, nodes, tp, pp, cp = sizes
-    return None if devices * nodes % (tp * pp * cp) else devices * nodes // (tp * pp * cp)
-
-
-def world_divides(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Processes must fill whole copies of the model."""
-    sizes = checked.numbers(*_DEVICES, _TP, _PP, _CP)
-    if sizes is not None and data_parallel_size(checked) is None:
-        devices, nodes, tp, pp, cp = sizes
-        yield ImpossibleCombination(
-            **checked.place("trainer.devices", "trainer.num_nodes", _TP, _PP, _CP),
-            reason=f"{nodes} x {devices} processes do not divide into groups of TP {tp} x PP {pp} x CP {cp}",
-            advice=f"Make trainer.devices x trainer.num_nodes a multiple of {tp * pp * cp}.",
-        )
-
-
-def batch_divides(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """A global batch is a whole number of micro-batches on each data parallel rank."""
-    sizes = checked.numbers("data.global_batch_size", "data.micro_batch_size")
-    dp = data_parallel_size(checked)
-    if sizes is None or dp is None:
-        return
-    whole, micro = sizes
-    if whole % (micro * dp):
-        yield ImpossibleCombination(
-            **checked.place("data.global_batch_size", "data.micro_batch_size"),
-            reason=f"{whole} does not divide by data.micro_batch_size {micro} x {dp} data parallel ranks",
-            advice=f"Write a multiple of {micro * dp}.",
-        )
-
-
-def heads_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Each tensor parallel device takes whole heads."""
-    for key in ("model.num_attention_heads", "model.num_kv_heads"):
-        sizes = checked.numbers(key, _TP, "distributed_strategy.kv_replicator")
-        if sizes is None:
-            continue
-        heads, tp, replicas = sizes
-        copies = replicas if key.endswith("kv_heads") else 1
-        if heads * copies % tp:
-            written = f"{heads} x kv_replicator {copies}" if copies > 1 else f"{heads}"
-            yield ImpossibleCombination(
-                **checked.place(key, _TP),
-                reason=f"{written} does not divide by tensor_model_parallel_size {tp}",
-                advice=f"Choose a tensor parallel size that divides {heads * copies}.",
-            )
-
-
-def layers_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Stages of the pipeline take equally many layers, unless ``model.pipeline_cuts`` says where to cut."""
-    sizes = checked.numbers("model.num_layers", _PP)
-    if sizes is None or checked.values.get("model.pipeline_cuts"):
-        return
-    layers, pp = sizes
-    stages = pp * (checked.values.get(_VPP) or 1)
-    if layers % stages:
-        yield ImpossibleCombination(
-            **checked.place("model.num_layers", _PP, _VPP),
-            reason=f"{layers} layers do not divide by PP x VPP = {stages} stages",
-            advice="Choose sizes that divide the layers, or name the cuts in model.pipeline_cuts.",
-        )
-
-
-def cuts_match_stages(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """``model.pipeline_cuts`` has one name fewer than there are stages."""
-    cuts, sizes = checked.values.get("model.pipeline_cuts"), checked.numbers(_PP)
-    if not cuts or sizes is None:
-        return
-    stages = sizes[0] * (checked.values.get(_VPP) or 1)
-    if len(cuts) != stages - 1:
-        yield ImpossibleCombination(
-            **checked.place("model.pipeline_cuts"),
-            reason=f"{len(cuts)} cuts make {len(cuts) + 1} stages, but PP x VPP = {stages}",
-            advice=f"Name {stages - 1} cuts.",
-        )
-
-
-def experts_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Each expert parallel device takes whole experts."""
-    ep_key = "distributed_strategy.expert_model_parallel_size"
-    sizes = checked.numbers("model.moe.num_experts", ep_key)
-    if sizes is not None and sizes[0] % sizes[1]:
-        yield ImpossibleCombination(
-            **checked.place("model.moe.num_experts", ep_key),
-            reason=f"{sizes[0]} experts do not divide by expert_model_parallel_size {sizes[1]}",
-            advice="Choose an expert parallel size that divides the experts.",
-        )
-
-
-def sequence_divides(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Context and sequence parallelism cut a sequence into equal parts; load balancing takes two a device."""
-    sizes = checked.numbers("data.seq_length", _CP, _TP)
-    if sizes is None:
-        return
-    length, cp, tp = sizes
-    parts = (2 * cp if cp > 1 else 1) * (tp if checked.values.get("distributed_strategy.sequence_parallel") else 1)
-    if length % parts:
-        yield ImpossibleCombination(
-            **checked.place("data.seq_length", _CP, _TP),
-            reason=f"{length} tokens do not divide into {parts} equal parts (CP {cp}, TP {tp} with sequence_parallel)",
-            advice=f"Write a multiple of {parts}.",
-        )
-
-
 def zero_stage_agrees(checked: Checked) -> Iterator[ImpossibleCombination]:
     """``zero1: false`` switches sharding off, ``zero_stage`` switches it on."""
-    stage = checked.values.get("distributed_strategy.zero_stage")
-    if stage is not None and checked.values.get("distributed_strategy.zero1") is False:
+    stage = checked.values.get(_ZERO_STAGE)
+    if stage is not None and checked.values.get(_ZERO) is False:
         yield ImpossibleCombination(
-            **checked.place("distributed_strategy.zero_stage", "distributed_strategy.zero1"),
+            **checked.place(_ZERO_STAGE, _ZERO),
             reason=f"zero_stage {stage} shards, and zero1: false says not to",
             advice="Leave zero1 out, or set zero_stage to null.",
         )
 
 
-def schedule_fits(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Virtual stages need a schedule that knows them."""
-    schedule, vpp = checked.values.get("distributed_strategy.pipeline_schedule"), checked.values.get(_VPP) or 1
-    if schedule == "1f1b" and vpp > 1:
+def one_context_method(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """``ring_attention: true`` is an older way to write ``context_parallel_method: ring``."""
+    if checked.values.get(_RING) and checked.values.get(_METHOD) == "gather":
         yield ImpossibleCombination(
-            **checked.place("distributed_strategy.pipeline_schedule", _VPP),
-            reason=f"the schedule 1f1b has one stage a device, and virtual_pipeline_model_parallel_size is {vpp}",
-            advice="Choose interleaved or zbv, or set the virtual size to 1.",
+            **checked.place(_METHOD, _RING),
+            reason=f"it says gather, and {_RING}: true says ring",
+            advice="Keep one of them.",
         )
 
 
@@ -177,14 +68,19 @@ def one_objective(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 def recompute_named(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Modules to recompute are read under ``selective`` alone."""
-    key = "model.activations_checkpoint_recompute"
-    granularity = checked.values.get("model.activations_checkpoint_granularity")
-    if checked.values.get(key) and granularity == "full":
+    """Modules to recompute are named under ``selective``, and under nothing else."""
+    granularity, names = checked.values.get(_GRANULARITY), checked.values.get(_RECOMPUTE)
+    if names and granularity == "full":
         yield ImpossibleCombination(
-            **checked.place(key),
+            **checked.place(_RECOMPUTE),
             reason="whole layers are recomputed under granularity 'full', so naming modules means nothing",
-            advice="Set model.activations_checkpoint_granularity to selective, or leave the names out.",
+            advice=f"Set {_GRANULARITY} to selective, or leave the names out.",
+        )
+    if not names and granularity == "selective":
+        yield ImpossibleCombination(
+            **checked.place(_GRANULARITY, _RECOMPUTE),
+            reason=f"selective recomputes what {_RECOMPUTE} names, and that names nothing",
+            advice=f"Name modules there, such as CoreAttention, or set {_GRANULARITY} to full.",
         )
 
 
@@ -213,15 +109,10 @@ def sequence_has_positions(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 RULES: tuple[Rule, ...] = (
-    world_divides,
-    batch_divides,
-    heads_divide,
-    layers_divide,
-    cuts_match_stages,
-    experts_divide,
-    sequence_divides,
+    *LAYOUT_RULES,
+    *STAGE_RULES,
     zero_stage_agrees,
-    schedule_fits,
+    one_context_method,
     resume_named,
     one_objective,
     recompute_named,

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from nxdt_core.config.keys import REQUIRED, Key, keys_of
 from nxdt_core.config.marks import NoEffect, XlaOnly
 from nxdt_core.config.node import from_plain, join, to_plain
-from nxdt_core.config.schema.exp_manager import EmaConfig
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.slots import Composition
 from nxdt_core.config.validate.checked import Checked
+from nxdt_core.config.validate.idle import find_idle
 
 __all__ = ["find_notes"]
 
@@ -28,29 +28,7 @@ def find_notes(checked: Checked, composition: Composition, legacy: Iterable[tupl
         elif xla is not None and not reads_xla:
             reasons.setdefault(f"the engine {engine_name!r} does not read the XLA runtime's settings", []).append(path)
     notes = [_line(paths, reason) for reason, paths in reasons.items()]
-    tp = "distributed_strategy.tensor_model_parallel_size"
-    if checked.values.get("distributed_strategy.sequence_parallel") and checked.values.get(tp) == 1:
-        notes.append(_line(["distributed_strategy.sequence_parallel"], f"{tp} is 1"))
-    notes += _idle(checked)
-    return tuple(notes)
-
-
-def _idle(checked: Checked) -> Iterator[str]:
-    """Settings that another one makes idle."""
-    ema = "exp_manager.ema"
-    if not checked.values.get(f"{ema}.enable"):
-        defaults = {join(ema, name): key.default for name, key in keys_of(EmaConfig).items()}
-        changed = [path for path, default in defaults.items() if checked.values.get(path, default) != default]
-        if changed:
-            yield _line(changed, f"{ema}.enable is not set")
-    zero, processes = "distributed_strategy.zero1", checked.numbers("trainer.devices", "trainer.num_nodes")
-    written_zero = checked.tree.find(zero) is not None and checked.origin(zero).kind != "default"
-    if written_zero and checked.values.get(zero) and processes == (1, 1):
-        yield _line([zero], "one process has nothing to shard")
-    warmup, horizon = "model.optim.sched.warmup_steps", "model.optim.sched.max_steps"
-    sizes = checked.numbers(warmup, horizon)
-    if sizes is not None and 0 < sizes[1] <= sizes[0]:
-        yield f"{warmup}: the rate only rises, since {horizon} is {sizes[1]} and warm-up takes {sizes[0]} steps"
+    return (*notes, *find_idle(checked))
 
 
 def _line(paths: list[str], reason: str) -> str:

@@ -27,7 +27,6 @@ class Unsupported:
     reason: str
 
 
-_ONE_PROCESS = "this version trains in one process"
 _NOT_YET = "this version does not do that"
 _STEPS = "this version counts in steps"
 _LOOP = "the training loop is the core's own"
@@ -38,22 +37,7 @@ def _group(section: str, reason: str, **neutral: Any) -> tuple[Unsupported, ...]
 
 
 RULES: tuple[Unsupported, ...] = (
-    *_group("trainer", _ONE_PROCESS, devices=1, num_nodes=1),
-    *_group(
-        "distributed_strategy",
-        _ONE_PROCESS,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=1,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        dp_replicate=1,
-        zero_stage=None,
-        pipeline_schedule=None,
-        kv_replicator=1,
-        token_shuffle_group_size=1,
-        pipeline_model_parallel_split_rank=None,
-    ),
+    *_group("distributed_strategy", _NOT_YET, token_shuffle_group_size=1, pipeline_model_parallel_split_rank=None),
     *_group(
         "trainer",
         _STEPS,
@@ -108,15 +92,7 @@ RULES: tuple[Unsupported, ...] = (
     ),
     *_group("checkpoint", _NOT_YET, async_save=False),
     *_group("checkpoint", "this version keeps the newest checkpoints", monitor="step", mode="max"),
-    *_group(
-        "model",
-        _NOT_YET,
-        pipeline_cuts=None,
-        activations_checkpoint_granularity=None,
-        activations_checkpoint_recompute=None,
-        save_logits=False,
-    ),
-    *_group("model.fusions", _ONE_PROCESS, ring_attention=False),
+    *_group("model", _NOT_YET, save_logits=False),
 )
 
 

@@ -1,0 +1,101 @@
+"""Settings that another one makes idle: a note each, for a file may run on fewer devices than it was written for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from nxdt_core.config.keys import keys_of
+from nxdt_core.config.node import join
+from nxdt_core.config.schema.exp_manager import EmaConfig
+from nxdt_core.config.validate.checked import Checked
+from nxdt_core.config.validate.sizes import BATCH, CP, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes, micro_batches
+
+__all__ = ["find_idle"]
+
+_STRATEGY = "distributed_strategy"
+_ZERO, _ZERO_STAGE = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
+_KV_HEADS, _KV_REPLICATOR = "model.num_kv_heads", f"{_STRATEGY}.kv_replicator"
+_GRANULARITY = "model.activations_checkpoint_granularity"
+_RECOMPUTE = "model.activations_checkpoint_recompute"
+
+_READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
+    TP: (f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.pad_heads", _KV_REPLICATOR),
+    PP: (VPP, f"{_STRATEGY}.pipeline_schedule", "model.pipeline_cuts"),
+    CP: (f"{_STRATEGY}.context_parallel_method", "model.fusions.ring_attention"),
+}
+"""Size of a dimension → settings that only a size above 1 reads."""
+
+
+def find_idle(checked: Checked) -> Iterator[str]:
+    """A line for each reason that makes settings idle."""
+    yield from _ema(checked)
+    for size, keys in _READ_ABOVE_ONE.items():
+        if checked.values.get(size) == 1:
+            yield from _lines([key for key in keys if _asks(checked, key)], f"{size} is 1")
+    yield from _copies(checked)
+    yield from _zero(checked)
+    if checked.values.get(_RECOMPUTE) and checked.values.get(_GRANULARITY, "") is None:
+        yield from _lines([_RECOMPUTE], f"{_GRANULARITY} is not set")
+    yield from _waiting_stages(checked)
+    yield from _warmup(checked)
+
+
+def _ema(checked: Checked) -> Iterator[str]:
+    ema = "exp_manager.ema"
+    if not checked.values.get(f"{ema}.enable"):
+        defaults = {join(ema, name): key.default for name, key in keys_of(EmaConfig).items()}
+        changed = [path for path, default in defaults.items() if checked.values.get(path, default) != default]
+        yield from _lines(changed, f"{ema}.enable is not set")
+
+
+def _copies(checked: Checked) -> Iterator[str]:
+    """Copies of key and value heads that are not needed."""
+    numbers = checked.numbers(_KV_HEADS, TP, _KV_REPLICATOR)
+    if numbers is None:
+        return
+    heads, tp, copies = numbers
+    needed = max(1, tp // heads)
+    if tp > 1 and copies > needed:
+        made = "no copies" if needed == 1 else f"{needed} copies"
+        yield f"{_KV_REPLICATOR}: {made} are made, since {TP} is {tp} and {_KV_HEADS} {heads}"
+
+
+def _zero(checked: Checked) -> Iterator[str]:
+    processes, sizes = checked.numbers(*WORLD), mesh_sizes(checked)
+    written = [key for key in (_ZERO, _ZERO_STAGE) if checked.origin(key).kind != "default" and checked.values.get(key)]
+    if processes == (1, 1):
+        yield from _lines(written, "one process has nothing to shard")
+    elif sizes is not None and sizes.fsdp == 1:
+        yield from _lines(written, "the layout leaves no data parallel ranks to shard over")
+    if sizes is not None and sizes.zero_stage == 0 and sizes.dp_replicate > 1:
+        yield from _lines([REPLICAS], f"{_ZERO} is false and every data parallel rank holds a whole copy")
+
+
+def _waiting_stages(checked: Checked) -> Iterator[str]:
+    """Schedules that run with few micro-batches and then mostly wait; others are refused."""
+    sizes, count = mesh_sizes(checked), micro_batches(checked)
+    if sizes is None or count is None or sizes.pp == 1:
+        return
+    enough = 2 * sizes.pp - 1 if sizes.schedule == "zbv" else sizes.pp
+    if count < enough:
+        yield (
+            f"{BATCH}: the schedule {sizes.schedule} over {sizes.pp} pipeline ranks is idle for longer than it need be"
+            f" with {count} micro-batches a step; {enough} fill it"
+        )
+
+
+def _warmup(checked: Checked) -> Iterator[str]:
+    warmup, horizon = "model.optim.sched.warmup_steps", "model.optim.sched.max_steps"
+    steps = checked.numbers(warmup, horizon)
+    if steps is not None and 0 < steps[1] <= steps[0]:
+        yield f"{warmup}: the rate only rises, since {horizon} is {steps[1]} and warm-up takes {steps[0]} steps"
+
+
+def _asks(checked: Checked, key: str) -> bool:
+    value = checked.values.get(key)
+    return bool(value) and (value is True or value != 1)
+
+
+def _lines(keys: Iterable[str], reason: str) -> Iterator[str]:
+    if named := ", ".join(keys):
+        yield f"{named}: no effect, since {reason}"
