@@ -84,11 +84,11 @@ class ShardDoesNotDivide(NxdtError):
     """A matrix whose features do not fall into equal parts."""
 
     code = "NXDT-P021"
-    happened = "'{module}' has {size} {what}, which {tp} tensor parallel ranks cannot share in equal parts."
+    happened = "'{module}' has {size} {features}, which {tp} tensor parallel ranks cannot share in equal parts."
     remedy = "Make it {next_size} (a multiple of {tp}), or change distributed_strategy.tensor_model_parallel_size."
     module: str
     size: int
-    what: str
+    features: str
     tp: int
 
     def _view(self) -> dict[str, Any]:
