@@ -51,7 +51,7 @@ def text(tmp_path, content, name="text.txt"):
         (["trainer.accelerator=gpu"], ["NXDT-P001", "'gpu'", "'cuda'"]),
         (["trainer.accelerator=neuron"], ["NXDT-P002", "'neuron'", "'cpu'"]),
         (["model.hidden_size=66"], ["NXDT-C019", "model.hidden_size", "multiple of num_attention_heads (4)"]),
-        (["distributed_strategy.tensor_model_parallel_size=2"], ["NXDT-C015", "one process"]),
+        (["distributed_strategy.tensor_model_parallel_size=2"], ["NXDT-C016", "1 x 1 processes do not divide into groups of TP 2"]),
         (["exp_manager.resume_from_checkpoint=missing"], ["NXDT-S", "missing"]),
     ],
 )

@@ -86,7 +86,7 @@ def heads_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
 def kv_heads_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
     """Key and value heads are shared out, or each is copied to equally many devices."""
     numbers = checked.numbers(_KV_HEADS, TP, _KV_REPLICATOR)
-    if numbers is None or checked.values.get(_PAD_HEADS):
+    if numbers is None:
         return
     heads, tp, copies = numbers
     if heads % tp and tp % heads:
