@@ -19,7 +19,7 @@ from nxdt_core.nn.patterns import matches
 from nxdt_core.nn.streams import Stream
 from nxdt_core.protocols.initialisation import InitRule
 
-__all__ = ["draw", "initialize"]
+__all__ = ["draw", "initialize", "rule_for"]
 
 _CHUNK_ELEMENTS = 1 << 16
 """Elements that are worked on at a time: half a MiB an operand, which stays in cache."""
@@ -32,11 +32,21 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequ
         NoInitRule: no rule matches a parameter.
     """
     for name, parameter in named_parameters:
-        rule = next((rule for rule in rules if matches(rule.pattern, name)), None)
-        if rule is None:
-            raise NoInitRule(parameter=name, patterns=[rule.pattern for rule in rules])
+        rule = rule_for(name, rules)
         with torch.no_grad():
             parameter.copy_(draw(parameter.shape, rule, name=name, seed=seed, dtype=parameter.dtype))
+
+
+def rule_for(name: str, rules: Sequence[InitRule]) -> InitRule:
+    """The first of ``rules`` that matches a parameter's global name.
+
+    Raises:
+        NoInitRule: none does.
+    """
+    rule = next((rule for rule in rules if matches(rule.pattern, name)), None)
+    if rule is None:
+        raise NoInitRule(parameter=name, patterns=[rule.pattern for rule in rules])
+    return rule
 
 
 def draw(

@@ -43,7 +43,7 @@ class ParallelMesh:
             if sizes.cp > 1:
                 self._keep(self._dense._unflatten("fsdp", (sizes.dp_shard, sizes.cp), ("dp_shard", "cp")))
             if sizes.ep > 1:
-                self._keep(_cut(root, _SPARSE, sizes), ("ep", "tp"))
+                self._keep(_cut(root, _SPARSE, sizes), ("ep", "tp"), ("dp_replicate", "efsdp"))
             self._meshes.setdefault(("efsdp",), self._meshes["fsdp",])
 
     @classmethod
@@ -93,7 +93,7 @@ class ParallelMesh:
         """Cut ``tp`` into ``kv_heads`` groups of ranks that hold one head each. Collective."""
         replicas = self.sizes.tp // kv_heads
         assert kv_heads * replicas == self.sizes.tp, f"{kv_heads} heads over {self.sizes.tp} ranks"
-        if self._dense is not None:
+        if self._dense is not None and ("tp_kv", "tp_kv_replica") not in self._meshes:
             split = self._dense._unflatten("tp", (kv_heads, replicas), ("tp_kv", "tp_kv_replica"))
             self._keep(split, ("tp_kv", "tp_kv_replica"))
 

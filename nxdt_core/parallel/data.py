@@ -1,0 +1,97 @@
+"""Data parallelism: FSDP2 over a stage's layers, and how far each ZeRO stage lets it shard.
+
+All stages come of one mechanism. What differs is when gradients are reduced and when gathered weights are freed:
+
+=====  ===================================  =========================  =====================
+stage  gradients are reduce-scattered       weights between steps      optimizer state
+=====  ===================================  =========================  =====================
+0      not: one all-reduce a step           whole                      whole
+1      once a step, after accumulating      sharded, gathered a step   sharded
+2      each micro-batch                     sharded, gathered a step   sharded
+3      each micro-batch                     sharded, gathered a layer  sharded
+=====  ===================================  =========================  =====================
+
+In a pipeline the stock stages reduce once a step in every stage. (Rajbhandari et al. 2020, arXiv:1910.02054.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from nxdt_core.nn.patterns import matches
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["apply_data_parallel", "begin_micro_batch", "needs_sharding"]
+
+
+def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
+    """Whether FSDP2 has something to do: ranks to shard over, or dtypes that differ from the parameters'.
+
+    Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
+    """
+    mixed = precision.master_weights or precision.gradients != precision.parameters
+    return mixed or (mesh.sizes.zero_stage > 0 and mesh.sizes.dp_replicate * mesh.sizes.fsdp > 1)
+
+
+def apply_data_parallel(
+    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, precision: PrecisionPolicy, experts: Iterable[str] = ()
+) -> None:
+    """Shard each layer of a stage, its experts over the ranks that hold the same ones, and what is left.
+
+    Args:
+        module: one pipeline stage on the meta device, tensor and expert parallelism applied.
+        plan: names the layers.
+        mesh: of the run.
+        precision: dtypes of computing, accumulating and reducing.
+        experts: names of modules whose parameters are sharded over ``ep``.
+    """
+    keep = mesh.sizes.zero_stage < 3
+    policy = _policy(precision)
+    layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
+    expert_mesh = _mesh(mesh, expert=True)
+    parts = [(name, expert_mesh) for name in experts] + [(name, _mesh(mesh)) for name in layers]
+    for name, where in [*parts, ("", _mesh(mesh))]:
+        sharded = fully_shard(
+            module.get_submodule(name),
+            mesh=where,
+            mp_policy=policy,
+            reshard_after_forward=not keep,
+        )
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+
+
+def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last: bool) -> None:
+    """Tell FSDP2 what the coming backward does with gradients and gathered weights."""
+    stage = mesh.sizes.zero_stage
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(last)
+            module.set_requires_gradient_sync(last or stage >= 2)
+            module.set_requires_all_reduce(last)
+            module.set_reshard_after_backward(last or stage == 3)
+
+
+def _mesh(mesh: ParallelMesh, *, expert: bool = False) -> DeviceMesh:
+    inner = mesh.mesh("efsdp" if expert else "fsdp")
+    if mesh.sizes.dp_replicate == 1:
+        return inner
+    return mesh.mesh("dp_replicate", "efsdp" if expert else "fsdp")
+
+
+def _policy(precision: PrecisionPolicy) -> MixedPrecisionPolicy:
+    compute = getattr(torch, precision.parameters)
+    reduce = getattr(torch, precision.gradients)
+    return MixedPrecisionPolicy(
+        param_dtype=compute if precision.master_weights else None,
+        reduce_dtype=None if reduce == compute else reduce,
+        # Inputs are ids and hidden states; casting the float32 tables of rotary embeddings would cost 0.4 % of an angle.
+        cast_forward_inputs=False,
+    )

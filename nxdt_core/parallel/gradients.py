@@ -1,0 +1,110 @@
+"""After backward: the sums over ranks that are still missing, the true norm, and clipping. No host waits here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.placement import local_of, owns, sharded_over
+
+__all__ = ["clip", "global_norm", "sum_gradients", "sum_over"]
+
+_BUCKET_BYTES = 128 * 2**20
+"""Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
+
+
+def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[torch.Tensor]) -> None:
+    """Add up ``tensors`` over the ranks of ``group``, in place, many in one call."""
+    if group is None:
+        return
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+
+def sum_gradients(
+    parameters: Mapping[str, nn.Parameter],
+    mesh: ParallelMesh,
+    *,
+    tensor_partial: Iterable[str],
+    replica_partial: Iterable[str],
+    data_reduced: bool,
+) -> None:
+    """Make every gradient that of the whole global batch.
+
+    Args:
+        parameters: of this rank.
+        mesh: of the run.
+        tensor_partial: names whose gradient is a partial sum on each tensor parallel rank.
+        replica_partial: names of heads that several tensor parallel ranks hold; each has seen its own queries.
+        data_reduced: FSDP2 has summed over data and context parallel ranks already.
+    """
+    by_name = {name: local_of(p.grad) for name, p in parameters.items() if p.grad is not None}
+    if not data_reduced:
+        experts = [name for name in by_name if "ep" in sharded_over(parameters[name])]
+        dense = [name for name in by_name if name not in set(experts)]
+        sum_over(mesh.group("fsdp"), [by_name[name] for name in dense])
+        sum_over(mesh.group("efsdp"), [by_name[name] for name in experts])
+        sum_over(mesh.group("dp_replicate"), list(by_name.values()))
+    sum_over(mesh.group("tp"), [by_name[name] for name in tensor_partial if name in by_name])
+    replicas = [by_name[name] for name in replica_partial if name in by_name]
+    if replicas:
+        sum_over(mesh.group("tp_kv_replica"), replicas)
+
+
+def global_norm(
+    parameters: Iterable[nn.Parameter], mesh: ParallelMesh, *, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """2-norm of the whole gradient over all ranks and stages, each element counted once.
+
+    Args:
+        parameters: of this rank, a tied copy left out.
+        mesh: of the run.
+        device: of the result.
+        dtype: of the result and of its summation, the same on all ranks.
+
+    Returns:
+        A device scalar, equal on all ranks bit for bit.
+    """
+    owned = [local_of(p.grad) for p in parameters if p.grad is not None and owns(p, mesh)]
+    norms = [norm for same in _by_dtype(owned) for norm in torch._foreach_norm(same, 2, dtype)]
+    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device, dtype=dtype)
+    world = mesh.group("world")
+    if world is not None:
+        dist.all_reduce(squares, group=world)
+    return squares.sqrt()
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their norm is at most ``max_norm``; the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    grads = [local_of(p.grad) for p in parameters if p.grad is not None]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for same in _by_dtype(grads):
+        torch._foreach_mul_(same, scale.to(same[0].dtype))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    for same in _by_dtype(tensors):
+        bucket: list[torch.Tensor] = []
+        filled = 0
+        for tensor in same:
+            if bucket and filled + tensor.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += tensor.nbytes
+        yield bucket
+
+
+def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,42 @@
+"""This rank's parameters under their global names; second copies of tied ones kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+__all__ = ["StageParameters"]
+
+
+class StageParameters:
+    """Names of the parameters of a rank's stages.
+
+    A pair that is tied is one parameter where both lie on one stage. In a pipeline each end has a copy: the rank of
+    the last stage keeps its copy under the owner's name, as every other rank keeps the owner. A rank with both ends
+    (``zbv``) keeps the owner alone, and its ``twins`` follow it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], tied: Sequence[tuple[str, str]]) -> None:
+        self.by_name: dict[str, nn.Parameter] = {}
+        """Global name → what the optimizer trains and checkpoints hold."""
+        self.copies: set[str] = set()
+        """Names under which this rank has the user's copy only: its elements are counted where the owner is."""
+        self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """(owner, user) that are two tensors on this rank."""
+        found = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
+        owner_of = {user: owner for owner, user in tied}
+        for name, parameter in found.items():
+            owner = owner_of.get(name)
+            if owner is None:
+                self.by_name[name] = parameter
+            elif owner not in found:
+                self.by_name[owner] = parameter
+                self.copies.add(owner)
+            elif found[owner] is not parameter:
+                self.twins.append((found[owner], parameter))
+
+    @property
+    def counted(self) -> list[nn.Parameter]:
+        """Parameters that the norm counts."""
+        return [parameter for name, parameter in self.by_name.items() if name not in self.copies]
