@@ -28,6 +28,8 @@ embedding table that looks up its own part of the sequence under sequence parall
 class PipelinePlan:
     """Where the model may be cut into pipeline stages: before any entry of ``layers``, nowhere else."""
 
+    hidden_size: int
+    """Width of the hidden states [batch, seq, hidden_size] that travel between stages."""
     first: tuple[str, ...] = ("embed_tokens",)
     """Modules that run before the layers and live on the first stage."""
     layers: str = "layers"
@@ -72,9 +74,16 @@ class ParallelPlan:
     attention_cores: tuple[str, ...] = ()
     """Modules with the call ``(query, key, value, document_ids)`` that context parallelism replaces."""
     experts: tuple[str, ...] = ()
-    """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks."""
+    """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks; they read them
+    through their attribute ``local`` (:class:`nxdt_core.nn.experts.SwiGLUExperts`)."""
+    expert_tensor: Mapping[str, Literal["column", "row"]] = field(default_factory=dict)
+    """Parameter path pattern of experts' matrices [experts, out, in] → which side tensor parallelism shards. The whole
+    mixture of experts is a tensor block."""
     expert_dispatchers: tuple[str, ...] = ()
-    """Modules that move tokens to experts and back; expert parallelism replaces them."""
+    """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
+    expert_routers: tuple[str, ...] = ()
+    """Modules that count the tokens of a micro-batch, which context parallelism divides and tensor parallelism repeats:
+    engines fill their attribute ``shards`` (:class:`nxdt_core.nn.token_shards.TokenShards`)."""
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name usable in ``model.activations_checkpoint_recompute`` → module path patterns."""
     recompute_layer: str = "layers.*"

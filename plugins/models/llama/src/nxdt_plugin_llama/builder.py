@@ -68,7 +68,9 @@ class LlamaBuilder:
                 key_value=(f"{attention}.k_proj", f"{attention}.v_proj"),
                 output=(f"{attention}.o_proj",),
             ),
-            pipeline=PipelinePlan(first=("embed_tokens",), layers="layers", last=("norm", "lm_head")),
+            pipeline=PipelinePlan(
+                hidden_size=self.config.hidden_size, first=("embed_tokens",), layers="layers", last=("norm", "lm_head")
+            ),
             attention_cores=(f"{attention}.core",),
             recompute={
                 "CoreAttention": (f"{attention}.core",),
