@@ -53,8 +53,9 @@ class DeviceProfile:
     """Backend of ``torch.compile``."""
     context_parallel_method: Literal["ring", "gather"] = "ring"
     """How context parallelism moves keys and values where the configuration does not say."""
-    attention_kernel: str = "composed"
-    """Which attention with a log-sum-exp the ring takes; ``composed`` is made of matrix products and runs anywhere."""
+    attention_kernel: Literal["composed", "masked_flash", "flash_or_efficient"] = "composed"
+    """Attention with a log-sum-exp (:mod:`nxdt_core.parallel.attention`), of which context parallelism is made;
+    ``composed`` is matrix products and runs anywhere."""
     peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
 
@@ -71,12 +72,14 @@ PROFILES: Mapping[str, DeviceProfile] = {
             host=True,
             cache_bound_kernels=True,
             fused_optimizers=True,
+            attention_kernel="masked_flash",
         ),
         DeviceProfile(
             device_type="cuda",
             process_group_backend="nccl",
             lightning_accelerator="cuda",
             fused_optimizers=True,
+            attention_kernel="flash_or_efficient",
             peak_flops={
                 "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},
                 "H100": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
@@ -90,6 +93,7 @@ PROFILES: Mapping[str, DeviceProfile] = {
             process_group_backend="neuron",
             lightning_accelerator="neuron",
             point_to_point=False,
+            context_parallel_method="gather",
             static_shapes=True,
             compile_backend="neuron",
             peak_flops={

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -9,7 +11,18 @@ from torch.nn import functional
 from nxdt_core.nn.documents import DocumentMasks
 from nxdt_core.nn.rotary import rotate
 
-__all__ = ["CausalAttention", "GroupedQueryAttention"]
+__all__ = ["AttentionSemantics", "CausalAttention", "GroupedQueryAttention"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSemantics:
+    """All that an attention core computes, for who puts another one in its place: softmax(scale q kᵀ) v over tokens of
+    the same document. A core that does more (a window, a bias, dropout) has none."""
+
+    causal: bool
+    """Whether only earlier tokens, and the token itself, are seen."""
+    scale: float | None = None
+    """None for 1 / sqrt(head_dim)."""
 
 
 class CausalAttention(nn.Module):
@@ -23,6 +36,10 @@ class CausalAttention(nn.Module):
         """``masks``: shared by the cores of a model, so that a batch's mask is built for the first layer only."""
         super().__init__()
         self.masks = masks if masks is not None else DocumentMasks()
+
+    def semantics(self) -> AttentionSemantics:
+        """What ``forward`` computes; a subclass that overrides one of the two overrides the other as well."""
+        return AttentionSemantics(causal=True)
 
     def forward(
         self,

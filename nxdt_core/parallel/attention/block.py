@@ -1,0 +1,156 @@
+"""Blocks of an attention matrix: computed one after the other in bounded memory, merged by log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nxdt_core.devices import profile_of
+from nxdt_core.parallel.attention.composed import ComposedKernel
+from nxdt_core.parallel.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
+from nxdt_core.parallel.attention.kernel import AttentionKernel, Scoring, accumulation_dtype
+
+__all__ = ["Block", "GradientSums", "Merged", "kernel_for"]
+
+_KERNELS: Mapping[str, AttentionKernel] = {
+    "composed": ComposedKernel(),
+    "masked_flash": MaskedFlashKernel(),
+    "flash_or_efficient": FlashOrEfficientKernel(),
+}
+"""By the name that device profiles use."""
+
+_ELEMENTS_AT_A_TIME = 1 << 22
+"""Scores, or elements of a mask, that are held at once: 16 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Which rows of the local queries meet which of the keys at hand."""
+
+    rows: slice
+    keys: slice
+    diagonal: bool = False
+    """Row and key number ``i`` of the block are the same token, and later ones are hidden. The blocks of a row begin
+    with a diagonal one, in which the row sees itself at least."""
+    documents: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Document ids [batch, rows] and [batch, keys]; None where all belong together."""
+
+
+def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
+    """The kernel that the device's profile names where it takes these tensors, else the composed one."""
+    kernel = _KERNELS[profile_of(query.device).attention_kernel]
+    return kernel if kernel.takes(query, value) else _KERNELS["composed"]
+
+
+class Merged:
+    """Output and log-sum-exp over the blocks so far, in float32 at least.
+
+    A new part with log-sum-exp b joins what has log-sum-exp a with the weight exp(b) / (exp(a) + exp(b)), which is
+    sigmoid(b − a): no exponential overflows.
+    """
+
+    def __init__(self, query: torch.Tensor, value: torch.Tensor, scale: float) -> None:
+        batch, heads, rows, _ = query.shape
+        dtype = accumulation_dtype(query.dtype)
+        self._kernel, self._query, self._scale = kernel_for(query, value), query, scale
+        # Heads innermost but one, as kernels leave it: the output projection then needs no copy.
+        self._output = query.new_empty((batch, rows, heads, value.shape[-1]), dtype=dtype).transpose(1, 2)
+        self._lse = query.new_empty((batch, heads, rows), dtype=dtype)
+
+    def add(self, block: Block, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Attend to ``key`` and ``value`` where ``block`` says, and join the result to its rows."""
+        for rows, keys, scoring in _pieces(block, self._kernel, self._query, self._scale):
+            part, part_lse = self._kernel.forward(self._query[:, :, rows], key[:, :, keys], value[:, :, keys], scoring)
+            output, lse = self._output[:, :, rows], self._lse[:, :, rows]
+            if block.diagonal:
+                output.copy_(part)
+                lse.copy_(part_lse)
+                continue
+            if scoring.visible is not None:  # kernels disagree about rows that see nothing; one says 0
+                part_lse = part_lse.masked_fill(~scoring.visible.any(-1), -torch.inf)
+            output.lerp_(part.to(output.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
+            torch.logaddexp(lse, part_lse, out=lse)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output in the dtype of the queries, and log-sum-exp."""
+        return self._output.to(self._query.dtype), self._lse
+
+
+class GradientSums:
+    """Gradients over the blocks so far, added up in float32 at least."""
+
+    def __init__(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> None:
+        self._kernel, self._scale = kernel_for(query, value), scale
+        self._grad, self._rows_of = grad, (query, output, lse)
+        self.query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
+
+    def add(
+        self,
+        block: Block,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grad_key: torch.Tensor,
+        grad_value: torch.Tensor,
+    ) -> None:
+        """Add what ``block`` gives to :attr:`query` and, in place, to ``grad_key`` and ``grad_value``, which have the
+        shapes of ``key`` and ``value``."""
+        query, output, lse = self._rows_of
+        for rows, keys, scoring in _pieces(block, self._kernel, query, self._scale):
+            parts = self._kernel.backward(
+                self._grad[:, :, rows],
+                query[:, :, rows],
+                key[:, :, keys],
+                value[:, :, keys],
+                output[:, :, rows],
+                lse[:, :, rows],
+                scoring,
+            )
+            for total, part in zip(
+                (self.query[:, :, rows], grad_key[:, :, keys], grad_value[:, :, keys]), parts, strict=True
+            ):
+                total.add_(part)
+
+
+def _pieces(
+    block: Block, kernel: AttentionKernel, query: torch.Tensor, scale: float
+) -> Iterator[tuple[slice, slice, Scoring]]:
+    """Cut ``block`` into rows so that neither a mask nor, without a fused kernel, scores grow with the sequence."""
+    if kernel.fused and block.documents is None:
+        yield block.rows, block.keys, Scoring(scale=scale, causal=block.diagonal)
+        return
+    batch, heads = query.shape[:2]
+    rows, keys = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+    step = max(1, _ELEMENTS_AT_A_TIME // (batch * keys * (1 if kernel.fused else heads)))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        seen = last if block.diagonal else keys
+        visible = _visible(block, slice(first, last), seen, query.device)
+        start = block.rows.start
+        yield (
+            slice(start + first, start + last),
+            slice(block.keys.start, block.keys.start + seen),
+            Scoring(scale=scale, visible=visible),
+        )
+
+
+def _visible(block: Block, rows: slice, keys: int, device: torch.device) -> torch.Tensor | None:
+    """bool [batch or 1, 1, rows, keys], of the block's rows ``rows`` and its first ``keys`` keys."""
+    visible = None
+    if block.diagonal:
+        row, key = torch.arange(rows.start, rows.stop, device=device), torch.arange(keys, device=device)
+        visible = (key <= row[:, None])[None, None]
+    if block.documents is not None:
+        of_rows, of_keys = block.documents
+        together = of_rows[:, None, rows, None] == of_keys[:, None, None, :keys]
+        visible = together if visible is None else together & visible
+    return visible

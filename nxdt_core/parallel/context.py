@@ -1,0 +1,180 @@
+"""Context parallelism: ranks that share each sequence, for any model whose plan names its attention cores.
+
+Everything but attention works on tokens one by one and needs no change; positions are part of the batch. So the batch
+is sharded, and the attention cores are replaced by ones that reach the other ranks' keys. (Torch's own context
+parallelism cannot run without an accelerator: it has no sharding rule for the host's kernel.)
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdt_core.errors import AttentionCoreMissing, AttentionCoreUnknown, ContextSequenceDoesNotDivide
+from nxdt_core.nn.attention import AttentionSemantics
+from nxdt_core.nn.patterns import matches_any
+from nxdt_core.parallel.collectives import gather_along
+from nxdt_core.parallel.context_documents import DocumentChunks, DocumentsOfBatches
+from nxdt_core.parallel.gathered import gathered_attention
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.ring import ring_attention
+from nxdt_core.parallel.zigzag import in_order, shard_of
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["ContextMethod", "ContextParallelAttention", "apply_context_parallel", "shard_sequence", "unshard_sequence"]
+
+ContextMethod = Literal["ring", "gather"]
+
+
+def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
+    """This rank's tokens of ``batch``: every field [micro_batch, seq / cp], with ``position_ids`` filled in.
+
+    Raises:
+        ContextSequenceDoesNotDivide: the sequence is no multiple of twice the context parallel ranks.
+    """
+    rank, ranks = mesh.rank("cp"), mesh.size("cp")
+    if ranks == 1:
+        return batch
+    length = batch.input_ids.shape[1]
+    if length == 0 or length % (2 * ranks):
+        raise ContextSequenceDoesNotDivide(length=length, ranks=ranks)
+    positions = batch.position_ids
+    if positions is None:
+        positions = torch.arange(length, device=batch.input_ids.device).expand_as(batch.input_ids)
+
+    def shard(value: torch.Tensor | None) -> torch.Tensor | None:
+        return None if value is None else shard_of(value, rank, ranks, dim=1)
+
+    return Batch(
+        input_ids=shard_of(batch.input_ids, rank, ranks, dim=1),
+        labels=shard_of(batch.labels, rank, ranks, dim=1),
+        loss_weights=shard(batch.loss_weights),
+        position_ids=shard(positions),
+        document_ids=shard(batch.document_ids),
+    )
+
+
+def unshard_sequence(tensor: torch.Tensor, mesh: ParallelMesh, dim: int = 1) -> torch.Tensor:
+    """The whole sequence, in its own order, from every rank's shard along ``dim``. Collective.
+
+    Differentiable: each rank's gradient is the sum over ranks for the tokens that it holds.
+    """
+    group = mesh.group("cp")
+    if group is None:
+        return tensor
+    shards = gather_along(tensor.unsqueeze(0), 0, group)
+    return in_order(shards.unbind(0), dim % tensor.ndim)
+
+
+def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, method: ContextMethod) -> None:
+    """Put a :class:`ContextParallelAttention` in the place of each of the plan's attention cores.
+
+    Args:
+        module: a model or a pipeline stage of one, changed in place.
+        plan: of the model.
+        mesh: nothing is done where its ``cp`` is 1.
+        method: ``ring``, or ``gather`` where one collective is quicker than hops; a device's profile says which.
+
+    Raises:
+        AttentionCoreMissing: the plan names no cores, or ones that the model does not have.
+        AttentionCoreUnknown: a core that does not say that it is causal and nothing else.
+    """
+    group = mesh.group("cp")
+    if group is None:
+        return
+    cores = [(path, core) for path, core in module.named_modules() if matches_any(plan.attention_cores, path)]
+    if not plan.attention_cores or (not cores and _has_layers(module, plan)):
+        raise AttentionCoreMissing(patterns=plan.attention_cores, ranks=group.size())
+    documents = DocumentsOfBatches(group)
+    for path, core in cores:
+        semantics = _semantics(path, core)
+        parent, _, name = path.rpartition(".")
+        sharded = ContextParallelAttention(group, method=method, scale=semantics.scale, documents=documents)
+        setattr(module.get_submodule(parent), name, sharded)
+
+
+class _Attention(Protocol):
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        group: dist.ProcessGroup,
+        documents: DocumentChunks | None = None,
+    ) -> torch.Tensor: ...
+
+
+_METHODS: dict[ContextMethod, _Attention] = {"ring": ring_attention, "gather": gathered_attention}
+
+
+class ContextParallelAttention(nn.Module):
+    """An attention core over a sequence that the ranks of a group share; its call is that of the core it replaces."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, method: ContextMethod, scale: float | None, documents: DocumentsOfBatches
+    ) -> None:
+        """``scale``: of the scores; None for 1 / sqrt(head_dim). ``documents``: shared by the cores of a model."""
+        super().__init__()
+        self._group, self._method, self._scale, self._documents = group, method, scale, documents
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to the keys of all ranks. Collective, forward and backward.
+
+        Args:
+            query: [batch, heads, seq / cp, head_dim], the tokens that :func:`shard_sequence` gives this rank.
+            key: [batch, kv_heads, seq / cp, head_dim].
+            value: as ``key``.
+            document_ids: int64 [batch, seq / cp], of the same tokens; None: one document a row.
+
+        Returns:
+            As ``query``.
+        """
+        return _METHODS[self._method](
+            query,
+            key,
+            value,
+            scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
+            group=self._group,
+            documents=None if document_ids is None else self._documents(document_ids),
+        )
+
+    def extra_repr(self) -> str:
+        """Method and number of ranks."""
+        return f"method={self._method}, ranks={self._group.size()}"
+
+
+def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:
+    """False for a pipeline stage that holds no layer, and so has no attention."""
+    if plan.pipeline is None:
+        return True
+    return any(True for _ in module.get_submodule(plan.pipeline.layers).children())
+
+
+def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
+    """What ``core`` computes, as its class says. A subclass that computes something else must say so anew."""
+
+    def refusal(reason: str) -> AttentionCoreUnknown:
+        return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
+
+    said = next((depth for depth, kind in enumerate(type(core).__mro__) if "semantics" in vars(kind)), None)
+    if said is None:
+        raise refusal("it does not say what it computes")
+    done = next(depth for depth, kind in enumerate(type(core).__mro__) if "forward" in vars(kind))
+    if done < said:
+        raise refusal("it overrides forward() and not semantics()")
+    semantics: AttentionSemantics = core.semantics()  # type: ignore[operator]
+    if not semantics.causal:
+        raise refusal("its tokens see later ones")
+    return semantics

@@ -1,0 +1,77 @@
+"""Which blocks of the attention matrix a context parallel rank computes, and in which order.
+
+Rows are the rank's own queries: its early chunk, then its late one. Blocks that causality hides are not made, and of
+packed documents those whose chunks have none in common are not either.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nxdt_core.parallel.attention.block import Block
+from nxdt_core.parallel.context_documents import DocumentChunks
+from nxdt_core.parallel.zigzag import chunks_of
+
+__all__ = ["local_blocks", "prefix_blocks", "ring_blocks"]
+
+
+def ring_blocks(rank: int, source: int, ranks: int, chunk: int, documents: DocumentChunks | None) -> list[Block]:
+    """Blocks of ``rank``'s queries with the keys of ``source``, both in the order in which ranks hold them.
+
+    Args:
+        rank: of the queries.
+        source: of the keys.
+        ranks: of the group.
+        chunk: tokens in a chunk.
+        documents: None where each row of the batch is one document.
+    """
+    early, late, both = slice(0, chunk), slice(chunk, 2 * chunk), slice(0, 2 * chunk)
+    if documents is None:
+        if source == rank:
+            return [Block(rows=both, keys=both, diagonal=True)]
+        # The early chunk of a lower rank lies before both of ours and its late one behind; those of a higher rank lie
+        # between ours. Either way half of the scores are computed, and no mask is needed.
+        return [Block(rows=both, keys=early) if source < rank else Block(rows=late, keys=both)]
+    blocks = [
+        Block(rows=rows, keys=keys, diagonal=row == key, documents=_masked(documents, row, key, key + 1))
+        for rows, row in zip((early, late), chunks_of(rank, ranks), strict=True)
+        for keys, key in zip((early, late), chunks_of(source, ranks), strict=True)
+        if key <= row and documents.relations[row][key] != "apart"
+    ]
+    return sorted(blocks, key=lambda block: not block.diagonal)
+
+
+def local_blocks(rank: int, ranks: int, chunk: int, documents: DocumentChunks | None) -> list[Block]:
+    """Both chunks of ``rank`` with themselves: what needs no other rank's keys."""
+    return [
+        Block(rows=half, keys=half, diagonal=True, documents=_masked(documents, number, number, number + 1))
+        for half, number in _halves(rank, ranks, chunk)
+    ]
+
+
+def prefix_blocks(rank: int, ranks: int, chunk: int, documents: DocumentChunks | None) -> list[Block]:
+    """Both chunks of ``rank`` with all keys before them; ``keys`` index the whole sequence in its own order.
+
+    Documents cut the prefix off before the first chunk that has one in common.
+    """
+    blocks = []
+    for rows, number in _halves(rank, ranks, chunk):
+        related = [k for k in range(number) if documents is None or documents.relations[number][k] != "apart"]
+        if related:
+            keys = slice(related[0] * chunk, number * chunk)
+            blocks.append(Block(rows=rows, keys=keys, documents=_masked(documents, number, related[0], number)))
+    return blocks
+
+
+def _halves(rank: int, ranks: int, chunk: int) -> list[tuple[slice, int]]:
+    """Where the rank's chunks lie among its tokens, and their numbers."""
+    return list(zip((slice(0, chunk), slice(chunk, 2 * chunk)), chunks_of(rank, ranks), strict=True))
+
+
+def _masked(
+    documents: DocumentChunks | None, row: int, first: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids of chunk ``row`` and of the chunks ``first`` … ``stop - 1``, unless all are one document."""
+    if documents is None or all(documents.relations[row][key] == "one" for key in range(first, stop)):
+        return None
+    return documents.of(row, row + 1), documents.of(first, stop)

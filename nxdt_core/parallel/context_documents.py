@@ -1,0 +1,75 @@
+"""Packed documents under context parallelism: all ranks' document ids, and which chunks have documents in common."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nxdt_core.parallel.collectives import gather_along
+from nxdt_core.parallel.zigzag import in_order
+
+__all__ = ["DocumentChunks", "DocumentsOfBatches", "Relation"]
+
+Relation = Literal["apart", "mixed", "one"]
+"""Of two chunks, over all rows of the batch: no document in common, one document that fills both, or neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentChunks:
+    """The documents of one micro-batch, cut into the chunks that ranks hold."""
+
+    ids: torch.Tensor
+    """int64 [batch, seq], of the whole sequence in its own order."""
+    relations: tuple[tuple[Relation, ...], ...]
+    """By the numbers of two chunks."""
+
+    def of(self, first: int, stop: int) -> torch.Tensor:
+        """Ids [batch, tokens] of the chunks ``first`` … ``stop - 1``."""
+        chunk = self.ids.shape[1] // len(self.relations)
+        return self.ids[:, first * chunk : stop * chunk]
+
+
+class DocumentsOfBatches:
+    """Gathers each micro-batch's ids once, however many layers ask.
+
+    They are remembered with the very tensor of local ids and live as long as that does. Eight bytes a token travel and
+    one answer is read on the host for a whole micro-batch; along with keys and values, every layer would pay for both.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._known: MutableMapping[torch.Tensor, tuple[int, DocumentChunks]] = WeakTensorKeyDictionary()
+
+    def __call__(self, document_ids: torch.Tensor) -> DocumentChunks:
+        """The chunks of a micro-batch from this rank's ids [batch, seq / ranks]. Collective where they are new."""
+        if document_ids.is_inference():  # which does not tell of changes in place
+            return self._gathered(document_ids)
+        known = self._known.get(document_ids)
+        if known is not None and known[0] == document_ids._version:
+            return known[1]
+        chunks = self._gathered(document_ids)
+        self._known[document_ids] = (document_ids._version, chunks)
+        return chunks
+
+    def _gathered(self, document_ids: torch.Tensor) -> DocumentChunks:
+        shards = gather_along(document_ids.unsqueeze(0), 0, self._group)
+        ids = in_order(shards.unbind(0), dim=1)
+        return DocumentChunks(ids, _relations(ids, 2 * self._group.size()))
+
+
+def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ...]:
+    _, dense = torch.unique(ids, return_inverse=True)  # numbers 0 …, whatever the ids are
+    by_chunk = torch.stack(dense.tensor_split(chunks, 1))  # [chunks, batch, tokens]
+    present = torch.zeros(*by_chunk.shape[:2], int(dense.max()) + 1, device=ids.device)
+    present.scatter_(2, by_chunk, 1.0)
+    common = torch.einsum("rbd,kbd->rkb", present, present)
+    apart = (common == 0).all(-1)
+    single = (present.sum(-1) == 1).all(-1)
+    one = (common == 1).all(-1) & single & single[:, None]
+    named: tuple[Relation, ...] = ("mixed", "apart", "one")
+    return tuple(tuple(named[code] for code in row) for row in (apart + 2 * one.int()).tolist())

@@ -1,0 +1,136 @@
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values travel from rank to rank, queries stay.
+
+While a block is computed, the next keys and values are on their way. In backward their gradients travel one step
+behind them: the sum for a rank's keys starts at its neighbour and comes home after as many hops as the keys made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from nxdt_core.parallel.attention.block import GradientSums, Merged
+from nxdt_core.parallel.attention.kernel import accumulation_dtype
+from nxdt_core.parallel.context_blocks import ring_blocks
+from nxdt_core.parallel.context_documents import DocumentChunks
+
+__all__ = ["ring_attention"]
+
+_KEYS, _GRADIENTS = 0, 1
+"""Tags of the two streams of messages between the same pair of ranks."""
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    group: dist.ProcessGroup,
+    documents: DocumentChunks | None = None,
+) -> torch.Tensor:
+    """Causal attention of this rank's queries to the keys of all ranks. Collective, forward and backward.
+
+    Args:
+        query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
+        key: [batch, kv_heads, seq / ranks, head_dim].
+        value: as ``key``.
+        scale: of the scores.
+        group: the context parallel ranks.
+        documents: None where each row of the batch is one document.
+
+    Returns:
+        As ``query``, as wide as ``value``. No rank ever holds more than two shards of keys and values.
+    """
+    output: torch.Tensor = _Ring.apply(query, key, value, scale, group, documents)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        group: dist.ProcessGroup,
+        documents: DocumentChunks | None,
+    ) -> torch.Tensor:
+        merged = Merged(query, value, scale)
+        for source, keys, values in _circulated(key, value, group):
+            for block in ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, documents):
+                merged.add(block, keys, values)
+        output, lse = merged.result()
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.scale, ctx.group, ctx.documents = scale, group, documents
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        group, rank = ctx.group, ctx.group.rank()
+        sums = GradientSums(grad, query, value, output, lse, ctx.scale)
+        own, travelling = _zero_gradients(key, value), None
+        for source, keys, values in _circulated(key, value, group):
+            total = own if source == rank else _zero_gradients(key, value)
+            grad_key, grad_value = _unpacked(total, key)
+            for block in ring_blocks(rank, source, group.size(), key.shape[2] // 2, ctx.documents):
+                sums.add(block, keys, values, grad_key, grad_value)
+            if source != rank:
+                if travelling is not None:
+                    total += travelling.arrived()
+                travelling = _Hop(total, group, _GRADIENTS)
+        if travelling is not None:
+            own += travelling.arrived()
+        grad_key, grad_value = _unpacked(own, key)
+        return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+
+
+def _circulated(
+    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(rank, its keys, its values) for every rank of the group, this one first; each while the next is on its way."""
+    rank, ranks = group.rank(), group.size()
+    packed = torch.cat((key, value), -1)  # one message a hop
+    for step in range(ranks):
+        following = _Hop(packed, group, _KEYS) if step + 1 < ranks else None
+        yield (rank - step) % ranks, *_unpacked(packed, key)
+        if following is not None:
+            packed = following.arrived()
+
+
+class _Hop:
+    """``tensor`` on its way to the next rank, and that of the rank before on its way here."""
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        rank, ranks = group.rank(), group.size()
+        self._sent = tensor  # kept until it has left
+        self._received = torch.empty_like(tensor)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks, tag=tag),
+                dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % ranks, tag=tag),
+            ]
+        )
+
+    def arrived(self) -> torch.Tensor:
+        """Wait for both, and take what came."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _unpacked(packed: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, or their gradients, out of one tensor [batch, kv_heads, seq, head_dim + value_dim]."""
+    return packed[..., : key.shape[-1]], packed[..., key.shape[-1] :]
+
+
+def _zero_gradients(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    width = key.shape[-1] + value.shape[-1]
+    return key.new_zeros((*key.shape[:-1], width), dtype=accumulation_dtype(key.dtype))
