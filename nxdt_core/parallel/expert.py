@@ -1,0 +1,118 @@
+"""Expert parallelism by a model's plan: experts shared out over ``ep``, each cut over ``tp``, routers told of both.
+
+An expert's gradient is a sum over the tokens of all ``ep`` ranks; the ranks of ``efsdp``, which hold the same experts,
+have the rest. A router lies in a tensor block: its gradient is a partial sum over ``tp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from nxdt_core.errors import ExpertsDoNotDivide, ModelWithoutExperts, ShardDoesNotDivide, TensorPlanUnusable
+from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.parallel.expert_dispatch import AllToAllDispatcher
+from nxdt_core.parallel.expert_tokens import token_shards
+from nxdt_core.parallel.mesh import Dimension, ParallelMesh
+from nxdt_core.parallel.tensor_layers import local_part
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["apply_expert_parallel", "expert_modules", "expert_parameters"]
+
+_SHARDED_DIM = {"column": 1, "row": 2}
+"""Of matrices [experts, out, in]."""
+
+
+def apply_expert_parallel(
+    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool = False
+) -> None:
+    """Shard the experts of a stage, in place, and fill the slots of dispatchers and routers.
+
+    Models with experts need it under ``tp`` and ``cp``, too. Not collective; with one rank along all three nothing
+    changes.
+
+    Args:
+        module: one pipeline stage, mostly on the meta device; values of a real one are kept.
+        plan: patterns that match nothing here belong to other stages.
+        mesh: of the run.
+        sequence_parallel: cut activations outside the tensor blocks along the sequence.
+
+    Raises:
+        ModelWithoutExperts: there is nothing to share out over ``ep``.
+        ExpertsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.
+        TensorPlanUnusable: the plan does not say how ``tp`` cuts a parameter.
+    """
+    if mesh.size("ep") > 1 and not plan.experts:
+        raise ModelWithoutExperts(ep=mesh.size("ep"))
+    if mesh.size("ep") == mesh.size("tp") == mesh.size("cp") == 1:
+        return
+    for path in expert_modules(module, plan):
+        _shard(path, module.get_submodule(path), plan, mesh)
+    for path in _paths(module, plan.expert_dispatchers):
+        dispatcher = AllToAllDispatcher(mesh.group("ep"), mesh.group("tp"), sequence_parallel=sequence_parallel)
+        module.set_submodule(path, dispatcher)
+    for path in _paths(module, plan.expert_routers):
+        module.get_submodule(path).shards = token_shards(mesh)  # type: ignore[assignment]
+
+
+def expert_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
+    """Paths of the modules whose parameters are experts."""
+    return tuple(_paths(module, plan.experts))
+
+
+def expert_parameters(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
+    """Names of the experts' parameters: their gradients are summed over ``efsdp`` rather than ``fsdp``."""
+    return frozenset(
+        f"{path}.{name}"
+        for path in expert_modules(module, plan)
+        for name, _ in module.get_submodule(path).named_parameters()
+    )
+
+
+def _paths(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    return [path for path, _ in module.named_modules() if matches_any(patterns, path)]
+
+
+def _shard(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
+    for name, parameter in list(experts.named_parameters()):
+        cuts = dict(_cuts(path, name, parameter, plan, mesh))
+        if cuts:
+            owner, _, leaf = name.rpartition(".")
+            setattr(experts.get_submodule(owner), leaf, _cut(parameter, cuts, mesh))
+    experts.local = local_part  # type: ignore[assignment]
+
+
+def _cuts(
+    path: str, name: str, parameter: torch.Tensor, plan: ParallelPlan, mesh: ParallelMesh
+) -> Iterator[tuple[Dimension, int]]:
+    """Along which mesh dimensions a parameter is cut, and which of its own."""
+    ep, tp = mesh.size("ep"), mesh.size("tp")
+    if ep > 1:
+        if len(parameter) % ep:
+            raise ExpertsDoNotDivide(module=path, experts=len(parameter), ep=ep)
+        yield "ep", 0
+    if tp > 1:
+        full_name = f"{path}.{name}"
+        side = next((side for pattern, side in plan.expert_tensor.items() if matches(pattern, full_name)), None)
+        if side is None:
+            raise TensorPlanUnusable(problem=f"expert_tensor does not say how '{full_name}' is cut")
+        dim = _SHARDED_DIM[side]
+        if parameter.shape[dim] % tp:
+            features = "output features" if side == "column" else "input features"
+            raise ShardDoesNotDivide(module=full_name, size=parameter.shape[dim], features=features, tp=tp)
+        yield "tp", dim
+
+
+def _cut(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: ParallelMesh) -> nn.Parameter:
+    """This rank's part, a DTensor over the mesh of ``cuts``; cloned, so that the whole can go."""
+    local = parameter.detach()
+    for dim, along in cuts.items():
+        local = local.chunk(mesh.size(dim), along)[mesh.rank(dim)]
+    placements = [Shard(along) for along in cuts.values()]
+    sharded = DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format), mesh.mesh(*cuts), placements, run_check=False
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)

@@ -1,0 +1,67 @@
+"""Tokens travel to the processes that hold their experts, and the outputs travel back: all-to-all over ``ep``."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdt_core.nn.dispatch import LocalDispatcher, Placement, collect, spread
+from nxdt_core.parallel.collectives import all_to_all
+from nxdt_core.parallel.tensor_layers import sum_over_ranks
+
+__all__ = ["AllToAllDispatcher"]
+
+
+class AllToAllDispatcher(LocalDispatcher):
+    """Experts in consecutive equal parts over the ranks of a group, each perhaps a part over tensor parallel ranks.
+
+    An expert sees the tokens of all ranks, and its gradient is their sum. All ranks of the group call it equally often,
+    forward and backward. Without capacity the ranks may have any number of tokens; with it, equally many, since then
+    every size follows from that number and nobody needs to ask.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        tensor_group: dist.ProcessGroup | None = None,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """``group``: over ``ep``; ``tensor_group``: over ``tp``, whose ranks hold parts of each expert. None for one
+        rank. ``sequence_parallel``: hand on this rank's part of the sequence only."""
+        super().__init__()
+        self.group = group
+        self.tensor_group = tensor_group
+        self.sequence_parallel = sequence_parallel
+
+    def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
+        """As :meth:`LocalDispatcher.run_ordered`. The host waits for the device once, to learn how much is coming."""
+        if self.group is None:
+            return super().run_ordered(rows, counts, experts)
+        sent = counts.view(self.group.size(), -1)  # [ranks, experts of one rank]
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        outgoing, incoming = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        arrived = all_to_all(rows, incoming, outgoing, self.group)  # by rank of origin, then by expert
+        numbers = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
+        placement = Placement.ordered(numbers.repeat_interleave(received.flatten(), output_size=sum(incoming)))
+        outputs = experts(spread(arrived, placement), received.sum(0))
+        return all_to_all(collect(outputs, placement).squeeze(1), outgoing, incoming, self.group)
+
+    def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
+        """As :meth:`LocalDispatcher.run_padded`; the host waits for nothing."""
+        if self.group is None:
+            return super().run_padded(rows, experts)
+        ranks = self.group.size()
+        capacity, hidden = rows.shape[1:]
+        splits = [len(rows) // ranks * capacity] * ranks
+        arrived = all_to_all(rows.flatten(0, 1), splits, splits, self.group)
+        by_expert = arrived.view(ranks, -1, capacity, hidden).transpose(0, 1)  # [experts here, ranks, capacity, hidden]
+        outputs = experts(by_expert.flatten(1, 2)).view(by_expert.shape)
+        returned = all_to_all(outputs.transpose(0, 1).flatten(0, 2), splits, splits, self.group)
+        return returned.view(rows.shape)
+
+    def finish(self, mixed: torch.Tensor) -> torch.Tensor:
+        """The sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
+        return sum_over_ranks(mixed, self.tensor_group, sequence_parallel=self.sequence_parallel)

@@ -1,0 +1,46 @@
+"""The slot of routers under context and tensor parallelism: counts of a micro-batch from parts of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nxdt_core.nn.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.zigzag import chunks_of, in_order
+
+__all__ = ["ZigZagTokens", "token_shards"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZigZagTokens:
+    """Each rank of ``group`` holds two chunks of every sequence, as :mod:`nxdt_core.parallel.zigzag` deals them."""
+
+    group: dist.ProcessGroup
+    copies: int = 1
+    """As in :class:`~nxdt_core.nn.token_shards.TokenShards`."""
+    segments: int = 2
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share each sequence."""
+        return self.group.size()
+
+    def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`TokenShards.count`, by one all-gather of 16 bytes for each expert, row and rank."""
+        ranks = self.group.size()
+        gathered = counts.new_empty((ranks, *counts.shape))
+        dist.all_gather_into_tensor(gathered, counts.contiguous(), group=self.group)
+        chunks = in_order(gathered.unbind(0), 1)  # [batch, 2 * ranks, experts], as the sequence runs
+        mine = list(chunks_of(self.group.rank(), ranks))
+        return exclusive_sum(chunks)[:, mine], chunks.sum((0, 1))
+
+
+def token_shards(mesh: ParallelMesh) -> TokenShards:
+    """What routers need to know of ``mesh``. Tensor parallel ranks route the same tokens each for itself."""
+    group = mesh.group("cp")
+    if group is None:
+        return WholeMicroBatch(copies=mesh.size("tp"))
+    return ZigZagTokens(group=group, copies=mesh.size("tp"))

@@ -1,0 +1,54 @@
+"""Grouped products against one product a group, over the dtypes and shapes that the fast kernel takes or refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxdt_core.nn.experts import SwiGLUExperts, grouped_linear
+from nxdt_core.nn.mlp import SwiGLU
+
+COUNTS = [[3, 1, 4], [0, 5, 3], [4, 4, 0], [0, 8, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("features", [(16, 24), (10, 24), (16, 9)], ids=["aligned", "odd-in", "odd-out"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_each_group_meets_its_own_matrix(dtype, features, counts):
+    torch.manual_seed(0)
+    size_in, size_out = features
+    rows = torch.randn(sum(counts), size_in, dtype=dtype, requires_grad=True)
+    weights = torch.randn(3, size_out, size_in, dtype=dtype, requires_grad=True)
+    output = grouped_linear(rows, weights, torch.tensor(counts))
+    expected = torch.cat([part @ weight.t() for part, weight in zip(rows.split(counts), weights, strict=True)])
+    torch.testing.assert_close(output, expected)
+    grad = torch.randn_like(output)
+    for found, wanted in zip(
+        torch.autograd.grad(output, (rows, weights), grad),
+        torch.autograd.grad(expected, (rows, weights), grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_equal_groups_may_be_a_dimension():
+    torch.manual_seed(0)
+    rows, weights = torch.randn(3, 4, 8), torch.randn(3, 6, 8)
+    expected = grouped_linear(rows.flatten(0, 1), weights, torch.tensor([4, 4, 4])).view(3, 4, 6)
+    torch.testing.assert_close(grouped_linear(rows, weights, None), expected)
+
+
+def test_an_expert_is_a_feed_forward_block():
+    torch.manual_seed(0)
+    experts, block = SwiGLUExperts(8, 12, 2), SwiGLU(8, 12)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    names = {
+        "gate_proj.weight": experts.gate_proj,
+        "up_proj.weight": experts.up_proj,
+        "down_proj.weight": experts.down_proj,
+    }
+    block.load_state_dict({name: value[1].detach() for name, value in names.items()})
+    rows = torch.randn(5, 8)
+    torch.testing.assert_close(experts(rows, torch.tensor([0, 5])), block(rows))
+    assert repr(experts).startswith("SwiGLUExperts(\n  2 experts, 8 -> 12 -> 8")
