@@ -16,6 +16,7 @@ __all__ = [
     "KeyMapIncomplete",
     "NoInitRule",
     "SequenceTooLongForModel",
+    "UnknownRecomputeName",
     "VocabularyTooSmall",
     "WeightsDoNotFit",
 ]
@@ -145,3 +146,17 @@ class SequenceTooLongForModel(NxdtError):
     remedy = "Shorten data.seq_length or raise model.max_position_embeddings."
     sequence: int
     longest: int
+
+
+class UnknownRecomputeName(NxdtError):
+    """``model.activations_checkpoint_recompute`` names something that the model's plan does not."""
+
+    code = "NXDT-M053"
+    happened = "model.activations_checkpoint_recompute names {unknown}, which this model's plan does not have."
+    remedy = "{advice}"
+    names: list[str]
+    known: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        advice = f"Choose from {listing(self.known)}." if self.known else "Leave it out: this model's plan names none."
+        return {**super()._view(), "unknown": listing(self.names), "advice": advice}

@@ -1,0 +1,159 @@
+"""Recomputation: the same gradients to the bit from fewer saved activations, whatever is nested in what."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from nxdt_core.errors import UnknownRecomputeName
+from nxdt_core.nn.mlp import SwiGLU
+from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.parallel.recompute import apply_recompute
+from nxdt_core.protocols.plan import ParallelPlan
+
+PLAN = ParallelPlan(
+    recompute={"Block": ("layers.*",), "MLP": ("layers.*.mlp",), "Activation": ("layers.*.mlp.activation",)}
+)
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(size)
+        self.mlp = SwiGLU(size, 3 * size)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return hidden + self.dropout(self.mlp(self.norm(hidden))) * scale
+
+
+class Stack(nn.Module):
+    def __init__(self, size: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(n): Block(size) for n in range(layers)})
+        self.last = nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            hidden = layer(hidden, scale=0.5)
+        return self.last(hidden)
+
+
+def trained(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+    """Loss, gradients and bytes that autograd held after forward (weights left out, memory counted once)."""
+    torch.manual_seed(7)
+    hidden = torch.randn(4, 32, 16, requires_grad=True)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(hidden).square().sum()
+    size = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.detach(), {**gradients, "input": hidden.grad}, size
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(0)
+    return Stack()
+
+
+CASES = {
+    "full": ("full", (), 0.2),
+    "one name": ("selective", ("MLP",), 0.6),
+    "nested names": ("selective", ("Activation", "MLP"), 0.6),
+    "a layer by its name": ("selective", ("Block",), 0.2),
+    "everything in everything": ("selective", ("Block", "MLP", "Activation"), 0.2),
+    "the smallest part": ("selective", ("Activation",), 0.95),
+}
+
+
+@pytest.mark.parametrize(("granularity", "names", "share"), CASES.values(), ids=CASES)
+def test_gradients_are_equal_to_the_bit_and_less_is_held(plain, granularity, names, share):
+    recomputed = copy.deepcopy(plain)
+    apply_recompute(recomputed, PLAN, granularity=granularity, names=names)
+    loss, gradients, held = trained(plain)
+    other_loss, other_gradients, other_held = trained(recomputed)
+    assert torch.equal(loss, other_loss)
+    assert gradients.keys() == other_gradients.keys()
+    assert [name for name, value in gradients.items() if not torch.equal(value, other_gradients[name])] == []
+    assert other_held < share * held
+
+
+def test_names_of_modules_and_parameters_stay(plain):
+    modules, state = [name for name, _ in plain.named_modules()], list(plain.state_dict())
+    apply_recompute(plain, PLAN, granularity="full")
+    assert [name for name, _ in plain.named_modules()] == modules
+    assert list(plain.state_dict()) == state
+
+
+def test_none_changes_nothing(plain):
+    apply_recompute(plain, PLAN, granularity=None, names=("MLP",))
+    assert not any("forward" in vars(part) for part in plain.modules())
+
+
+def test_a_module_that_two_names_mean_is_recomputed_once(plain):
+    calls = []
+    plan = ParallelPlan(recompute={"A": ("layers.*.mlp",), "B": ("layers.0.mlp",)})
+    plain.layers["0"].mlp.activation.register_forward_hook(lambda *_: calls.append(1))
+    apply_recompute(plain, plan, granularity="selective", names=("A", "B"))
+    trained(plain)
+    assert len(calls) == 2
+
+
+def test_hooks_of_a_recomputed_module_run_once_and_those_inside_twice(plain):
+    layer, calls = plain.layers["1"], []
+    layer.register_forward_pre_hook(lambda *_: calls.append("outside"))
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append("inside"))
+    apply_recompute(plain, PLAN, granularity="full")
+    trained(plain)
+    assert calls == ["outside", "inside", "inside"]
+
+
+def test_a_hook_that_changes_the_input_changes_it_once(plain):
+    recomputed = copy.deepcopy(plain)
+    for model in (plain, recomputed):
+        model.layers["1"].mlp.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+    apply_recompute(recomputed, PLAN, granularity="selective", names=("MLP",))
+    _, gradients, _ = trained(plain)
+    _, others, _ = trained(recomputed)
+    assert all(torch.equal(value, others[name]) for name, value in gradients.items())
+
+
+def test_backward_in_two_goes_as_zero_bubble_schedules_take_it(plain):
+    recomputed = copy.deepcopy(plain)
+    apply_recompute(recomputed, PLAN, granularity="full")
+    found = []
+    for model in (plain, recomputed):
+        torch.manual_seed(7)
+        hidden = torch.randn(4, 32, 16, requires_grad=True)
+        loss = model(hidden).square().sum()
+        inputs = torch.autograd.grad(loss, hidden, retain_graph=True)
+        found.append((*inputs, *torch.autograd.grad(loss, list(model.parameters()))))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_name_that_the_plan_lacks_is_refused_with_those_that_it_has(plain):
+    with pytest.raises(UnknownRecomputeName) as caught:
+        apply_recompute(plain, PLAN, granularity="selective", names=("MLP", "CoreAttention"))
+    assert "CoreAttention" in caught.value.what()
+    assert "MLP," not in caught.value.what()
+    assert all(name in caught.value.do() for name in PLAN.recompute)
+    assert not any("forward" in vars(part) for part in plain.modules())
+
+
+def test_a_stage_without_the_named_modules_is_no_error(plain):
+    plan = ParallelPlan(recompute={"Last": ("last",), "Elsewhere": ("layers.9.*",)})
+    apply_recompute(plain, plan, granularity="selective", names=("Last", "Elsewhere"))
+    assert not any("forward" in vars(part) for part in plain.modules())
