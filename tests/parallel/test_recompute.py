@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
 
+from nxdt_core.devices import HOST
 from nxdt_core.errors import UnknownRecomputeName
 from nxdt_core.nn.mlp import SwiGLU
 from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.recompute import apply_recompute
+from nxdt_core.parallel.tensor import apply_tensor_parallel
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.testing.ranks import process_group
 
 PLAN = ParallelPlan(
     recompute={"Block": ("layers.*",), "MLP": ("layers.*.mlp",), "Activation": ("layers.*.mlp.activation",)}
@@ -157,3 +165,61 @@ def test_a_stage_without_the_named_modules_is_no_error(plain):
     plan = ParallelPlan(recompute={"Last": ("last",), "Elsewhere": ("layers.9.*",)})
     apply_recompute(plain, plan, granularity="selective", names=("Last", "Elsewhere"))
     assert not any("forward" in vars(part) for part in plain.modules())
+
+
+def full_batch() -> torch.Tensor:
+    return torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(3))
+
+
+def gradients_under_fully_shard(reshard: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients by parameter without and with recomputation, over two ranks that read half a batch each."""
+    found: list[dict[str, torch.Tensor]] = []
+    with process_group():
+        half = full_batch().chunk(2)[dist.get_rank()]
+        for granularity in (None, "full"):
+            torch.manual_seed(0)
+            model = Stack().eval()
+            apply_recompute(model, PLAN, granularity=granularity)
+            for layer in model.layers.values():
+                fully_shard(layer, reshard_after_forward=reshard)
+            fully_shard(model, reshard_after_forward=reshard)
+            model(half).square().sum().backward()
+            found.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    return {name: (value, found[1][name]) for name, value in found[0].items()}
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["zero 3", "zero 2"])
+def test_it_composes_with_fully_shard(ranks, reshard):
+    for found in ranks(2).run(gradients_under_fully_shard, reshard):
+        assert len(found) == 12
+        assert all(torch.equal(one, other) for one, other in found.values())
+
+
+def gradients_under_sequence_parallelism(names: tuple[str, ...]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Local gradients by parameter without and with recomputation of tensor blocks."""
+    mlp = "layers.*.mlp"
+    plan = replace(
+        PLAN,
+        tensor={f"{mlp}.gate_proj": "column", f"{mlp}.up_proj": "column", f"{mlp}.down_proj": "row"},
+        tensor_blocks=(mlp,),
+    )
+    found: list[dict[str, torch.Tensor]] = []
+    with process_group():
+        mesh = ParallelMesh.build(MeshSizes(tp=2), HOST.type)
+        part = full_batch().chunk(2, dim=1)[mesh.rank("tp")]
+        for granularity in (None, "selective"):
+            torch.manual_seed(0)
+            model = Stack().eval()
+            apply_tensor_parallel(model, plan, mesh, sequence_parallel=True)
+            apply_recompute(model, plan, granularity=granularity, names=names)
+            model(part).square().sum().backward()
+            local = {name: parameter.grad for name, parameter in model.named_parameters()}
+            found.append({name: getattr(grad, "_local_tensor", grad) for name, grad in local.items()})
+    return {name: (value, found[1][name]) for name, value in found[0].items()}
+
+
+@pytest.mark.parametrize("names", [("MLP",), ("Block",), ("Activation", "MLP")], ids=" in ".join)
+def test_it_composes_with_tensor_and_sequence_parallelism(ranks, names):
+    for found in ranks(2).run(gradients_under_sequence_parallelism, names):
+        assert len(found) == 12
+        assert all(torch.equal(one, other) for one, other in found.values())
