@@ -1,0 +1,191 @@
+"""One stage under the stock schedules: stock ``PipelineStage``, with two things of its own.
+
+Memory: stock allocates two buffers of hidden states for every micro-batch of a step and keeps them for good; here a
+buffer lives from its receive to its backward, of which a schedule has at most a few in flight.
+
+FSDP2: stock accumulates unsharded gradients and reduces them once, after the last micro-batch. That is ZeRO-1; for
+ZeRO-2 and -3 gradients are reduced after each backward here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from nxdt_core.parallel.stream import MicroBatchStream
+
+__all__ = ["StageSettings", "StreamedStage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """What all stages of a rank share."""
+
+    stages: int
+    group: dist.ProcessGroup
+    device: torch.device
+    stream: MicroBatchStream
+    forward_context: Callable[[], AbstractContextManager[Any]]
+    zero_stage: int
+
+
+@final
+class StreamedStage(PipelineStage):
+    """A stage that takes its inputs from a :class:`MicroBatchStream`."""
+
+    def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, drops: bool) -> None:
+        """``drops``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
+        shape, dtype = settings.stream.hidden_like(0)
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        # Shapes are given, so that no stage infers them by running; the ends' are never used.
+        super().__init__(
+            module,
+            index,
+            settings.stages,
+            settings.device,
+            input_args=torch.empty(shape[:2], dtype=torch.int64, device="meta") if index == 0 else hidden,
+            output_args=hidden,
+            group=settings.group,
+        )
+        self._settings = settings
+        self._drops = drops
+        self._reduces_each = isinstance(module, FSDPModule) and settings.zero_stage >= 2
+
+    # Inputs
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Forward of one micro-batch, whose inputs come from the stream instead of ``args`` and ``kwargs``."""
+        stream = self._settings.stream
+        args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        if not self.is_last:
+            shape, dtype = stream.hidden_like(fwd_chunk_id)
+            if output.shape != torch.Size(shape) or output.dtype != dtype:
+                found = f"{tuple(output.shape)} {output.dtype}"
+                raise TypeError(f"stage {self.stage_index} gave {found}, the next one expects {tuple(shape)} {dtype}")
+        if self._drops:
+            stream.drop(fwd_chunk_id)
+        return output
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, in the context that the run wants around it (autocast)."""
+        with self._settings.forward_context():
+            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # Buffers
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        template = self.args_recv_info[0]
+        _release(template)
+        self.args_recv_info = {chunk: tuple(map(copy.copy, template)) for chunk in range(num_microbatches)}
+
+    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> Any:
+        infos = super()._create_grad_recv_info(act_send_info)
+        _release(infos)
+        return infos
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receive of a micro-batch's hidden states, into a buffer made now."""
+        if not self.is_first:
+            self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receive of the gradient of a micro-batch's output, into a buffer made now."""
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _allocate(self, infos: tuple[Any, ...], chunk: int) -> None:
+        for info in infos:
+            info.buffer = self._settings.stream.buffer(chunk)
+
+    # Backward
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Backward of one micro-batch; ``full_backward=False`` leaves the gradients of parameters for later."""
+        if not full_backward:
+            self._unshard()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        _release(self.args_recv_info[bwd_chunk_id])
+        _release(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Gradients of parameters for a micro-batch whose inputs' gradients are done.
+
+        Stock adds them to ``.grad`` itself, past the hooks of FSDP2, so what those do is done here.
+        """
+        self._unshard()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if self._reduces_each:
+            super().perform_reduce_grad(1)
+        elif isinstance(self.submod, FSDPModule):
+            _run_post_backward(self.submod)  # moves gradients of low precision to the accumulators
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        """As stock, except for whole backward passes under ZeRO-2 and -3, where FSDP2 reduces within the pass."""
+        if not self._reduces_each or backward_type != "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        module = cast(FSDPModule, self.submod)
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(self._settings.zero_stage == 3)
+        module.set_requires_gradient_sync(True)
+        torch.autograd.backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
+        return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce what is not reduced yet and free gathered parameters: the optimizer will change their shards."""
+        if not self._reduces_each:
+            super().perform_reduce_grad(grad_scale_factor)
+            return
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _unshard(self) -> None:
+        """Gather the parameters, before a split backward looks for them in the module: it would not find those that
+        ZeRO-3 has freed, and leave out their gradients without a word."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+
+def _release(infos: tuple[Any, ...]) -> None:
+    for info in infos:
+        info.buffer = None
+
+
+def _take_grad(value: Any) -> torch.Tensor | None:
+    grad = value.grad if isinstance(value, torch.Tensor) else None
+    if grad is not None:
+        value.grad = None
+    return grad
+
+
+def _run_post_backward(module: FSDPModule) -> None:
+    """Run what FSDP2 runs after backward, with the settings of the moment. It has no public call for it; stock
+    ``perform_reduce_grad`` goes the same way."""
+    state = module._get_fsdp_state()
+    for part in state._state_ctx.all_states:
+        for group in part._fsdp_param_groups:
+            group.post_backward()

@@ -1,0 +1,150 @@
+"""Stock pipeline schedules by the names of the configuration, and what they cost in idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import UNSHARD
+
+from nxdt_core.protocols.mesh import Schedule
+from nxdt_core.protocols.pipeline_schedules import stages_of_rank
+
+__all__ = ["Operation", "bubble_fraction", "make_schedule", "schedule_operations"]
+
+StockSchedule = Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
+
+_LOOPED: Mapping[Schedule, type[ScheduleInterleaved1F1B | ScheduleZBVZeroBubble]] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def make_schedule(
+    schedule: Schedule,
+    stages: Sequence[PipelineStage],
+    micro_batches: int,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+    *,
+    gather_at_start: bool = True,
+) -> StockSchedule:
+    """The stock schedule over this rank's ``stages``.
+
+    Gradients are summed over micro-batches, never divided: losses are shares of one global mean already, and stock's
+    ``scale_grads=True`` divides twice where stages share a parameter.
+
+    Args:
+        schedule: its name.
+        stages: of this rank, ascending.
+        micro_batches: of every step.
+        loss: of the last stage's output and the micro-batch's index.
+        gather_at_start: False leaves gathering FSDP2's parameters to its hooks, layer by layer (ZeRO-3).
+    """
+    if schedule == "1f1b":
+        (stage,) = stages
+        return Schedule1F1B(stage, micro_batches, loss, scale_grads=False)
+    looped = _LOOPED[schedule](list(stages), micro_batches, loss, scale_grads=False)
+    if not gather_at_start:
+        looped.register_custom_function(
+            UNSHARD, lambda action, context: cast(Any, context.schedule_ref).unsharded_stages.add(action.stage_index)
+        )
+    return looped
+
+
+OperationKind = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+_KINDS: Mapping[str, OperationKind] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward_input",
+    "W": "backward_weight",
+}
+_COST: Mapping[OperationKind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+"""Matrix products of a linear layer: one forward, one for the gradient of its input, one for that of its weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One piece of work of a rank."""
+
+    kind: OperationKind
+    stage: int
+    micro_batch: int
+
+
+def schedule_operations(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> list[list[Operation]]:
+    """What each pipeline rank computes in a step, in order; communication left out.
+
+    From the list that the stock schedule itself executes. Its 1F1B has no such list (its ``pipeline_order`` is a
+    drawing, whose last rank starts at micro-batch 1), but a loop, which is followed here.
+    """
+    if schedule == "1f1b":
+        return [_one_forward_one_backward(rank, pp, micro_batches) for rank in range(pp)]
+    mine = stages_of_rank(0, pp, vpp, schedule)
+    stubs = [
+        SimpleNamespace(num_stages=pp * len(mine), group_size=pp, group_rank=0, submod=nn.Identity()) for _ in mine
+    ]
+    stock = make_schedule(schedule, cast(Any, stubs), micro_batches, None)
+    order = cast(Any, stock).pipeline_order
+    return [
+        [
+            Operation(_KINDS[action.computation_type.value], action.stage_index, action.microbatch_index)
+            for action in order[rank]
+            if action is not None
+        ]
+        for rank in range(pp)
+    ]
+
+
+def bubble_fraction(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> float:
+    """Share of a step in which the ranks wait for one another, by playing the schedule's operations through.
+
+    Every stage takes equally long, backward twice its forward (half of it for each of the two passes of ``zbv``), and
+    messages take no time. For 1F1B that is ``(pp - 1) / (micro_batches + pp - 1)``.
+    """
+    orders = schedule_operations(schedule, pp, vpp, micro_batches)
+    last = max(operation.stage for order in orders for operation in order)
+    done: dict[Operation, int] = {}
+    clocks, places = [0] * pp, [0] * pp
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        before = sum(places)
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                operation = order[places[rank]]
+                ready = _ready_at(operation, done, last)
+                if ready is None:
+                    break
+                clocks[rank] = done[operation] = max(clocks[rank], ready) + _COST[operation.kind]
+                places[rank] += 1
+        assert sum(places) > before, f"{schedule} with PP {pp}, VPP {vpp} and {micro_batches} micro-batches deadlocks"
+    work = sum(_COST[operation.kind] for order in orders for operation in order)
+    return 1 - work / (pp * max(clocks))
+
+
+def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Operation]:
+    ahead = min(micro_batches, pp - rank)
+    order = [Operation("forward", rank, index) for index in range(ahead)]
+    for index in range(micro_batches):
+        order.append(Operation("backward", rank, index))
+        if index + ahead < micro_batches:
+            order.append(Operation("forward", rank, index + ahead))
+    return order
+
+
+def _ready_at(operation: Operation, done: Mapping[Operation, int], last: int) -> int | None:
+    """When what ``operation`` needs of other stages is done; None: not yet."""
+    stage, index = operation.stage, operation.micro_batch
+    if operation.kind == "forward":
+        return 0 if stage == 0 else done.get(Operation("forward", stage - 1, index))
+    if operation.kind == "backward_weight":
+        return done.get(Operation("backward_input", stage, index))
+    if stage == last:
+        return done.get(Operation("forward", stage, index))
+    kinds: tuple[OperationKind, ...] = ("backward", "backward_input")
+    times = [done[step] for kind in kinds if (step := Operation(kind, stage + 1, index)) in done]
+    return times[0] if times else None

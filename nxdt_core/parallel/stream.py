@@ -1,0 +1,69 @@
+"""The micro-batches of a step, on the device one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+
+from nxdt_core.protocols.batch import Batch
+
+__all__ = ["ForwardArguments", "HiddenLike", "MicroBatchStream"]
+
+ForwardArguments = Callable[[Batch], Mapping[str, Any]]
+"""Keyword arguments of a stage's forward from the micro-batch on the device: positions and documents."""
+
+HiddenLike = tuple[torch.Size | tuple[int, ...], torch.dtype]
+"""Shape and dtype of the hidden states that travel between two stages for one micro-batch, on this rank."""
+
+
+@final
+class MicroBatchStream:
+    """Micro-batches that move to the device when a stage first asks for them, and go when the rank's last stage is
+    done with their forward: what backward needs of them, the graph holds until that backward."""
+
+    def __init__(self, device: torch.device, hidden_like: Callable[[Batch], HiddenLike]) -> None:
+        self.on_device: dict[int, Batch] = {}
+        self._device, self._hidden_like = device, hidden_like
+        self._host: Sequence[Batch] = ()
+        self._arguments: ForwardArguments = lambda batch: {}
+
+    @contextmanager
+    def of(self, batches: Sequence[Batch], arguments: ForwardArguments) -> Iterator[None]:
+        """Serve ``batches`` within the block."""
+        self._host, self._arguments = batches, arguments
+        try:
+            yield
+        finally:
+            self._host = ()
+            self.on_device.clear()
+
+    def __len__(self) -> int:
+        """Micro-batches of the step."""
+        return len(self._host)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Micro-batch ``index`` on the device."""
+        if index not in self.on_device:
+            self.on_device[index] = self._host[index].to(self._device)
+        return self.on_device[index]
+
+    def inputs(self, index: int, *, first: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        """What a stage's forward takes from outside the pipeline: token ids on the first stage, arguments on all."""
+        batch = self[index]
+        return ((batch.input_ids,) if first else ()), dict(self._arguments(batch))
+
+    def hidden_like(self, index: int) -> HiddenLike:
+        """The hidden states between stages for micro-batch ``index``."""
+        return self._hidden_like(self._host[index])
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Memory for those hidden states."""
+        shape, dtype = self.hidden_like(index)
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def drop(self, index: int) -> None:
+        """Let micro-batch ``index`` go."""
+        self.on_device.pop(index, None)
