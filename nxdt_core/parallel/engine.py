@@ -1,21 +1,19 @@
-"""The engine on stock torch: builds on meta, applies adapters and plan, materialises, trains.
-
-One process here; sharding joins in this order without a change for models or callers.
-"""
+"""The engine on stock torch: joins the process group, builds the mesh, lays models out and optimizes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import current_device
-from nxdt_core.nn.init import initialize
+from nxdt_core.devices import current_device, profile_of
+from nxdt_core.parallel.global_batch import Numerics
+from nxdt_core.parallel.layout import LayoutOptions, lay_out
+from nxdt_core.parallel.layout import materialise as materialise_stages
+from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
+from nxdt_core.parallel.process_group import Ranks
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.protocols.model import ModelBuilder
@@ -28,12 +26,34 @@ __all__ = ["TorchEngine"]
 class TorchEngine:
     """Built-in ``parallel_engine``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
+    mesh: ParallelMesh
+    """Known after :meth:`start`."""
+
     def __init__(self, config: ResolvedConfig) -> None:
-        self.device = current_device(config.run.trainer.accelerator)
-        self.rank_info = RankInfo(mesh={"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1})
+        self._run = config.run
+        self.ranks = Ranks.from_environment()
+        self.device = current_device(
+            config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
+        )
+        self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
 
     def start(self) -> None:
-        """Nothing to join: one process."""
+        """Join the process group, if there is more than one process, and build the mesh."""
+        self.ranks.start(self.device, timeout_s=self._run.distributed_strategy.timeout_s)
+        self.mesh = ParallelMesh.build(self._sizes, self.device.type)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """This process's place; known before :meth:`start`."""
+        mesh = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
+        return RankInfo(
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            local_rank=self.ranks.local_rank,
+            dp_rank=mesh.rank("dp"),
+            dp_size=self._sizes.dp,
+            mesh=self._sizes.as_dict(),
+        )
 
     def initialize_model(
         self,
@@ -44,30 +64,22 @@ class TorchEngine:
         adapters: Sequence[Adapter] = (),
         materialise: bool = True,
     ) -> TorchModel:
-        """Build the model on the device; ``materialise=False`` leaves its values undefined for a load."""
-        with torch.device("meta"):
-            module = builder.build()
-            plan = builder.plan()
-            rules = list(builder.init_rules())
-            for adapter in adapters:
-                plan = adapter.apply(module, plan)
-                rules = [*adapter.init_rules(), *rules]
-        module.to(getattr(torch, precision.parameters))
-        module.to_empty(device=self.device)
-        tie(module, plan.tied)
-        for part in module.modules():
-            reset = getattr(part, "reset_buffers", None)
-            if callable(reset):
-                reset()
-        model = TorchModel(module, plan, precision, self.device)
-        if materialise:
-            initialize(model.named_parameters(), rules, seed)
-        return model
+        """Build this rank's part on the device; ``materialise=False`` leaves its values undefined for a load.
+
+        Raises:
+            NxdtError: the model's plan does not allow the layout.
+        """
+        options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
+        stages = lay_out(builder, self.mesh, options, precision, adapters)
+        materialise_stages(stages, self.device, seed=seed if materialise else None)
+        data = self._run.data
+        micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
+        return TorchModel(stages, self.mesh, Numerics(precision, self.device), micro_batches=micro_batches)
 
     def initialize_optimizer(
         self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
     ) -> TorchOptimizer:
-        """Build the optimizer over the model's decayed and undecayed parameters."""
+        """Build the optimizer over this rank's shards of the model's decayed and undecayed parameters."""
         groups = parameter_groups(
             model.named_parameters(),
             model.plan,
@@ -75,18 +87,14 @@ class TorchEngine:
             weight_decay=getattr(config, "weight_decay", 0.0),
             decay_norms=decay_norms,
         )
-        return TorchOptimizer(factory(groups, config), groups)
+        return TorchOptimizer(
+            lambda shards: factory(shards, config), groups, model.finish_gradients, model.weights_changed
+        )
 
     def broadcast_object(self, value: Any) -> Any:
-        """``value``: the only rank is rank 0."""
-        return value
+        """Rank 0's value on every rank."""
+        return self.ranks.broadcast_object(value)
 
     def shutdown(self) -> None:
-        """Nothing to leave."""
-
-
-def tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
-    """Make the second parameter of each pair the first; moving off the meta device separates them."""
-    for owner, user in tied:
-        path, _, leaf = user.rpartition(".")
-        setattr(module.get_submodule(path), leaf, module.get_parameter(owner))
+        """Leave the process group; may be called twice."""
+        self.ranks.stop()

@@ -82,7 +82,7 @@ def global_norm(
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their norm is at most ``max_norm``; the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    """Scale all gradients to a norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
     grads = [local_of(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same in _by_dtype(grads):

@@ -3,62 +3,130 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from nxdt_core.errors import WeightsDoNotFit
-from nxdt_core.nn.aux_loss import aux_loss_scale
+from nxdt_core.parallel.context import shard_sequence, unshard_sequence
+from nxdt_core.parallel.data import begin_micro_batch
+from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
+from nxdt_core.parallel.gradients import clip, global_norm, sum_gradients
+from nxdt_core.parallel.layout import Stages
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.parameters import StageParameters
+from nxdt_core.parallel.pipeline import PipelineRunner
+from nxdt_core.parallel.placement import local_of
+from nxdt_core.parallel.stream import HiddenLike
+from nxdt_core.parallel.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["TorchModel"]
 
 
 class TorchModel:
-    """One process's whole model; see :class:`nxdt_core.protocols.engine.ParallelModel`."""
+    """This rank's part of a model; see :class:`nxdt_core.protocols.engine.ParallelModel`."""
 
-    def __init__(self, module: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy, device: torch.device) -> None:
-        self.module = module
-        self.plan = plan
-        self._precision = precision
-        self._device = device
-        self._users = {user for _, user in plan.tied}
+    def __init__(self, stages: Stages, mesh: ParallelMesh, numerics: Numerics, *, micro_batches: int) -> None:
+        """``micro_batches``: of a rank in a training step; a pipeline's schedule must fit them.
+
+        Collective in a pipeline.
+        """
+        self._stages = stages
+        self._mesh = mesh
+        self._numerics = numerics
+        self._parameters = StageParameters(stages.modules, stages.plan.tied)
+        self._tied = tied_copies(
+            dict(zip(stages.numbers, stages.modules, strict=True)), stages.plan, stage_count=mesh.sizes.stages
+        )
+        self._tied_group = tied_group(mesh) if self._tied else None
+        self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
+        self._metric_names: dict[type, tuple[str, ...]] = {}
+        self._pipeline: PipelineRunner | None = None
+        if mesh.sizes.pp > 1:
+            self._pipeline = PipelineRunner(
+                stages.modules,
+                stages.numbers,
+                mesh,
+                schedule=mesh.sizes.schedule,
+                micro_batches=micro_batches,
+                hidden_like=self._hidden_like,
+                device=numerics.device,
+                forward_context=numerics.autocast,
+            )
+
+    @property
+    def module(self) -> nn.Module:
+        """The first of this rank's stages: the whole model without a pipeline."""
+        return self._stages.modules[0]
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The model's plan, with what adapters changed."""
+        return self._stages.plan
 
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
-        self.module.train()
-        return self._run(micro_batches, objective, backward=True)
+        batch = self._begin(micro_batches, objective, training=True)
+        with batch.running():
+            if self._pipeline is not None:
+                self._pipeline.train(batch.micro_batches, _inputs, batch.loss)
+            else:
+                last = len(batch.micro_batches) - 1
+                for index, micro_batch in enumerate(batch.on_device()):
+                    begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
+                    batch.loss(self._logits(micro_batch), micro_batch).backward()  # type: ignore[no-untyped-call]
+        return batch.result()
 
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Loss without gradients, in evaluation mode."""
-        self.module.eval()
-        with torch.no_grad():
-            return self._run(micro_batches, objective, backward=False)
+        batch = self._begin(micro_batches, objective, training=False)
+        with torch.no_grad(), batch.running():
+            if self._pipeline is not None:
+                self._pipeline.forward(batch.micro_batches, _inputs, batch.loss)
+            else:
+                for micro_batch in batch.on_device():
+                    batch.loss(self._logits(micro_batch), micro_batch)
+        self._free_gathered()
+        return batch.result()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` [batch, seq], in the run's compute dtype, without gradients."""
-        self.module.eval()
-        with torch.no_grad(), self._autocast():
-            logits: torch.Tensor = self.module(input_ids.to(self._device))
-        return logits
+        """Logits [batch, seq, vocab] of ``input_ids`` [batch, seq], in the run's compute dtype, without gradients.
+
+        Collective; equal on all ranks that read the same samples.
+        """
+        for module in self._stages.modules:
+            module.eval()
+        length = input_ids.shape[1]
+        padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
+        batch = shard_sequence(Batch(input_ids=padded, labels=padded), self._mesh)
+        with torch.no_grad():
+            if self._pipeline is not None:
+                found = self._pipeline.forward([batch], _inputs, lambda logits, _: _whole(logits))
+                logits = self._pipeline.broadcast_from_last(found[0] if found else None)
+            else:
+                logits = _whole(self._logits(batch.to(self._numerics.device)))
+            logits = unshard_sequence(logits, self._mesh)
+        self._free_gathered()
+        return logits[:, :length]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their global names; a tied one under its owner's."""
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if name not in self._users:
-                yield name, parameter
+        return iter(self._parameters.by_name.items())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and saved buffers; a tied one once."""
-        return {name: value for name, value in self.module.state_dict().items() if name not in self._users}
+        return {name: p.detach() for name, p in self._parameters.by_name.items()} | self._buffers
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """Copy ``state`` into the parameters.
+        """Copy ``state`` into the parameters: whole tensors in one process, else shards of this layout.
 
         Raises:
             WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
@@ -76,37 +144,83 @@ class TorchModel:
         with torch.no_grad():
             for name, value in state.items():
                 if name in own:
-                    own[name].copy_(value)
+                    local_of(own[name]).copy_(local_of(value))
+        self.weights_changed()
 
     def local_modules(self) -> Sequence[nn.Module]:
-        """The one module."""
-        return (self.module,)
+        """The modules of this rank: one a pipeline stage."""
+        return self._stages.modules
 
-    def _run(self, micro_batches: Sequence[Batch], objective: Objective, *, backward: bool) -> StepLoss:
-        # The weights come from the host's copy of the batch, so that no kernel is waited for.
-        weight = torch.stack([objective.weight(batch) for batch in micro_batches]).sum()
-        total = torch.where(weight > 0, weight, torch.ones_like(weight)).to(self._device)
-        losses: list[torch.Tensor] = []
-        metrics: dict[str, list[torch.Tensor]] = {}
-        for host_batch in micro_batches:
-            batch = host_batch.to(self._device)
-            with self._autocast(), aux_loss_scale(1 / total):
-                logits = self.module(batch.input_ids, batch.position_ids, batch.document_ids)
-                output = objective(logits, batch)
-            loss = output.loss_sum / total
-            if backward:
-                loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            for name, value in output.metrics.items():
-                metrics.setdefault(name, []).append(value.detach() / total)
-        return StepLoss(
-            loss=torch.stack(losses).sum(),
-            weight=weight,
-            metrics={name: torch.stack(values).sum() for name, values in metrics.items()},
+    def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
+        """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
+        by_name, numerics = self._parameters.by_name, self._numerics
+        sum_gradients(
+            by_name,
+            self._mesh,
+            tensor_partial=self._stages.tensor_partial,
+            replica_partial=self._stages.replica_partial,
+            data_reduced=self._stages.sharded,
         )
+        sum_tied_gradients(self._tied, self._tied_group)
+        norm = global_norm(self._parameters.counted, self._mesh, device=numerics.device, dtype=numerics.figures)
+        if max_norm is not None:
+            clip(by_name.values(), norm, max_norm)
+        return norm
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        dtype = self._precision.autocast
-        if dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=getattr(torch, dtype))
+    def weights_changed(self) -> None:
+        """Let second copies of tied parameters follow; called after an update and after a load."""
+        with torch.no_grad():
+            for owner, user in self._parameters.twins:
+                local_of(user).copy_(local_of(owner))
+                user.grad = None
+
+    def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
+        for module in self._stages.modules:
+            module.train(training)
+        return GlobalBatch(micro_batches, objective, self._mesh, self._numerics, self._metric_names)
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        with self._numerics.autocast():
+            logits: torch.Tensor = self.module(batch.input_ids, batch.position_ids, batch.document_ids)
+        return logits
+
+    @property
+    def _sequence_multiple(self) -> int:
+        """What a sequence must be a multiple of."""
+        sizes = self._mesh.sizes
+        return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self._stages.sequence_parallel else 1)
+
+    def _hidden_like(self, batch: Batch) -> HiddenLike:
+        assert self.plan.pipeline is not None
+        rows, tokens = batch.input_ids.shape
+        if self._stages.sequence_parallel:
+            tokens //= self._mesh.sizes.tp
+        return (rows, tokens, self.plan.pipeline.hidden_size), self._numerics.hidden
+
+    def _free_gathered(self) -> None:
+        """Forward alone leaves gathered weights behind, which the optimizer's update would not reach."""
+        for module in self._stages.modules if self._stages.sharded else ():
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+
+def _whole(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of the whole vocabulary; a collective over tensor parallel ranks where they are cut."""
+    if not isinstance(logits, DTensor):
+        return logits
+    whole: torch.Tensor = logits.full_tensor()
+    return whole
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    """What a pipeline stage is given beside ids or hidden states: stages behind the first see no ids to count."""
+    positions = batch.position_ids
+    if positions is None:
+        positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
+    return {"position_ids": positions, "document_ids": batch.document_ids}
+
+
+def _saved_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return [(name, value) for name, value in module.state_dict().items() if name not in parameters]

@@ -1,21 +1,27 @@
-"""Parameter groups by the plan's decay rules, and an optimizer whose state has global names."""
+"""Parameter groups by the plan's decay rules, and an optimizer over local shards whose state has global names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from nxdt_core.devices import profile_of
 from nxdt_core.errors import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["TorchOptimizer", "parameter_groups"]
+__all__ = ["GradientNorm", "TorchOptimizer", "parameter_groups"]
 
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 """Python numbers that an optimizer may keep as state, and the dtype that holds them exactly."""
+
+GradientNorm = Callable[[float | None], torch.Tensor]
+"""Finishes the gradients of a step, clips them to a norm unless that is None, and returns the norm before clipping."""
 
 
 def parameter_groups(
@@ -49,26 +55,60 @@ def parameter_groups(
 
 
 class TorchOptimizer:
-    """A stock optimizer over whole parameters; see :class:`nxdt_core.protocols.engine.ParallelOptimizer`."""
+    """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.engine.ParallelOptimizer`.
 
-    def __init__(self, inner: torch.optim.Optimizer, groups: list[ParameterGroup]) -> None:
-        self.inner = inner
+    The stock optimizer sees plain tensors that share the shards' memory: its fused and foreach kernels then run once
+    over all of them, whatever meshes they are cut over.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[list[ParameterGroup]], torch.optim.Optimizer],
+        groups: Sequence[ParameterGroup],
+        norm: GradientNorm,
+        after_step: Callable[[], None] | None = None,
+    ) -> None:
+        """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed."""
         self._named = {
             name: parameter for group in groups for name, parameter in zip(group["names"], group["params"], strict=True)
         }
-        self._peak_lr = [float(group["lr"]) for group in inner.param_groups]
+        self._shards = {
+            name: nn.Parameter(local_of(parameter).detach(), requires_grad=True)
+            if isinstance(parameter, DTensor)
+            else parameter
+            for name, parameter in self._named.items()
+        }
+        self.inner = build([{**group, "params": [self._shards[name] for name in group["names"]]} for group in groups])
+        self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
+        self._norm = norm
+        self._after_step = after_step
+        self._rejected: torch.Tensor | None = None
+        self.skipped_steps: torch.Tensor | int = 0
+        """Steps that were not applied since their loss or gradient was not finite; a device scalar after the first."""
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """2-norm over all gradients, before clipping; a device scalar."""
-        parameters = list(self._named.values())
-        if max_norm is not None:
-            return nn.utils.clip_grad_norm_(parameters, max_norm)
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return self._norm(max_norm)
+
+    def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Let the coming :meth:`step` leave the weights as they are unless both scalars are finite, and count that.
+
+        They are equal on all ranks, so all of them decide alike.
+        """
+        self._rejected = ~torch.isfinite(loss + grad_norm)
+        self.skipped_steps = self.skipped_steps + self._rejected.to(torch.int64)
 
     def step(self) -> None:
         """Update, then drop the gradients."""
-        self.inner.step()
+        self._lend_gradients()
+        rejected, self._rejected = self._rejected, None
+        if rejected is None or self._on_device(rejected) or not bool(rejected):
+            self.inner.step()
+            if self._after_step is not None:
+                self._after_step()
         self.inner.zero_grad(set_to_none=True)
+        for parameter in self._named.values():
+            parameter.grad = None
 
     def set_lr_factor(self, factor: float) -> None:
         """Scale every group's peak learning rate."""
@@ -81,12 +121,13 @@ class TorchOptimizer:
         return float(self.inner.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """``<parameter name>/<state name>`` → tensor; a plain number is a scalar under ``<…>#<its type>``."""
+        """``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a plain
+        number is a scalar under ``<…>#<its type>``."""
         state: dict[str, torch.Tensor] = {}
-        for name, parameter in self._named.items():
-            for leaf, value in self.inner.state.get(parameter, {}).items():
+        for name, shard in self._shards.items():
+            for leaf, value in self.inner.state.get(shard, {}).items():
                 if isinstance(value, torch.Tensor):
-                    state[f"{name}/{leaf}"] = value
+                    state[f"{name}/{leaf}"] = _like(self._named[name], value)
                 elif value is not None:
                     number = _NUMBERS.get(type(value))
                     if number is None:
@@ -95,7 +136,7 @@ class TorchOptimizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put ``state`` back under this optimizer's parameters.
+        """Put ``state`` back under this optimizer's parameters: tensors sharded as here, or this rank's shards.
 
         Raises:
             OptimizerStateDoesNotFit: state of a parameter that is not here.
@@ -108,8 +149,37 @@ class TorchOptimizer:
             name, _, leaf = key.rpartition("/")
             by_name.setdefault(name, {})[leaf] = value
         for name, leaves in by_name.items():
+            shard = self._shards[name]
+            self.inner.state[shard] = dict(_leaf(leaf, local_of(value), shard) for leaf, value in leaves.items())
+
+    def _lend_gradients(self) -> None:
+        """Give the shards their parameters' gradients. FSDP2 may have moved a shard that it had to pad."""
+        for name, shard in self._shards.items():
             parameter = self._named[name]
-            self.inner.state[parameter] = dict(_leaf(leaf, value, parameter) for leaf, value in leaves.items())
+            if shard is not parameter:
+                shard.data = local_of(parameter)
+                shard.grad = None if parameter.grad is None else local_of(parameter.grad)
+
+    def _on_device(self, rejected: torch.Tensor) -> bool:
+        """Hand the decision to a fused kernel, by the attribute of torch's gradient scaler: no host waits then."""
+        if profile_of(rejected.device).host or not getattr(self.inner, "_step_supports_amp_scaling", False):
+            return False
+        self.inner.found_inf = rejected.float()  # type: ignore[attr-defined]
+        return True
+
+
+def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """``value`` as a shard of a whole tensor of the parameter's layout, if it has its local shape."""
+    if not isinstance(parameter, DTensor) or value.shape != local_of(parameter).shape:
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _leaf(name: str, value: torch.Tensor, parameter: nn.Parameter) -> tuple[str, torch.Tensor | int | float | bool]:

@@ -1,0 +1,127 @@
+"""One pass over a global batch: its weight, the losses of this rank's micro-batches, and their sums over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from nxdt_core.nn.aux_loss import aux_loss_scale
+from nxdt_core.nn.loss import vocabulary_loss
+from nxdt_core.parallel.context import shard_sequence
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.engine import StepLoss
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["GlobalBatch", "Numerics"]
+
+
+class Numerics:
+    """Where a run computes, and in which dtypes."""
+
+    def __init__(self, precision: PrecisionPolicy, device: torch.device) -> None:
+        self.device = device
+        self.figures = torch.float64 if precision.gradients == "float64" else torch.float32
+        """Of losses and norms."""
+        self.hidden: torch.dtype = getattr(torch, precision.parameters)
+        """Of hidden states between layers: autocast lets the residual stream keep the parameters' dtype."""
+        self._autocast = None if precision.autocast is None else getattr(torch, precision.autocast)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around forward and the loss, never around backward."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+
+class GlobalBatch:
+    """This rank's micro-batches of one step, and what they add to the loss of all."""
+
+    def __init__(
+        self,
+        micro_batches: Sequence[Batch],
+        objective: Objective,
+        mesh: ParallelMesh,
+        numerics: Numerics,
+        metric_names: dict[type, tuple[str, ...]],
+    ) -> None:
+        """Sum the weight over all ranks; ``micro_batches`` stay on the host until they are run.
+
+        ``metric_names``: those of each kind of objective, agreed between ranks once.
+        """
+        self._metric_names = metric_names
+        self._objective = objective
+        self._mesh = mesh
+        self._numerics = numerics
+        self.weight = self._global_weight(micro_batches)
+        self._divisor = torch.where(self.weight > 0, self.weight, torch.ones_like(self.weight))
+        self.micro_batches = (
+            micro_batches if mesh.sizes.cp == 1 else [shard_sequence(batch, mesh) for batch in micro_batches]
+        )
+        """As the model sees them: this rank's part of every sequence."""
+        self._losses: list[torch.Tensor] = []
+        self._metrics: dict[str, list[torch.Tensor]] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around everything that runs forward: what auxiliary losses are divided by, and the loss of cut logits."""
+        with ExitStack() as stack:
+            stack.enter_context(aux_loss_scale(1 / self._divisor))
+            if self._mesh.sizes.tp > 1:
+                stack.enter_context(vocabulary_loss(vocabulary_parallel_cross_entropy_sum))
+            yield
+
+    def on_device(self) -> Iterator[Batch]:
+        """The micro-batches, each moved when it is asked for."""
+        for batch in self.micro_batches:
+            yield batch.to(self._numerics.device)
+
+    def loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The share of one micro-batch in the loss of the global batch."""
+        with self._numerics.autocast():
+            output: ObjectiveOutput = self._objective(logits, batch)
+        loss = output.loss_sum / self._divisor
+        self._losses.append(loss.detach())
+        for name, value in output.metrics.items():
+            self._metrics.setdefault(name, []).append(value.detach() / self._divisor)
+        return loss
+
+    def result(self) -> StepLoss:
+        """Loss and metrics of the global batch, equal on all ranks."""
+        own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
+        if self._mesh.group("world") is None:
+            return StepLoss(loss=torch.stack(self._losses).sum(), weight=self.weight, metrics=own)
+        names = self._agreed(tuple(own))
+        sums = torch.zeros(1 + len(names), dtype=self._numerics.figures, device=self._numerics.device)
+        if self._losses and self._mesh.rank("tp") == 0:  # tensor parallel ranks have the same loss
+            sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
+        dist.all_reduce(sums)
+        return StepLoss(loss=sums[0], weight=self.weight, metrics=dict(zip(names, sums[1:], strict=True)))
+
+    def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The names of the metrics, which only the last stage of a pipeline knows by itself."""
+        if self._mesh.sizes.pp == 1:
+            return names
+        kind = type(self._objective)
+        if kind not in self._metric_names:
+            of_ranks: list[tuple[str, ...]] = [()] * self._mesh.sizes.world_size
+            dist.all_gather_object(of_ranks, names)
+            self._metric_names[kind] = max(of_ranks, key=len)
+        return self._metric_names[kind]
+
+    def _global_weight(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Sum over all data parallel ranks, on the device; one rank of those that read the same samples tells it."""
+        # From the host's copy of the batch, so that no kernel is waited for.
+        weight = torch.stack([self._objective.weight(batch) for batch in micro_batches]).sum()
+        weight = weight.to(self._numerics.device)
+        if self._mesh.group("world") is None:
+            return weight
+        if any(self._mesh.rank(dim) for dim in ("pp", "cp", "tp")):
+            weight = torch.zeros_like(weight)
+        dist.all_reduce(weight)
+        return weight

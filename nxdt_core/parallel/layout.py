@@ -1,0 +1,191 @@
+"""From a builder's plain module to this rank's pipeline stages in their layout, on the meta device.
+
+The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
+expert and context parallelism, recomputation, compilation, data parallel sharding. Materialising follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.devices import DeviceProfile
+from nxdt_core.nn.init import draw, rule_for
+from nxdt_core.parallel.context import apply_context_parallel
+from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
+from nxdt_core.parallel.expert import apply_expert_parallel, expert_modules
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.placement import box_of, local_of
+from nxdt_core.parallel.recompute import apply_recompute
+from nxdt_core.parallel.stages import cut_stage, stages_of_rank
+from nxdt_core.parallel.tensor import apply_tensor_parallel, partial_parameters, replicated_partials
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["LayoutOptions", "Stages", "lay_out", "materialise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """What a run's configuration says of its layout beside the sizes of the mesh."""
+
+    sequence_parallel: bool = False
+    pad_heads: bool = False
+    context_parallel_method: Literal["ring", "gather"] = "ring"
+    pipeline_cuts: tuple[str, ...] | None = None
+    recompute_granularity: Literal["selective", "full"] | None = None
+    recompute_names: tuple[str, ...] = ()
+    compile_backend: str | None = None
+    """None: run as it is written."""
+
+    @classmethod
+    def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
+        """The options of a configuration for a device type."""
+        return cls(
+            sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
+            pad_heads=run.distributed_strategy.pad_heads,
+            context_parallel_method=run.context_parallel_method or profile.context_parallel_method,
+            pipeline_cuts=run.model.pipeline_cuts,
+            recompute_granularity=run.model.activations_checkpoint_granularity,
+            recompute_names=run.model.activations_checkpoint_recompute or (),
+            compile_backend=profile.compile_backend if run.model.compile else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """This rank's pipeline stages; one, the whole model, without a pipeline."""
+
+    modules: tuple[nn.Module, ...]
+    numbers: tuple[int, ...]
+    """Number of each stage in the whole pipeline."""
+    plan: ParallelPlan
+    """With what adapters changed."""
+    rules: tuple[InitRule, ...]
+    tensor_partial: frozenset[str]
+    """Parameters whose gradient is a partial sum on each tensor parallel rank."""
+    replica_partial: frozenset[str]
+    """Parameters of heads that several tensor parallel ranks hold; each sees the gradient of its own queries."""
+    sharded: bool
+    """Whether FSDP2 holds the parameters."""
+    sequence_parallel: bool
+    """Whether hidden states between layers are parts of the sequence."""
+
+
+def lay_out(
+    builder: ModelBuilder,
+    mesh: ParallelMesh,
+    options: LayoutOptions,
+    precision: PrecisionPolicy,
+    adapters: Sequence[Adapter] = (),
+) -> Stages:
+    """Build this rank's stages on the meta device; no process but this one is asked.
+
+    Raises:
+        NxdtError: the model's plan does not allow the layout.
+    """
+    with torch.device("meta"):
+        whole = builder.build()
+        plan, rules = builder.plan(), list(builder.init_rules())
+        for adapter in adapters:
+            plan = adapter.apply(whole, plan)
+            rules = [*adapter.init_rules(), *rules]
+    whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
+    numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
+    modules = tuple(_cut(whole, plan, mesh, number, options.pipeline_cuts) for number in numbers)
+    tensor_partial: set[str] = set()
+    replica_partial: set[str] = set()
+    for module in modules:
+        if mesh.sizes.tp > 1:
+            apply_tensor_parallel(
+                module, plan, mesh, sequence_parallel=options.sequence_parallel, pad_heads=options.pad_heads
+            )
+            tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
+            replica_partial |= replicated_partials(module)
+        _apply_rest(module, plan, mesh, options, precision)
+    return Stages(
+        modules=modules,
+        numbers=numbers,
+        plan=plan,
+        rules=tuple(rules),
+        tensor_partial=frozenset(tensor_partial),
+        replica_partial=frozenset(replica_partial),
+        sharded=needs_sharding(mesh, precision),
+        sequence_parallel=options.sequence_parallel,
+    )
+
+
+def _cut(
+    whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, number: int, cuts: tuple[str, ...] | None
+) -> nn.Module:
+    if mesh.sizes.stages == 1:
+        return whole
+    return cut_stage(whole, plan, stage=number, stages=mesh.sizes.stages, cuts=cuts)
+
+
+def _apply_rest(
+    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions, precision: PrecisionPolicy
+) -> None:
+    apply_expert_parallel(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+    if mesh.sizes.cp > 1:
+        apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
+    apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
+    if options.compile_backend is not None:
+        from nxdt_core.parallel.compile import compile_layers
+
+        compile_layers(module, plan, backend=options.compile_backend)
+    if needs_sharding(mesh, precision):
+        experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
+        apply_data_parallel(module, plan, mesh, precision, experts)
+
+
+def materialise(stages: Stages, device: torch.device, *, seed: int | None) -> None:
+    """Give the stages memory on ``device`` and draw their weights; ``seed`` None leaves these undefined for a load.
+
+    Every rank draws its own shards alone, bit-equal to those elements of the whole.
+    """
+    for module in stages.modules:
+        module.to_empty(device=device)
+        _tie(module, stages.plan.tied)
+        for part in module.modules():
+            reset = getattr(part, "reset_buffers", None)
+            if callable(reset):
+                reset()
+        if seed is not None:
+            _draw(module, stages, seed)
+
+
+@torch.no_grad()
+def _draw(module: nn.Module, stages: Stages, seed: int) -> None:
+    owners = {user: owner for owner, user in stages.plan.tied}
+    for name, parameter in module.named_parameters():
+        name = owners.get(name, name)  # a stage that has the user of a tied pair alone draws the owner's elements
+        box = box_of(parameter)
+        local_of(parameter).copy_(
+            draw(
+                box.whole,
+                rule_for(name, stages.rules),
+                name=name,
+                seed=seed,
+                dtype=parameter.dtype,
+                offsets=box.offsets,
+                local_shape=box.sizes,
+            )
+        )
+
+
+def _tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
+    """Make the second parameter of each pair the first; moving off the meta device separates them."""
+    present = dict(module.named_parameters(remove_duplicate=False))
+    for owner, user in tied:
+        if owner in present and user in present:
+            path, _, leaf = user.rpartition(".")
+            setattr(module.get_submodule(path), leaf, present[owner])
