@@ -67,7 +67,8 @@ class HeadsDoNotDivide(NxdtError):
     )
     remedy = (
         "Set distributed_strategy.tensor_model_parallel_size to a size that divides both numbers of heads, or to a "
-        "multiple of the key/value heads that divides the query heads: {possible}."
+        "multiple of the key/value heads that divides the query heads ({possible}); or set "
+        "distributed_strategy.pad_heads=true, which fills up with heads of zeros."
     )
     query_heads: int
     kv_heads: int

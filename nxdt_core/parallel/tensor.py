@@ -24,7 +24,7 @@ __all__ = ["apply_tensor_parallel", "partial_parameters", "replicated_partials"]
 
 
 def apply_tensor_parallel(
-    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool
+    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool, pad_heads: bool = False
 ) -> None:
     """Replace, in place, the modules that ``plan.tensor`` names by sharded ones under the same names.
 
@@ -35,6 +35,8 @@ def apply_tensor_parallel(
         plan: patterns that match nothing here belong to other stages.
         mesh: of the run.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
+        pad_heads: fill up with heads of zeros what the ranks cannot share in equal parts; see
+            :func:`nxdt_core.parallel.padding.padded_parameters`.
 
     Raises:
         HeadsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.
@@ -43,9 +45,9 @@ def apply_tensor_parallel(
     group = mesh.group("tp")
     if group is None:
         return
-    heads = None if plan.heads is None else HeadLayout.of(plan.heads, mesh.size("tp"))
+    heads = None if plan.heads is None else HeadLayout.of(plan.heads, mesh.size("tp"), pad=pad_heads)
     if heads is not None and heads.kv_replicas > 1:
-        mesh.split_tp(heads.kv_heads)
+        mesh.split_tp(heads.padded_kv_heads)
     blocks = _blocks(module, plan)
     sharder = TensorSharder(plan, mesh, heads, sequence_parallel=sequence_parallel)
     for path, style in list(_styled(module, plan)):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.parallel.collectives import copy_to_group, gather_along, reduce_from_group, scatter_sum_along
+from nxdt_core.parallel.padding import PaddedDim
 
 __all__ = ["SEQUENCE_DIM", "BlockEntry", "ColumnLinear", "RowLinear", "local_part", "sum_over_ranks"]
 
@@ -39,23 +40,37 @@ class BlockEntry:
 class ColumnLinear(nn.Module):
     """Each rank computes its own output features; what it is fed is whole (:class:`BlockEntry`)."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``."""
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, spread: PaddedDim, part: int) -> None:
+        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``, of which this rank has ``part``."""
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.padded = {} if not spread.padded else {"weight": spread} | ({} if bias is None else {"bias": spread})
+        """Parameters with zeros at the end."""
+        self.real = spread.counts[part]
+        self.zeros = spread.block - self.real
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., in] to [..., out / tp]."""
+        """[..., in] to [..., out / tp]; zeros for the features that are padding."""
+        weight = local_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias)
-        return functional.linear(hidden, local_part(self.weight), bias)
+        if self.zeros == 0:
+            return functional.linear(hidden, weight, bias)
+        real = functional.linear(hidden, weight[: self.real], None if bias is None else bias[: self.real])
+        return functional.pad(real, (0, self.zeros))
 
 
 class RowLinear(nn.Module):
     """Each rank multiplies its own input features; the products are summed over the ranks, then comes the bias."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup, *, sequence_parallel: bool
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: dist.ProcessGroup,
+        *,
+        sequence_parallel: bool,
+        spread: PaddedDim,
     ) -> None:
         """``weight`` [out, in]: a DTensor with ``Shard(1)``; ``bias`` [out] is whole on each rank."""
         super().__init__()
@@ -63,11 +78,17 @@ class RowLinear(nn.Module):
         self.bias = bias
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.padded = {"weight": spread} if spread.padded else {}
+        """Parameters with zeros at the end."""
+        self.real = spread.counts[group.rank()]
+        self.zeros = spread.block - self.real
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in / tp] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
-        product = functional.linear(hidden, local_part(self.weight))
-        total = sum_over_ranks(product, self.group, sequence_parallel=self.sequence_parallel)
+        weight = local_part(self.weight)
+        if self.zeros:
+            hidden, weight = hidden[..., : self.real], weight[:, : self.real]
+        total = sum_over_ranks(functional.linear(hidden, weight), self.group, sequence_parallel=self.sequence_parallel)
         return total if self.bias is None else total + self.bias
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,12 +12,39 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from nxdt_core.errors import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.padding import PaddedDim
 from nxdt_core.parallel.tensor_heads import HeadLayout
 from nxdt_core.parallel.tensor_layers import ColumnLinear, RowLinear
 from nxdt_core.parallel.vocabulary_layers import SequenceEmbedding, VocabularyEmbedding, VocabularyHead
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
 __all__ = ["TensorSharder"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """One dimension of a parameter over the ranks."""
+
+    spread: PaddedDim
+    mesh: DeviceMesh
+    copied: bool
+    """Whether the second dimension of ``mesh`` holds copies."""
+    part: int
+    """This rank's."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        shard = Shard(self.spread.dim)
+        return (shard, Replicate()) if self.copied else (shard,)
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's part: real elements, then zeros."""
+        spread, source = self.spread, parameter.detach()
+        shape = [*source.shape]
+        shape[spread.dim] = spread.block
+        part, count = source.new_zeros(shape), spread.counts[self.part]
+        part.narrow(spread.dim, 0, count).copy_(source.narrow(spread.dim, spread.starts[self.part], count))
+        return part
 
 
 class TensorSharder:
@@ -46,77 +75,80 @@ class TensorSharder:
             return self._column(path, linear)
         if style == "row":
             return self._row(path, linear)
-        self._check(path, linear.out_features, "rows of the vocabulary")
-        return VocabularyHead(self._cut(linear.weight, 0), self._cut_bias(linear.bias), self._mesh.mesh("tp"))
+        cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")
+        return VocabularyHead(self._shard(linear.weight, cut), self._shard_bias(linear, cut), cut.mesh)
 
     def _column(self, path: str, linear: nn.Linear) -> ColumnLinear:
-        heads = self._plan.heads
-        key_value = heads is not None and matches_any(heads.key_value, path)
-        if key_value and self._heads is not None and self._heads.kv_replicas > 1:
-            return ColumnLinear(self._cut_heads(linear.weight), self._cut_head_bias(linear.bias))
-        self._check(path, linear.out_features, "output features")
-        return ColumnLinear(self._cut(linear.weight, 0), self._cut_bias(linear.bias))
+        size = linear.out_features
+        cut = self._of_heads(path, 0, size) or self._even(path, 0, size, "output features")
+        weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
+        return ColumnLinear(weight, bias, spread=cut.spread, part=cut.part)
 
     def _row(self, path: str, linear: nn.Linear) -> RowLinear:
-        self._check(path, linear.in_features, "input features")
-        weight = self._cut(linear.weight, 1)
-        return RowLinear(weight, linear.bias, self._group, sequence_parallel=self._sequence_parallel)
+        size = linear.in_features
+        cut = self._of_heads(path, 1, size) or self._even(path, 1, size, "input features")
+        return RowLinear(
+            self._shard(linear.weight, cut),
+            linear.bias,
+            self._group,
+            sequence_parallel=self._sequence_parallel,
+            spread=cut.spread,
+        )
 
     def _embedding(self, path: str, module: nn.Module) -> VocabularyEmbedding:
-        if type(module).forward is not nn.Embedding.forward or not isinstance(module, nn.Embedding):
-            raise TensorPlanUnusable(problem=f"'{path}' is vocab_embedding and no torch.nn.Embedding")
-        unsupported = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-        if unsupported:
+        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+            kind = type(module).__name__
+            raise TensorPlanUnusable(problem=f"'{path}' is vocab_embedding and no torch.nn.Embedding, but {kind}")
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise TensorPlanUnusable(
-                problem=f"the embedding '{path}' has max_norm, scale_grad_by_freq or sparse, which is not sharded"
+                problem=f"the embedding '{path}' has max_norm, scale_grad_by_freq or sparse, which no shard can follow"
             )
-        self._check(path, module.num_embeddings, "rows of the vocabulary")
+        cut = self._even(path, 0, module.num_embeddings, "rows of the vocabulary")
         return VocabularyEmbedding(
-            self._cut(module.weight, 0),
+            self._shard(module.weight, cut),
             self._group,
             padding_idx=module.padding_idx,
             sequence_parallel=self._sequence_parallel,
         )
 
-    def _check(self, path: str, size: int, features: str) -> None:
-        if size % self._group.size():
-            raise ShardDoesNotDivide(module=path, size=size, features=features, tp=self._group.size())
+    def _even(self, path: str, dim: int, size: int, features: str) -> _Cut:
+        """Equal parts without padding."""
+        tp = self._group.size()
+        if size % tp:
+            raise ShardDoesNotDivide(module=path, size=size, features=features, tp=tp)
+        block = size // tp
+        spread = PaddedDim.of(dim, block=block, starts=range(0, size, block), counts=[block] * tp, unit=1)
+        return _Cut(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
 
-    def _cut(self, parameter: torch.Tensor, dim: int) -> nn.Parameter:
-        """This rank's part along ``dim``."""
-        return self._once(parameter, self._mesh.mesh("tp"), (Shard(dim),), dim, self._group.size(), self._group.rank())
+    def _of_heads(self, path: str, dim: int, size: int) -> _Cut | None:
+        """Whole heads, where the plan says that ``size`` features are some."""
+        heads, layout = self._plan.heads, self._heads
+        if heads is None or layout is None:
+            return None
+        key_value = dim == 0 and matches_any(heads.key_value, path)
+        if not key_value and not matches_any(heads.query if dim == 0 else heads.output, path):
+            return None
+        count = heads.kv_heads if key_value else heads.query_heads
+        if size % count:
+            raise TensorPlanUnusable(problem=f"'{path}' has {size} features, no multiple of {count} heads")
+        if not key_value:
+            spread = layout.query(dim, size // count)
+            return _Cut(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+        spread, copied = layout.key_value(dim, size // count), layout.kv_replicas > 1
+        mesh = self._mesh.mesh("tp_kv", "tp_kv_replica") if copied else self._mesh.mesh("tp")
+        return _Cut(spread=spread, mesh=mesh, copied=copied, part=self._group.rank() // layout.kv_replicas)
 
-    def _cut_bias(self, bias: torch.Tensor | None) -> nn.Parameter | None:
-        return None if bias is None else self._cut(bias, 0)
+    def _shard_bias(self, linear: nn.Linear, cut: _Cut) -> nn.Parameter | None:
+        bias: nn.Parameter | None = linear.bias
+        return None if bias is None else self._shard(bias, cut)
 
-    def _cut_heads(self, parameter: torch.Tensor) -> nn.Parameter:
-        """This rank's key and value head, of which its neighbours hold copies."""
-        mesh = self._mesh.mesh("tp_kv", "tp_kv_replica")
-        parts, part = self._mesh.size("tp_kv"), self._mesh.rank("tp_kv")
-        return self._once(parameter, mesh, (Shard(0), Replicate()), 0, parts, part)
-
-    def _cut_head_bias(self, bias: torch.Tensor | None) -> nn.Parameter | None:
-        return None if bias is None else self._cut_heads(bias)
-
-    def _once(
-        self,
-        parameter: torch.Tensor,
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-        dim: int,
-        parts: int,
-        part: int,
-    ) -> nn.Parameter:
+    def _shard(self, parameter: torch.Tensor, cut: _Cut) -> nn.Parameter:
         known = self._sharded.get(parameter)
-        if known is not None:
-            return known
-        size = parameter.shape[dim] // parts
-        local = parameter.detach().narrow(dim, part * size, size).clone(memory_format=torch.contiguous_format)
-        sharded = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-        self._sharded[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        return self._sharded[parameter]
+        if known is None:
+            sharded = DTensor.from_local(cut.local(parameter), cut.mesh, cut.placements, run_check=False)
+            known = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            self._sharded[parameter] = known
+        return known
 
 
 def _linear(path: str, module: nn.Module, style: TensorStyle) -> nn.Linear:

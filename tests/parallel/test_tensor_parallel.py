@@ -1,10 +1,12 @@
 """Tensor and sequence parallel models follow one process: losses of some steps and every gradient, in float64."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_plugin_llama.builder import LlamaBuilder
+from nxdt_plugin_llama.config import LlamaConfig
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,15 +17,14 @@ from nxdt_core.nn.attention import CausalAttention
 from nxdt_core.nn.loss import vocabulary_loss
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.placement import box_of, local_of
+from nxdt_core.parallel.padding import padded_parameters, real_part
+from nxdt_core.parallel.placement import Box, box_of, local_of
 from nxdt_core.parallel.tensor import apply_tensor_parallel, partial_parameters, replicated_partials
 from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan
 from nxdt_core.testing.ranks import process_group
-from nxdt_plugin_llama.builder import LlamaBuilder
-from nxdt_plugin_llama.config import LlamaConfig
 
 VOCAB, HIDDEN, SEQ, BATCH, STEPS, LR = 48, 32, 16, 2, 3, 0.3
 
@@ -39,6 +40,7 @@ class Case:
     tp: int = 2
     dp: int = 1
     sequence_parallel: bool = False
+    pad_heads: bool = False
     masked: bool = False
     weighted: bool = False
     skip_sums: tuple[str, ...] = field(default=())
@@ -50,14 +52,14 @@ class Attention(nn.Module):
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
-        size = HIDDEN // heads
+        size = 8
         self.size = size
-        self.query = nn.Linear(HIDDEN, HIDDEN)
+        self.query = nn.Linear(HIDDEN, heads * size)
         self.key = nn.Linear(HIDDEN, kv_heads * size)
         self.value = nn.Linear(HIDDEN, kv_heads * size)
         self.head_norm = RMSNorm(size)
         self.core = CausalAttention()
-        self.out = nn.Linear(HIDDEN, HIDDEN)
+        self.out = nn.Linear(heads * size, HIDDEN)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         q, k, v = (p(hidden).unflatten(-1, (-1, self.size)) for p in (self.query, self.key, self.value))
@@ -145,8 +147,13 @@ def built(case: Case) -> tuple[nn.Module, ParallelPlan]:
         return builder.build().double(), builder.plan()
 
 
+def own_part(name: str, tensor: torch.Tensor, padded) -> tuple[Box, torch.Tensor]:
+    """This rank's real elements and their place in the whole parameter."""
+    return real_part(tensor, padded[name]) if name in padded else (box_of(tensor), local_of(tensor))
+
+
 @torch.no_grad()
-def materialised(module: nn.Module, plan: ParallelPlan) -> nn.Module:
+def materialised(module: nn.Module, plan: ParallelPlan, padded) -> nn.Module:
     """Allocated, with values that depend on each element's place in the whole parameter only."""
     module.to_empty(device="cpu")
     for owner, user in plan.tied:
@@ -155,14 +162,19 @@ def materialised(module: nn.Module, plan: ParallelPlan) -> nn.Module:
     for part in module.modules():
         if hasattr(part, "reset_buffers"):
             part.reset_buffers()
-    for number, (_, parameter) in enumerate(module.named_parameters()):
-        box = box_of(parameter)
+    for number, (name, parameter) in enumerate(module.named_parameters()):
+        local_of(parameter).zero_()
+        box, elements = own_part(name, parameter, padded)
         generator = torch.Generator().manual_seed(number)
         whole = torch.randn(box.whole, generator=generator, dtype=torch.float64) * 0.3
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            whole = whole.narrow(dim, offset, size)
-        local_of(parameter).copy_(whole)
+        elements.copy_(within(box, whole))
     return module
+
+
+def within(box: Box, whole: torch.Tensor) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
 
 
 def batch_of(case: Case, row: slice = slice(None)) -> Batch:
@@ -180,7 +192,7 @@ def batch_of(case: Case, row: slice = slice(None)) -> Batch:
 def one_process(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the steps, and the gradients of the last."""
     module, plan = built(case)
-    materialised(module, plan)
+    materialised(module, plan, {})
     return trained(module, batch_of(case), batch_of(case))
 
 
@@ -200,24 +212,34 @@ def trained(module: nn.Module, batch: Batch, whole: Batch, after_backward=lambda
     return losses, grads
 
 
-def many_processes(case: Case):
-    """On every rank: losses, whole gradients, and the elements that it holds."""
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank has seen."""
+
+    losses: list[float]
+    gradients: dict[str, tuple[Box, torch.Tensor]]
+    elements: dict[str, int]
+    """Held by this rank, by parameter."""
+    odd: list[str]
+    """Parameters whose gradient lies otherwise than they do, or whose padding is not zero any more."""
+
+
+def many_processes(case: Case) -> Outcome:
     with process_group():
-        sizes = MeshSizes(tp=case.tp, dp_shard=case.dp)
-        mesh = ParallelMesh.build(sizes, "cpu")
+        mesh = ParallelMesh.build(MeshSizes(tp=case.tp, dp_shard=case.dp), "cpu")
         module, plan = built(case)
-        apply_tensor_parallel(module, plan, mesh, sequence_parallel=case.sequence_parallel)
+        apply_tensor_parallel(module, plan, mesh, sequence_parallel=case.sequence_parallel, pad_heads=case.pad_heads)
         sums = partial_parameters(module, plan, sequence_parallel=case.sequence_parallel)
-        copies = replicated_partials(module)
+        copies, padded = replicated_partials(module), padded_parameters(module)
         if case.dp > 1:
             for part in ("attention", "mlp", ""):
                 shard = fully_shard(module.get_submodule(part), mesh=mesh.mesh("fsdp"))
                 shard.set_gradient_divide_factor(1.0)
                 shard.set_force_sum_reduction_for_comms(True)
-        materialised(module, plan)
+        materialised(module, plan, padded)
 
         def sum_partials() -> None:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
+            for name, parameter in module.named_parameters():
                 for names, dim in ((sums, "tp"), (copies, "tp_kv_replica")):
                     if name in names and name not in case.skip_sums:
                         dist.all_reduce(local_of(parameter.grad), group=mesh.group(dim))
@@ -225,25 +247,42 @@ def many_processes(case: Case):
         rows = slice(None) if case.dp == 1 else slice(mesh.rank("fsdp"), mesh.rank("fsdp") + 1)
         with vocabulary_loss(vocabulary_parallel_cross_entropy_sum):
             losses, grads = trained(module, batch_of(case, rows), batch_of(case), sum_partials)
+        total = torch.tensor(losses, dtype=torch.float64)
         if case.dp > 1:
-            total = torch.tensor(losses, dtype=torch.float64)
             dist.all_reduce(total, group=mesh.group("fsdp"))
-            losses = total.tolist()
-        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-        return losses, whole, {name: local_of(p).numel() for name, p in module.named_parameters()}
+        parameters = dict(module.named_parameters())
+        return Outcome(
+            losses=total.tolist(),
+            gradients={name: own_part(name, grad, padded) for name, grad in grads.items()},
+            elements={name: local_of(parameter).numel() for name, parameter in parameters.items()},
+            odd=[name for name, grad in grads.items() if is_odd(name, parameters[name], grad, padded)],
+        )
 
 
-def differences(case: Case, results) -> dict[str, float]:
-    """Largest difference from one process, by name; "loss" for the losses."""
+def is_odd(name: str, parameter: nn.Parameter, grad: torch.Tensor, padded) -> bool:
+    if isinstance(parameter, DTensor) and (not isinstance(grad, DTensor) or grad.placements != parameter.placements):
+        return True
+    return any(
+        local_of(tensor).count_nonzero() != own_part(name, tensor, padded)[1].count_nonzero()
+        for tensor in (parameter, grad)
+    )
+
+
+def differences(case: Case, outcomes: list[Outcome]) -> dict[str, float]:
+    """Largest difference from one process where it is above 1e-9, by name; "loss" for the losses."""
     losses, grads = one_process(case)
-    worst: dict[str, float] = {"loss": 0.0}
-    for rank_losses, rank_grads, _ in results:
-        assert rank_grads.keys() == grads.keys()
-        worst["loss"] = max(worst["loss"], *(abs(a - b) for a, b in zip(losses, rank_losses, strict=True)))
-        for name, grad in grads.items():
-            assert rank_grads[name].shape == grad.shape, name
-            worst[name] = max(worst.get(name, 0.0), (rank_grads[name] - grad).abs().max().item())
     assert losses[-1] < losses[0]
+    worst: dict[str, float] = {"loss": 0.0}
+    missing = {name: torch.ones_like(grad) for name, grad in grads.items()}
+    for outcome in outcomes:
+        assert outcome.gradients.keys() == grads.keys()
+        worst["loss"] = max(worst["loss"], *(abs(a - b) for a, b in zip(losses, outcome.losses, strict=True)))
+        for name, (box, grad) in outcome.gradients.items():
+            assert box.whole == grads[name].shape
+            within(box, missing[name]).zero_()
+            gap = (grad - within(box, grads[name])).abs().max().item() if grad.numel() else 0.0
+            worst[name] = max(worst.get(name, 0.0), gap)
+    assert not any(rest.any() for rest in missing.values()), "some elements are held by no rank"
     return {name: value for name, value in worst.items() if value > 1e-9}
 
 
@@ -263,10 +302,17 @@ LAYOUTS = {
     "tp2 fsdp2": Case(dp=2, model="biased"),
     "tp2 sp fsdp2": Case(dp=2, model="biased", sequence_parallel=True, masked=True),
     "tp2 fsdp2 copies of one kv head": Case(dp=2, model="biased", kv_heads=1),
+    "tp2 one group of zeros": Case(heads=3, kv_heads=3, pad_heads=True),
+    "tp2 sp zeros in each group": Case(heads=6, kv_heads=2, tp=4, pad_heads=True, sequence_parallel=True),
+    "tp4 groups and copies": Case(heads=3, kv_heads=1, tp=4, pad_heads=True),
+    "tp4 biased zeros in each group": Case(heads=6, kv_heads=2, tp=4, model="biased", pad_heads=True),
+    "tp4 a rank of zeros": Case(heads=6, kv_heads=3, tp=4, model="biased", pad_heads=True),
+    "tp2 fsdp2 zeros in the group": Case(heads=3, kv_heads=1, dp=2, model="biased", pad_heads=True),
 }
 
 
 @pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_layout_follows_one_process(case: Case, ranks) -> None:
-    results = ranks(case.tp * case.dp).run(many_processes, case)
-    assert differences(case, results) == {}
+    outcomes = ranks(case.tp * case.dp).run(many_processes, case)
+    assert differences(case, outcomes) == {}
+    assert [outcome.odd for outcome in outcomes] == [[]] * len(outcomes)
