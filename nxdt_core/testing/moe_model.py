@@ -126,7 +126,7 @@ class MoEBuilder:
                 key_value=(f"{attention}.k_proj", f"{attention}.v_proj"),
                 output=(f"{attention}.o_proj",),
             ),
-            pipeline=PipelinePlan(),
+            pipeline=PipelinePlan(hidden_size=self.config.hidden_size),
             attention_cores=(f"{attention}.core",),
             experts=(f"{moe}.experts",),
             expert_tensor={
