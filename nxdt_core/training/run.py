@@ -17,6 +17,7 @@ from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
 from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
+from nxdt_core.training.callbacks.compile_time import CompileTime
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
 from nxdt_core.training.callbacks.metrics import MetricsWriter
@@ -119,7 +120,8 @@ def _callbacks(
     """In the order in which they see a step: figures first, then what acts on them, then saving and stopping."""
     named = [_built(selected, config.run_dir) for selected in config.callbacks]
     saver = [CheckpointSaver(own, console, config)] if config.run.checkpoint.enabled else []
-    return [ResumeNotes(console), metrics, LifecycleHooks(config, metrics, signals), *named, *saver, signals]
+    compiling = [CompileTime(console)] if config.run.model.compile else []
+    return [ResumeNotes(console), *compiling, metrics, LifecycleHooks(config, metrics, signals), *named, *saver, signals]
 
 
 def _built(selected: Any, run_dir: Path) -> Any:

@@ -1,0 +1,50 @@
+"""How long ``torch.compile`` took, said apart from the time of the steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+
+from nxdt_core.parallel.compile import CompileClock
+from nxdt_core.training.callbacks.console import Console
+
+if TYPE_CHECKING:
+    from nxdt_core.training.module import NxdtModule
+
+__all__ = ["CompileTime"]
+
+
+class CompileTime(pl.Callback):
+    """Says after the first step, and after each later one that compiled, how many seconds went into compiling.
+
+    Loggers get ``compile_time_s``, the seconds of the run so far.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._clock = CompileClock()
+        self._running = ExitStack()
+        self._said = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self._running.enter_context(self._clock)
+
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Say what the step compiled."""
+        seconds = self._clock.seconds
+        if seconds == self._said:
+            return
+        step = pl_module.train_state.step
+        self._console.say(f"step {step}: compiling took {seconds - self._said:.1f} s")
+        self._said = seconds
+        for logger in trainer.loggers:
+            logger.log_metrics({"compile_time_s": seconds}, step)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Stop the clock."""
+        self._running.close()

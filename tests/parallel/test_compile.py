@@ -1,0 +1,145 @@
+"""Layers compiled one by one: the same results, shared graphs, and the time of compiling on a clock of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.fsdp import fully_shard
+
+from nxdt_core.parallel.compile import CompileClock, compile_layers
+from nxdt_core.parallel.recompute import apply_recompute
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.testing.ranks import process_group
+
+PLAN = ParallelPlan(recompute={"Layer": ("layers.*",)})
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(size, 2 * size)
+        self.second = nn.Linear(2 * size, size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.second(torch.nn.functional.silu(self.first(hidden)))
+
+
+class Stack(nn.Module):
+    def __init__(self, size: int = 8, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(n): Layer(size) for n in range(layers)})
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return hidden
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(0)
+    return Stack()
+
+
+def batch(seq: int = 4) -> torch.Tensor:
+    return torch.randn(2, seq, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model(batch()).square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("backend", "granularity"),
+    [("eager", None), ("eager", "full"), ("aot_eager", None), ("aot_eager", "full"), ("inductor", "full")],
+)
+def test_compiled_layers_compute_the_same(plain, backend, granularity):
+    compiled = copy.deepcopy(plain)
+    apply_recompute(compiled, PLAN, granularity=granularity)
+    compile_layers(compiled, PLAN, backend=backend)
+    found = gradients(compiled)
+    for name, expected in gradients(plain).items():
+        torch.testing.assert_close(found[name], expected, msg=name)
+
+
+@pytest.mark.parametrize("granularity", [None, "full"], ids=["kept", "recomputed"])
+def test_layers_share_one_graph(plain, granularity):
+    counter = CompileCounter()
+    apply_recompute(plain, PLAN, granularity=granularity)
+    compile_layers(plain, PLAN, backend=counter)
+    gradients(plain)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(("static_shapes", "graphs"), [(False, 2), (True, 3)])
+def test_static_shapes_get_a_graph_each(plain, static_shapes, graphs):
+    counter = CompileCounter()
+    compile_layers(plain, PLAN, backend=counter, static_shapes=static_shapes)
+    for seq in (4, 6, 10):
+        plain(batch(seq))
+    assert counter.frame_count == graphs
+
+
+def test_names_of_modules_and_parameters_stay(plain):
+    modules, state = [name for name, _ in plain.named_modules()], list(plain.state_dict())
+    compile_layers(plain, PLAN, backend="eager")
+    assert [name for name, _ in plain.named_modules()] == modules
+    assert list(plain.state_dict()) == state
+
+
+def test_only_layers_are_compiled(plain):
+    plain.layers["1"] = nn.Identity()
+    compile_layers(plain, PLAN, backend="eager")
+    assert [name for name, part in plain.named_modules() if "forward" in vars(part)] == ["layers.0", "layers.2"]
+
+
+def test_the_clock_counts_compiling_and_nothing_else(plain):
+    compile_layers(plain, PLAN, backend="aot_eager")
+    with CompileClock() as clock:
+        gradients(plain)
+        compiled = clock.seconds
+        gradients(plain)
+        assert compiled > 0
+        assert clock.seconds == compiled
+    plain(batch(6))
+    assert clock.seconds == compiled
+
+
+def gradients_under_fully_shard() -> dict[str, tuple[torch.Tensor, torch.Tensor, int]]:
+    """Gradients by parameter plain and compiled, and the number of graphs; two ranks read half a batch each."""
+    found = []
+    counter = CompileCounter()
+    with process_group():
+        half = batch().detach().chunk(2)[dist.get_rank()].requires_grad_()
+        for compiles in (False, True):
+            torch.manual_seed(0)
+            model = Stack()
+            if compiles:
+                compile_layers(model, PLAN, backend=counter)
+            for layer in model.layers.values():
+                fully_shard(layer)
+            fully_shard(model)
+            model(half).square().sum().backward()
+            found.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    return {name: (value, found[1][name], counter.frame_count) for name, value in found[0].items()}
+
+
+def test_it_composes_with_fully_shard(ranks):
+    for found in ranks(2).run(gradients_under_fully_shard):
+        assert len(found) == 12
+        for one, other, graphs in found.values():
+            torch.testing.assert_close(one, other)
+            assert graphs == 1
