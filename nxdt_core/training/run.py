@@ -121,7 +121,15 @@ def _callbacks(
     named = [_built(selected, config.run_dir) for selected in config.callbacks]
     saver = [CheckpointSaver(own, console, config)] if config.run.checkpoint.enabled else []
     compiling = [CompileTime(console)] if config.run.model.compile else []
-    return [ResumeNotes(console), *compiling, metrics, LifecycleHooks(config, metrics, signals), *named, *saver, signals]
+    return [
+        ResumeNotes(console),
+        *compiling,
+        metrics,
+        LifecycleHooks(config, metrics, signals),
+        *named,
+        *saver,
+        signals,
+    ]
 
 
 def _built(selected: Any, run_dir: Path) -> Any:
