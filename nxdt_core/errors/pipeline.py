@@ -92,7 +92,7 @@ class TiedParametersCutApart(NxdtError):
     happened = (
         "The tied parameters '{owner}' and '{user}' would lie on the pipeline stages {owner_stage} and {user_stage}."
     )
-    remedy = "Choose model.pipeline_cuts that keep their layers together; only the first and the last stage share parameters."
+    remedy = "Choose model.pipeline_cuts that keep their layers together; only the first and the last stage share any."
     owner: str
     user: str
     owner_stage: int
@@ -103,7 +103,7 @@ class ZeroBubbleCannot(NxdtError):
     """What needs a whole backward pass, under a schedule that splits it."""
 
     code = "NXDT-P036"
-    happened = "The pipeline schedule zbv splits backward into two passes, which {feature} does not allow."
+    happened = "The pipeline schedule zbv splits backward into two passes, which does not go with {feature}."
     remedy = "Set distributed_strategy.pipeline_schedule=1f1b or interleaved, or {without}."
     feature: str
     without: str

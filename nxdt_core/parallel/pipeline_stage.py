@@ -135,10 +135,13 @@ class StreamedStage(PipelineStage):
         """
         self._unshard()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if not isinstance(self.submod, FSDPModule):
+            return
         if self._reduces_each:
+            self.submod.set_requires_all_reduce(last_backward)
             super().perform_reduce_grad(1)
-        elif isinstance(self.submod, FSDPModule):
-            _run_post_backward(self.submod)  # moves gradients of low precision to the accumulators
+        else:
+            _run_post_backward(self.submod)  # moves gradients of low precision to their accumulators
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -150,6 +153,7 @@ class StreamedStage(PipelineStage):
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(self._settings.zero_stage == 3)
         module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(last_backward)
         torch.autograd.backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
         return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
 

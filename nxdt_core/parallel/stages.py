@@ -99,6 +99,7 @@ def _layers(module: nn.Module, pipeline: PipelinePlan) -> nn.ModuleDict:
 
 
 def _check_tied(plan: ParallelPlan, pipeline: PipelinePlan, shares: Sequence[Sequence[str]]) -> None:
+    """Layers may be tied within a stage; the modules before and after the layers also across the whole pipeline."""
     final = len(shares) - 1
 
     def stage_of(parameter: str) -> int:
@@ -109,7 +110,8 @@ def _check_tied(plan: ParallelPlan, pipeline: PipelinePlan, shares: Sequence[Seq
 
     for owner, user in plan.tied:
         places = stage_of(owner), stage_of(user)
-        if places[0] != places[1] and set(places) != {0, final}:
+        ends = all(_within(name, (*pipeline.first, *pipeline.last)) for name in (owner, user))
+        if places[0] != places[1] and not ends:
             raise TiedParametersCutApart(owner=owner, user=user, owner_stage=places[0], user_stage=places[1])
 
 

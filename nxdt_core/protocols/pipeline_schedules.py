@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxdt_core.errors import MicroBatchesDoNotFit
+from nxdt_core.errors import MicroBatchesDoNotFit, ZeroBubbleCannot
 from nxdt_core.protocols.mesh import Schedule
 
 __all__ = [
     "MicroBatchRule",
     "check_micro_batches",
+    "check_whole_backward",
     "micro_batches_needed",
     "rank_of_stage",
     "stages_of_rank",
@@ -58,6 +59,25 @@ def check_micro_batches(schedule: Schedule, *, pp: int, micro_batches: int) -> N
         raise MicroBatchesDoNotFit(
             schedule=schedule, pp=pp, micro_batches=micro_batches, rule=str(rule), example=rule.nearest(micro_batches)
         )
+
+
+def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool) -> None:
+    """Refuse what needs backward in one piece where the schedule runs it in two.
+
+    Recomputation would stay right, but every weight's gradient asks for it anew: a Llama layer was recomputed up to
+    ten times a micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
+
+    Raises:
+        ZeroBubbleCannot: one of them is asked for under ``zbv``.
+    """
+    if schedule != "zbv":
+        return
+    if recompute:
+        raise ZeroBubbleCannot(
+            feature="activation recomputation", without="model.activations_checkpoint_granularity=null"
+        )
+    if compiled:
+        raise ZeroBubbleCannot(feature="a compiled model", without="model.compile=false")
 
 
 def stages_of_rank(pp_rank: int, pp: int, vpp: int, schedule: Schedule) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 One batch is repeated, so that the loss falls; micro-batches have unequal masks and several documents.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,10 +12,8 @@ from nxdt_plugin_llama.builder import LlamaBuilder
 from nxdt_plugin_llama.config import LlamaConfig
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.errors import MicroBatchesDoNotFit, NxdtError
 from nxdt_core.nn.init import draw, rule_for
 from nxdt_core.nn.loss import cross_entropy_sum
-from nxdt_core.parallel import schedules
 from nxdt_core.parallel.data import apply_data_parallel
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline import PipelineRunner
@@ -27,7 +25,7 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.testing.ranks import process_group
 
 VOCAB, HIDDEN, SEQ = 32, 16, 12
-STEPS, LR = 20, 0.5
+STEPS, LR = 20, 0.1
 DOUBLE = PrecisionPolicy(name="double", parameters="float64", gradients="float64", reductions="float64")
 
 
