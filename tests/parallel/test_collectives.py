@@ -1,0 +1,119 @@
+"""Each collective's backward is its transpose: ⟨f(x), y⟩ = ⟨x, fᵀ(y)⟩ summed over the ranks; and what it computes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxdt_core.parallel.collectives import (
+    all_to_all,
+    copy_to_group,
+    gather_along,
+    reduce_from_group,
+    scatter_sum_along,
+)
+from nxdt_core.testing.ranks import process_group
+
+SHAPE = (2, 4, 3)
+FROM = [[1, 2], [0, 3]]
+"""Rows that rank i sends to rank j."""
+
+
+def own(rank: int, shape=SHAPE) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def forward_and_backward():
+    """Outputs, and gradients for outputs' gradients of 1, 2, 3, … times (rank + 1), by collective."""
+    with process_group():
+        group, rank = dist.group.WORLD, dist.get_rank()
+        sends, receives = FROM[rank], [row[rank] for row in FROM]
+        functions = {
+            "copy": lambda x: copy_to_group(x, group),
+            "reduce": lambda x: reduce_from_group(x, group),
+            "gather 1": lambda x: gather_along(x, 1, group),
+            "gather 0": lambda x: gather_along(x, 0, group),
+            "gather -1": lambda x: gather_along(x, -1, group),
+            "scatter 1": lambda x: scatter_sum_along(x, 1, group),
+            "scatter 0": lambda x: scatter_sum_along(x, 0, group),
+            "all to all": lambda x: all_to_all(x, receives, sends, group),
+        }
+        results = {}
+        for name, function in functions.items():
+            x = own(rank, (sum(sends), 5) if name == "all to all" else SHAPE).requires_grad_()
+            y = function(x)
+            # A gradient that is a view with strides of its own, as the backward of a transpose gives.
+            y.backward((ramp(y.shape) * (rank + 1)).movedim(0, -1).contiguous().movedim(-1, 0))
+            results[name] = (y.detach(), x.grad)
+        return results
+
+
+def ramp(shape) -> torch.Tensor:
+    return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64).view(shape)
+
+
+@pytest.fixture(scope="module")
+def results(ranks):
+    return ranks(2).run(forward_and_backward)
+
+
+def test_copy(results) -> None:
+    for rank in range(2):
+        output, grad = results[rank]["copy"]
+        assert torch.equal(output, own(rank))
+        assert torch.equal(grad, 3 * ramp(SHAPE))
+
+
+def test_reduce(results) -> None:
+    for rank in range(2):
+        output, grad = results[rank]["reduce"]
+        torch.testing.assert_close(output, own(0) + own(1))
+        assert torch.equal(grad, (rank + 1) * ramp(SHAPE))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gather(results, dim: int) -> None:
+    whole = torch.cat([own(0), own(1)], dim)
+    for rank in range(2):
+        output, grad = results[rank][f"gather {dim}"]
+        assert torch.equal(output, whole)
+        assert torch.equal(grad, 3 * ramp(whole.shape).chunk(2, dim)[rank])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_scatter(results, dim: int) -> None:
+    for rank in range(2):
+        output, grad = results[rank][f"scatter {dim}"]
+        torch.testing.assert_close(output, (own(0) + own(1)).chunk(2, dim)[rank])
+        assert torch.equal(grad, torch.cat([ramp(output.shape), 2 * ramp(output.shape)], dim))
+
+
+def test_all_to_all(results) -> None:
+    sent = [own(rank, (sum(FROM[rank]), 5)).split(FROM[rank]) for rank in range(2)]
+    for rank in range(2):
+        output, grad = results[rank]["all to all"]
+        assert torch.equal(output, torch.cat([sent[source][rank] for source in range(2)]))
+        received = [torch.Size((sum(row[to] for row in FROM), 5)) for to in range(2)]
+        back = [((to + 1) * ramp(received[to])).split([row[to] for row in FROM])[rank] for to in range(2)]
+        assert torch.equal(grad, torch.cat(back))
+
+
+def test_one_rank_has_nothing_to_do() -> None:
+    x = own(0)
+    assert copy_to_group(x, None) is x
+    assert reduce_from_group(x, None) is x
+    assert gather_along(x, 1, None) is x
+    assert scatter_sum_along(x, 1, None) is x
+    assert all_to_all(x, [2], [2], None) is x
+
+
+def scatter_uneven() -> str:
+    with process_group():
+        try:
+            scatter_sum_along(torch.zeros(1, 3), 1, dist.group.WORLD)
+        except ValueError as error:
+            return str(error)
+        return "nothing raised"
+
+
+def test_uneven_parts_are_refused(ranks) -> None:
+    assert ranks(2).run(scatter_uneven) == ["dimension 1 of (1, 3) does not divide over 2 ranks"] * 2

@@ -1,0 +1,112 @@
+"""The loss over logits that are cut by vocabulary equals that over whole ones: value, gradient, and what it ignores."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from nxdt_core.nn import loss as nn_loss
+from nxdt_core.nn.loss import cross_entropy_sum, vocabulary_loss
+from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.testing.ranks import process_group
+
+VOCAB, ROWS = 12, (3, 5)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def logits_of(dtype: torch.dtype) -> torch.Tensor:
+    """Large enough that a sum of exponentials without its maximum would overflow."""
+    return (torch.randn(*ROWS, VOCAB, generator=torch.Generator().manual_seed(1)) * 60 + 700).to(dtype)
+
+
+def labels_of() -> torch.Tensor:
+    labels = torch.randint(0, VOCAB, ROWS, generator=torch.Generator().manual_seed(2))
+    labels[0, :2] = -100
+    labels[1] = -100
+    labels[2, 0], labels[2, 1] = 0, VOCAB - 1
+    return labels
+
+
+def weights_of(weighted: bool) -> torch.Tensor | None:
+    return torch.rand(ROWS, generator=torch.Generator().manual_seed(3)) if weighted else None
+
+
+def sharded_loss(dtype: torch.dtype, weighted: bool, chunk_rows: int | None):
+    with process_group():
+        if chunk_rows is not None:
+            nn_loss._CHUNK_ELEMENTS_IN_CACHE = chunk_rows * VOCAB // 2
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
+        logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
+        with vocabulary_loss(vocabulary_parallel_cross_entropy_sum):
+            loss_sum, weight = cross_entropy_sum(logits, labels_of(), weights_of(weighted))
+        (loss_sum / 3).backward()
+        return loss_sum.detach(), weight, part.grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("weighted", "chunk_rows"), [(False, None), (True, 4)])
+def test_equals_the_loss_of_whole_logits(ranks, dtype: torch.dtype, weighted: bool, chunk_rows: int | None) -> None:
+    whole = logits_of(dtype).requires_grad_()
+    loss_sum, weight = cross_entropy_sum(whole, labels_of(), weights_of(weighted))
+    (loss_sum / 3).backward()
+    outcomes = ranks(2).run(sharded_loss, dtype, weighted, chunk_rows)
+    for rank, (rank_loss, rank_weight, grad) in enumerate(outcomes):
+        torch.testing.assert_close(rank_loss, loss_sum.detach(), rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
+        assert torch.equal(rank_weight, weight)
+        assert grad.dtype == dtype
+        torch.testing.assert_close(grad, whole.grad.chunk(2, -1)[rank])
+        assert not grad[1].any()
+
+
+def no_loss_token() -> tuple[float, float, bool]:
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        part = torch.randn(1, 4, VOCAB // 2, requires_grad=True)
+        logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
+        loss_sum, weight = vocabulary_parallel_cross_entropy_sum(logits, torch.full((1, 4), -100))
+        loss_sum.backward()
+        return loss_sum.item(), weight.item(), bool(part.grad.any())
+
+
+def test_batch_without_a_loss_token_is_zero(ranks) -> None:
+    assert ranks(2).run(no_loss_token) == [(0.0, 0.0, False)] * 2
+
+
+def complaints(label: int) -> list[str]:
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        labels = torch.full((1, 4), label)
+        local = torch.zeros(1, 4, VOCAB // 2, requires_grad=True)
+        cut, whole = (DTensor.from_local(local, mesh, [p], run_check=False) for p in (Shard(-1), Replicate()))
+        found = []
+        for loss, logits, targets in (
+            (vocabulary_parallel_cross_entropy_sum, cut, labels),
+            (vocabulary_parallel_cross_entropy_sum, whole, labels),
+            (cross_entropy_sum, cut, labels.clamp(max=0)),  # the slot is empty
+        ):
+            with pytest.raises((RuntimeError, IndexError, ValueError)) as raised:
+                loss(logits, targets)
+            found.append(str(raised.value))
+        return found
+
+
+def test_wrong_labels_and_layouts_fail_on_all_ranks(ranks) -> None:
+    for found in ranks(2).run(complaints, VOCAB):
+        assert "out of bounds" in found[0]
+        assert "must be sharded by vocabulary" in found[1]
+        assert "DTensor" in found[2]
+
+
+def test_whole_logits_take_the_usual_loss_inside_the_slot() -> None:
+    logits, labels = torch.randn(2, 3, VOCAB), torch.tensor([[1, -100, 2], [0, 3, -100]])
+    with vocabulary_loss(vocabulary_parallel_cross_entropy_sum):
+        inside = cross_entropy_sum(logits, labels)
+    assert inside == cross_entropy_sum(logits, labels)
+
+
+def test_slot_is_emptied_after_the_block() -> None:
+    with pytest.raises(KeyError), vocabulary_loss(lambda *_: (torch.ones(()), torch.ones(()))):
+        raise KeyError
+    loss_sum, _ = cross_entropy_sum(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long))
+    assert loss_sum.item() == pytest.approx(0.6931, abs=1e-4)
