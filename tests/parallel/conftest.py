@@ -1,11 +1,26 @@
-"""The rank pools that the tests of layouts share."""
+"""The rank pools that the tests of layouts share, and the option that says how much of the matrix runs."""
 
 from collections.abc import Callable
+from datetime import date
 from functools import cache
 
 import pytest
 
 from nxdt_core.testing.ranks import RankPool
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--matrix",
+        default=str(date.today().toordinal()),
+        metavar="full|SEED",
+        help="layouts of tests/parallel/test_matrix.py to run: all, or a sample by this seed (default: the date's)",
+    )
+
+
+def pytest_terminal_summary(terminalreporter):
+    wanted = terminalreporter.config.getoption("--matrix")
+    terminalreporter.write_line(f"matrix of layouts: --matrix={wanted}")
 
 
 @pytest.fixture(scope="session")
