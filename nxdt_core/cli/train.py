@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from nxdt_core.cli.verb import Verb, config_arguments
+
+if TYPE_CHECKING:
+    from nxdt_core.config import ResolvedConfig
+    from nxdt_core.training.launch.lifeline import Lifeline
 
 __all__ = ["train"]
 
@@ -16,6 +22,7 @@ __all__ = ["train"]
         "nxdt train recipe:llama-tiny",
         "nxdt train my_run.yaml",
         "nxdt train my_run.yaml trainer.max_steps=1000 model.optim.lr=3e-4",
+        "nxdt train my_run.yaml trainer.devices=4 distributed_strategy.tensor_model_parallel_size=2",
     ),
 )
 @config_arguments
@@ -28,15 +35,42 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
 
     The same command goes on from the newest checkpoint where exp_manager.resume_if_exists is true. Ctrl-C
     and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once.
+
+    With trainer.devices above 1 it starts one process a device. With trainer.num_nodes above 1 run it on each
+    node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, Slurm's srun, or whatever sets RANK,
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, it joins the processes that are started.
     """
+    from nxdt_core.parallel.environment import place_from_environment
+
+    place = place_from_environment()
+    if place.world_size > 1:
+        from nxdt_core.training.launch.rank import as_rank
+
+        ctx.exit(as_rank(place, lambda lifeline: _train(_load(source, overrides, lifeline.is_first), lifeline)))
+    config = _load(source, overrides)
+    if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
+        ctx.exit(_train(config))
+    from nxdt_core.training.launch.launcher import launch
+
+    outcome = launch(config)
+    if outcome.text:
+        click.echo(outcome.text, err=True)
+    ctx.exit(outcome.status)
+
+
+def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> ResolvedConfig:
     from nxdt_core.config import load
 
     config = load(source, overrides)
-    for note in config.notes:
+    for note in config.notes if prints else ():
         click.echo(f"note: {note}", err=True)
+    return config
 
+
+def _train(config: ResolvedConfig, lifeline: Lifeline | None = None) -> int:
     from nxdt_core.training.run import train as run  # imports torch: only a configuration that is right pays for it
 
-    summary = run(config)
-    click.echo(str(summary))
-    ctx.exit(summary.exit_status)
+    summary = run(config, lifeline)
+    if lifeline is None or lifeline.place.rank == 0:
+        click.echo(str(summary))
+    return summary.exit_status

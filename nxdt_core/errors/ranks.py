@@ -107,20 +107,22 @@ class CannotReachRankZero(NxdtError):
 
 
 class RanksMissing(NxdtError):
-    """Some ranks never came."""
+    """Some ranks, or nodes, never came."""
 
     code = "NXDT-P046"
-    happened = "Of {world_size} ranks, {count} did not come within {timeout_s:.0f} s: {names}."
+    happened = "Of {total} {unit}s, {count} did not come within {timeout_s:.0f} s: {names}."
     remedy = (
         "Look at the output of those; a batch script of Slurm must start the command with srun. "
         "NXDT_JOIN_TIMEOUT_S=… waits longer."
     )
-    world_size: int
+    unit: str
+    """``rank`` or ``node``."""
+    total: int
     missing: tuple[int, ...]
     timeout_s: float
 
     def _view(self) -> dict[str, Any]:
-        names = listing([f"rank {rank}" for rank in self.missing])
+        names = listing([f"{self.unit} {number}" for number in self.missing])
         return {**super()._view(), "count": len(self.missing), "names": names.replace("'", "")}
 
 
@@ -154,7 +156,7 @@ class RankDied(NxdtError):
     rank: int
     host: str
     how: str = ""
-    """``: signal SIGKILL`` or the like, where it is known."""
+    """`` by signal SIGKILL`` or the like, where it is known."""
 
 
 class OutOfMemory(NxdtError):

@@ -16,6 +16,7 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.ranks import RankAgreement
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,16 @@ class ParallelEngine(Protocol):
     """The target of the kind, called as ``Target(config)`` with the whole resolved configuration."""
 
     device: torch.device
-    rank_info: RankInfo
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """This process's place; known before :meth:`start`."""
+        ...
+
+    @property
+    def ranks(self) -> RankAgreement:
+        """The run's processes; they can agree after :meth:`start`."""
+        ...
 
     def __init__(self, config: Any) -> None: ...
 

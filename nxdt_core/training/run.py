@@ -22,42 +22,53 @@ from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.resumed import ResumeNotes
-from nxdt_core.training.callbacks.signals import StopSignals
+from nxdt_core.training.callbacks.signals import StopRequests, StopSignals
 from nxdt_core.training.datamodule import NxdtDataModule
+from nxdt_core.training.memory import memory_errors_explained
 from nxdt_core.training.module import NxdtModule
-from nxdt_core.training.start import Start, decide_start
+from nxdt_core.training.start import Start, agree_on_start
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
 
 __all__ = ["train"]
 
 
-def train(config: ResolvedConfig) -> RunSummary:
-    """Train, save, and report.
+def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSummary:
+    """Train, save, and report; on each rank of a run.
+
+    Args:
+        config: equal on all ranks.
+        requests: who asks to stop, beside signals to this process.
 
     Raises:
         NxdtError: something that the user can mend; what was committed before stays.
     """
     _quieten_lightning()
     strategy = NxdtStrategy(config)
+    strategy.start()
+    with memory_errors_explained(strategy.engine.device, strategy.engine.ranks):
+        return _train(config, strategy, requests)
+
+
+def _train(config: ResolvedConfig, strategy: NxdtStrategy, requests: StopRequests | None) -> RunSummary:
+    ranks = strategy.engine.ranks
     console = Console(
         config.run.trainer.max_steps, speaks=strategy.is_global_zero, bar=config.run.trainer.enable_progress_bar
     )
     config.kernel.hooks.nxdt_configure(
         ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
     )
-    _prepare_run_dir(config)
     own = assemble.storage(config)
-    if config.run.checkpoint.enabled:
-        checkpoint.check_writable(own)
-    start = decide_start(config, own, console.say)
+    ranks.on_rank_zero(lambda: _prepare(config, own))
+    start = agree_on_start(config, own, console.say, ranks)
     if start is not None and not start.weights_only and start.manifest.step >= config.run.trainer.max_steps:
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
+        strategy.engine.shutdown()
         return _finished(config, own, start)
     module, data = NxdtModule(config), NxdtDataModule(config)
     data.prepare()
     metrics = _metrics(config, console)
-    signals = StopSignals(console)
+    signals = StopSignals(console, ranks, requests)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=strategy.lightning_accelerator,
@@ -146,13 +157,15 @@ def _val_batches(config: ResolvedConfig, data: NxdtDataModule) -> int | float:
     return 1.0 if limit == 1.0 else data.validation_batches(limit)
 
 
-def _prepare_run_dir(config: ResolvedConfig) -> None:
-    """Make the run's directory and keep the configuration beside what it produced."""
+def _prepare(config: ResolvedConfig, own: CheckpointStorage) -> None:
+    """Make the run's directory, keep the configuration beside what it produces, and see whether it can be written."""
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
     except OSError as error:
         raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
+    if config.run.checkpoint.enabled:
+        checkpoint.check_writable(own)
 
 
 def _summary(

@@ -10,9 +10,10 @@ from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NoCheckpointToResume, RunAlreadyHasCheckpoints
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
 
-__all__ = ["Start", "decide_start"]
+__all__ = ["Start", "agree_on_start", "decide_start"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,25 @@ class Start:
     storage: CheckpointStorage
     manifest: Manifest
     weights_only: bool
+
+
+def agree_on_start(
+    config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None], ranks: RankAgreement
+) -> Start | None:
+    """:func:`decide_start` on rank 0, for all: what one rank finds damaged or missing, no other may begin with.
+
+    Collective. Raises on every rank what ``decide_start`` raises.
+    """
+
+    def decide() -> tuple[str, Manifest, bool] | None:
+        start = decide_start(config, own, say)
+        return None if start is None else (start.storage.uri, start.manifest, start.weights_only)
+
+    decided = ranks.on_rank_zero(decide)
+    if decided is None:
+        return None
+    uri, manifest, weights_only = decided
+    return Start(storage=assemble.locate(config, uri)[0], manifest=manifest, weights_only=weights_only)
 
 
 def decide_start(config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None]) -> Start | None:

@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from pytorch_lightning.strategies import Strategy
+from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import profile_of
+from nxdt_core.parallel.environment import place_from_environment
 from nxdt_core.training import assemble
+from nxdt_core.training.launch.agreement import check_agreement, check_world_size
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -25,18 +29,23 @@ _log = logging.getLogger(__name__)
 
 
 class NxdtStrategy(Strategy):
-    """Drives a :class:`nxdt_core.training.module.NxdtModule` in any ``Trainer``.
+    """Drives a :class:`nxdt_core.training.module.NxdtModule` in any ``Trainer``, on as many ranks as were started.
 
     ``Trainer(strategy=NxdtStrategy(config), devices=1, accelerator=…)``; paths of Lightning's checkpoints become
     checkpoint URIs of ours, so ``trainer.save_checkpoint`` and ``fit(ckpt_path=…)`` write and read our format.
+
+    It has no ``world_size`` for Lightning to see (``engine.rank_info`` has it): above 1, Lightning broadcasts a tensor
+    and waits for the device before every batch, and broadcasts from within its handler of SIGTERM.
     """
 
     strategy_name = "nxdt"
 
     def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
+        check_world_size(config, place_from_environment())
         self.config = config
         self.engine = assemble.engine(config)
+        self._started = self._broken = False
 
     @property
     def lightning_accelerator(self) -> str:
@@ -64,18 +73,24 @@ class NxdtStrategy(Strategy):
         return self.engine.rank_info.local_rank
 
     @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.engine.rank_info.world_size
-
-    @property
     def restore_checkpoint_after_setup(self) -> bool:
         """True: model and optimizer exist before anything is loaded."""
         return True
 
+    def start(self) -> None:
+        """Start the engine and compare what all ranks are about to run; collective. A second call does nothing.
+
+        Raises:
+            RanksDisagree: they would not run the same.
+        """
+        if not self._started:
+            self.engine.start()
+            self._started = True
+            check_agreement(self.config, self.engine.ranks)
+
     def setup_environment(self) -> None:
         """Start the engine before any hook runs."""
-        self.engine.start()
+        self.start()
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -137,29 +152,60 @@ class NxdtStrategy(Strategy):
             for doomed in steps:
                 checkpoint.delete_step(storage, doomed)
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """``tensor``: metrics come out of the engine reduced."""
-        return tensor
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean (or ``reduce_op``: ``sum``, ``min``, ``max``, ``product``) of a tensor over all ranks.
+
+        For figures that a user's callbacks log; what the engine returns is reduced already.
+        """
+        if not isinstance(tensor, torch.Tensor) or self.engine.ranks.world_size == 1:
+            return tensor
+        mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg")
+        operation = dist.ReduceOp.SUM if mean else _operation(reduce_op)
+        reduced = tensor.detach().clone()
+        dist.all_reduce(reduced, op=operation, group=group)
+        return reduced / dist.get_world_size(group) if mean else reduced
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """``tensor``: the only rank's."""
-        return tensor
+        """The tensors of all ranks, stacked along a new first dimension; of equal shapes."""
+        if self.engine.ranks.world_size == 1:
+            return tensor
+        if sync_grads:
+            parts = all_gather_with_gradients(tensor, group=group or dist.group.WORLD)  # type: ignore[no-untyped-call]
+            return torch.stack(list(parts))
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor.contiguous(), group=group)
+        return torch.stack(gathered)
 
     def barrier(self, name: str | None = None) -> None:
-        """Nothing to wait for."""
+        """Wait for all ranks."""
+        self.engine.ranks.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank 0's object on every rank."""
-        return self.engine.broadcast_object(obj)
+        """The object of rank ``src`` on every rank."""
+        return self.engine.ranks.broadcast_object(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks decide so, or any."""
+        return not self.engine.ranks.any_rank(not decision) if all else self.engine.ranks.any_rank(decision)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember it: the groups stay, since others may wait in them, and leaving them would look like the cause."""
+        self._broken = True
 
     def teardown(self) -> None:
         """Stop the engine."""
         super().teardown()
-        self.engine.shutdown()
+        if not self._broken or self.engine.ranks.world_size == 1:
+            self.engine.shutdown()
+            self._started = False
 
     @property
     def _module(self) -> NxdtModule:
         return cast("NxdtModule", self.lightning_module)
+
+
+def _operation(name: Any) -> Any:
+    return getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) else name
 
 
 def _light(dumped: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class CheckpointSaver(pl.Callback):
         uri = assemble.step_uri(self._storage, step)
         trainer.save_checkpoint(uri)
         self._saved = step
-        if self._keep > 0:
+        if self._keep > 0 and trainer.is_global_zero:
             checkpoint.prune(self._storage, keep_last=self._keep, deep=False)
         assert module.saved is not None, "the strategy saves through the module"
         self._console.say(f"step {step}: checkpoint saved to {uri}")

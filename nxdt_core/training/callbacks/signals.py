@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytorch_lightning as pl
 
 from nxdt_core.training.callbacks.console import Console
 
-__all__ = ["StopSignals"]
+if TYPE_CHECKING:
+    from nxdt_core.protocols.ranks import RankAgreement
+
+__all__ = ["StopRequests", "StopSignals"]
+
+_SAME_REQUEST_S = 1.0
+"""Two signals within this are one request among many ranks: a scheduler signals all processes of a job, and an agent
+that is one of them passes its own on. A person's second Ctrl-C comes later."""
+
+
+class StopRequests(Protocol):
+    """Where requests to stop come from beside signals: the launcher of this rank."""
+
+    on_stop: Callable[[int], None] | None
+    """Takes the number of the signal that the launcher got; None while nothing can be saved."""
 
 
 class StopSignals(pl.Callback):
     """Turns signals into a clean stop; ``received`` tells the caller which one came.
+
+    A signal may reach each rank at another step, or one rank only. All ranks stop at the same step: each tells of its
+    signal at the end of a step and learns at the end of the next whether any did.
 
     Lightning installs handlers of its own that would raise in the middle of a step: ours are set after its and
     taken away after the fit.
@@ -22,31 +41,59 @@ class StopSignals(pl.Callback):
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, ranks: RankAgreement, requests: StopRequests | None = None) -> None:
         self._console = console
+        self._ranks = ranks
+        self._requests = requests
         self._before: dict[signal.Signals, Any] = {}
+        self._wanted: int = 0
+        self._wanted_at_s = 0.0
         self.received: signal.Signals | None = None
+        """The signal that all ranks stop for."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the signals over."""
         for number in self._SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
+        if self._requests is not None:
+            self._requests.on_stop = self._want
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ask the trainer to stop once a signal has come."""
-        if self.received is not None:
+        """Ask the trainer to stop once a signal has come to any rank."""
+        agreed = self._ranks.largest_before(self._wanted)
+        if agreed and self.received is None:
+            self.received = signal.Signals(agreed)
+            if self._ranks.world_size > 1:
+                self._announce(self.received)
             trainer.should_stop = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave nothing under way between the ranks."""
+        self._ranks.last_answer()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the signals back."""
+        if self._requests is not None:
+            self._requests.on_stop = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        alone = self._ranks.world_size == 1
+        if self._wanted and (alone or time.monotonic() - self._wanted_at_s > _SAME_REQUEST_S):
             raise KeyboardInterrupt
-        self.received = signal.Signals(number)
-        self._console.say(f"{self.received.name}: stopping after this step; once more stops at once, without saving")
+        self._want(number)
+        if alone:
+            self._announce(signal.Signals(number))
+
+    def _want(self, number: int) -> None:
+        """Take note of a request, from a signal's handler or another thread."""
+        if not self._wanted:
+            self._wanted_at_s = time.monotonic()
+            self._wanted = number
+
+    def _announce(self, number: signal.Signals) -> None:
+        self._console.say(f"{number.name}: stopping after this step; once more stops at once, without saving")

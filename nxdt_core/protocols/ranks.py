@@ -1,0 +1,63 @@
+"""How the processes of a run agree on decisions; what an engine offers as ``ranks``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+__all__ = ["RankAgreement"]
+
+_T = TypeVar("_T")
+
+
+class RankAgreement(Protocol):
+    """The processes of a run, as hosts that agree: flags, names, decisions; no tensors, and no device waits.
+
+    Every method is collective: all ranks call it, in the same order. Alone, each gives back what it is given.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Name of this process's machine."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        ...
+
+    def broadcast_object(self, value: _T, source: int = 0) -> _T:
+        """The value of rank ``source`` on every rank."""
+        ...
+
+    def all_gather_object(self, value: _T) -> list[_T]:
+        """The values of all ranks in their order, on every rank."""
+        ...
+
+    def on_rank_zero(self, function: Callable[[], _T]) -> _T:
+        """What ``function`` returns on rank 0, where alone it is called; its ``NxdtError`` is raised on every rank."""
+        ...
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank."""
+        ...
+
+    def largest_before(self, value: int) -> int:
+        """Give in this step's ``value`` and get the largest of the step before, without waiting for the others.
+
+        Alone, the answer is ``value`` itself.
+        """
+        ...
+
+    def last_answer(self) -> int:
+        """Take the answer that :meth:`largest_before` still owes, so that nothing is left under way."""
+        ...

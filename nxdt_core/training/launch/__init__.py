@@ -1,0 +1,1 @@
+"""Starting many ranks, or joining those that a launcher started, and ending all of them together."""

@@ -1,0 +1,94 @@
+"""What ranks and their hub tell each other: one line of JSON a message."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Done", "Down", "End", "Failure", "FailureKind", "Hello", "Message", "Stop", "decode", "encode"]
+
+FailureKind = Literal["mistake", "bug", "interrupt", "death"]
+"""``mistake``: an ``NxdtError``; ``death``: noted by the hub for a connection that ended without a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The first message of a connection."""
+
+    token: str
+    """Proof that the sender belongs to the run: it was read from the run's store."""
+    rank: int | None
+    """None: not a rank but the launcher of a further node."""
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A rank cannot go on; it waits for :class:`Down`."""
+
+    rank: int
+    host: str
+    kind: FailureKind
+    text: str
+    """What to print, should this be the one that is told."""
+    status: int
+    """Exit status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A rank has finished its part; it waits for :class:`End`, so that nobody leaves while others need it."""
+
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Somebody wants the run to stop: asked of the hub by a launcher, told to the ranks by the hub."""
+
+    signal: int
+    urgent: bool = False
+    """At once, rather than with a checkpoint at the end of a step; the hub carries that out itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Down:
+    """The hub ends everybody."""
+
+    status: int
+    cause: str
+    """Who failed, in a few words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """All ranks are done."""
+
+    status: int
+    """Exit status of a rank's process."""
+
+
+Message = Hello | Failure | Done | Stop | Down | End
+
+_CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Hello, Failure, Done, Stop, Down, End)}
+
+
+def encode(message: Message) -> bytes:
+    """The line of a message."""
+    return json.dumps({"is": type(message).__name__, **asdict(message)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message of a line.
+
+    Raises:
+        ValueError: the line is no message.
+    """
+    try:
+        fields = json.loads(line)
+        message: Message = _CLASSES[fields.pop("is")](**fields)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a message: {line[:80]!r}") from error
+    return message
