@@ -55,8 +55,7 @@ def apply_data_parallel(
     keep = mesh.sizes.zero_stage < 3
     policy = _policy(precision)
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
-    expert_mesh = _mesh(mesh, expert=True)
-    parts = [(name, expert_mesh) for name in experts] + [(name, _mesh(mesh)) for name in layers]
+    parts = [(name, _mesh(mesh, expert=True)) for name in experts] + [(name, _mesh(mesh)) for name in layers]
     for name, where in [*parts, ("", _mesh(mesh))]:
         sharded = fully_shard(
             module.get_submodule(name),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,8 @@ def sum_gradients(
     parameters: Mapping[str, nn.Parameter],
     mesh: ParallelMesh,
     *,
-    tensor_partial: Iterable[str],
-    replica_partial: Iterable[str],
+    tensor_partial: Collection[str],
+    replica_partial: Collection[str],
     data_reduced: bool,
 ) -> None:
     """Make every gradient that of the whole global batch.
@@ -52,8 +52,9 @@ def sum_gradients(
         sum_over(mesh.group("fsdp"), [by_name[name] for name in dense])
         sum_over(mesh.group("efsdp"), [by_name[name] for name in experts])
         sum_over(mesh.group("dp_replicate"), list(by_name.values()))
-    sum_over(mesh.group("tp"), [by_name[name] for name in tensor_partial if name in by_name])
-    replicas = [by_name[name] for name in replica_partial if name in by_name]
+    # In the order of the parameters, which all ranks share: that of a set of names differs between processes.
+    sum_over(mesh.group("tp"), [grad for name, grad in by_name.items() if name in tensor_partial])
+    replicas = [grad for name, grad in by_name.items() if name in replica_partial]
     if replicas:
         sum_over(mesh.group("tp_kv_replica"), replicas)
 
