@@ -49,6 +49,8 @@ def apply_tensor_parallel(
     if heads is not None and heads.kv_replicas > 1:
         mesh.split_tp(heads.padded_kv_heads)
     blocks = _blocks(module, plan)
+    if sequence_parallel:
+        _check_sequence_parallel(module, plan, blocks)
     sharder = TensorSharder(plan, mesh, heads, sequence_parallel=sequence_parallel)
     for path, style in list(_styled(module, plan)):
         if style in ("column", "row", "vocab_head") and not any(_inside(path, block) for block in blocks):
@@ -92,6 +94,19 @@ def replicated_partials(module: nn.Module) -> frozenset[str]:
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if "tp_kv" in sharded_over(parameter)
     )
+
+
+def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list[str]) -> None:
+    """The sequence is cut at the embeddings and made whole again at the head."""
+    if "vocab_head" not in plan.tensor.values():
+        raise TensorPlanUnusable(problem="sequence parallelism needs a vocab_head, whose logits are whole sequences")
+    styled = {path for path, _ in _styled(module, plan)}
+    for path, part in module.named_modules():
+        outside = not any(_inside(path, block) for block in blocks)
+        if isinstance(part, nn.Embedding) and outside and path not in styled:
+            raise TensorPlanUnusable(
+                problem=f"sequence parallelism needs a style for the embedding '{path}': vocab_embedding or replicate"
+            )
 
 
 def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, TensorStyle]]:

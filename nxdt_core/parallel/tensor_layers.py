@@ -30,7 +30,13 @@ class BlockEntry:
         self.sequence_parallel = sequence_parallel
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """``args[0]`` is [batch, seq, hidden], or under sequence parallelism this rank's part along seq."""
+        """``args[0]`` is [batch, seq, hidden], or under sequence parallelism this rank's part along seq.
+
+        Raises:
+            TypeError: the model hands it over by keyword, where no plan can find it.
+        """
+        if not args:
+            raise TypeError(f"{type(module).__name__} is a tensor block: give it its hidden states by position")
         hidden, *rest = args
         if self.sequence_parallel:
             return gather_along(hidden, SEQUENCE_DIM, self.group), *rest

@@ -65,9 +65,10 @@ class TensorSharder:
     def replacement(self, path: str, module: nn.Module, style: TensorStyle) -> nn.Module | None:
         """The module to put at ``path``; None where the one that is there may stay."""
         if style == "replicate":
-            if self._sequence_parallel and type(module) is nn.Embedding:
-                return SequenceEmbedding(module, self._group)
-            return None
+            if not self._sequence_parallel or not isinstance(module, nn.Embedding):
+                return None
+            table = _table(path, module, style)
+            return SequenceEmbedding(table.weight, self._group, padding_idx=table.padding_idx)
         if style == "vocab_embedding":
             return self._embedding(path, module)
         linear = _linear(path, module, style)
@@ -96,18 +97,12 @@ class TensorSharder:
         )
 
     def _embedding(self, path: str, module: nn.Module) -> VocabularyEmbedding:
-        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-            kind = type(module).__name__
-            raise TensorPlanUnusable(problem=f"'{path}' is vocab_embedding and no torch.nn.Embedding, but {kind}")
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise TensorPlanUnusable(
-                problem=f"the embedding '{path}' has max_norm, scale_grad_by_freq or sparse, which no shard can follow"
-            )
-        cut = self._even(path, 0, module.num_embeddings, "rows of the vocabulary")
+        table = _table(path, module, "vocab_embedding")
+        cut = self._even(path, 0, table.num_embeddings, "rows of the vocabulary")
         return VocabularyEmbedding(
-            self._shard(module.weight, cut),
+            self._shard(table.weight, cut),
             self._group,
-            padding_idx=module.padding_idx,
+            padding_idx=table.padding_idx,
             sequence_parallel=self._sequence_parallel,
         )
 
@@ -155,3 +150,13 @@ def _linear(path: str, module: nn.Module, style: TensorStyle) -> nn.Linear:
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return module
     raise TensorPlanUnusable(problem=f"'{path}' is {style} and no torch.nn.Linear, but {type(module).__name__}")
+
+
+def _table(path: str, module: nn.Module, style: TensorStyle) -> nn.Embedding:
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        raise TensorPlanUnusable(problem=f"'{path}' is {style} and no torch.nn.Embedding, but {type(module).__name__}")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise TensorPlanUnusable(
+            problem=f"the embedding '{path}' has max_norm, scale_grad_by_freq or sparse, which no shard can follow"
+        )
+    return module

@@ -54,18 +54,21 @@ class VocabularyEmbedding(nn.Module):
         return sum_over_ranks(found, self.group, sequence_parallel=self.sequence_parallel)
 
 
-class SequenceEmbedding(nn.Embedding):
+class SequenceEmbedding(nn.Module):
     """A whole table, such as learned positions, that looks up this rank's part of the sequence."""
 
-    def __init__(self, table: nn.Embedding, group: dist.ProcessGroup) -> None:
-        super().__init__(table.num_embeddings, table.embedding_dim, padding_idx=table.padding_idx, _weight=table.weight)
-        self.weight = table.weight
+    def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, *, padding_idx: int | None = None) -> None:
+        """``weight`` [rows, hidden]: a parameter, whole on each rank."""
+        super().__init__()
+        self.weight = weight
         self.group = group
+        self.padding_idx = padding_idx
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [..., seq] to [..., seq / tp, hidden]."""
         length = check_sequence(ids.shape[-1], self.group)
-        return super().forward(ids.narrow(-1, self.group.rank() * length, length))
+        part = ids.narrow(-1, self.group.rank() * length, length)
+        return functional.embedding(part, self.weight, padding_idx=self.padding_idx)
 
 
 class VocabularyHead(nn.Module):
