@@ -7,7 +7,8 @@ parallelism cannot run without an accelerator: it has no sharding rule for the h
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,9 @@ from torch import nn
 from nxdt_core.errors import AttentionCoreMissing, AttentionCoreUnknown, ContextSequenceDoesNotDivide
 from nxdt_core.nn.attention import AttentionSemantics
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.parallel.attention.kernel import dense_heads
 from nxdt_core.parallel.collectives import gather_along
-from nxdt_core.parallel.context_documents import DocumentChunks, DocumentsOfBatches
+from nxdt_core.parallel.context_documents import DocumentsOfBatches
 from nxdt_core.parallel.gathered import gathered_attention
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.ring import ring_attention
@@ -28,6 +30,8 @@ from nxdt_core.protocols.plan import ParallelPlan
 __all__ = ["ContextMethod", "ContextParallelAttention", "apply_context_parallel", "shard_sequence", "unshard_sequence"]
 
 ContextMethod = Literal["ring", "gather"]
+
+_METHODS: Mapping[ContextMethod, Callable[..., torch.Tensor]] = {"ring": ring_attention, "gather": gathered_attention}
 
 
 def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
@@ -97,22 +101,6 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
         setattr(module.get_submodule(parent), name, sharded)
 
 
-class _Attention(Protocol):
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        group: dist.ProcessGroup,
-        documents: DocumentChunks | None = None,
-    ) -> torch.Tensor: ...
-
-
-_METHODS: dict[ContextMethod, _Attention] = {"ring": ring_attention, "gather": gathered_attention}
-
-
 class ContextParallelAttention(nn.Module):
     """An attention core over a sequence that the ranks of a group share; its call is that of the core it replaces."""
 
@@ -121,7 +109,11 @@ class ContextParallelAttention(nn.Module):
     ) -> None:
         """``scale``: of the scores; None for 1 / sqrt(head_dim). ``documents``: shared by the cores of a model."""
         super().__init__()
-        self._group, self._method, self._scale, self._documents = group, method, scale, documents
+        self.group, self.method, self.scale, self.documents = group, method, scale, documents
+        # A compiled graph has no room for messages on their way: one break here rather than one a message.
+        self._attend: Callable[..., torch.Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+            _attend, reason="context parallelism talks to other ranks"
+        )
 
     def forward(
         self,
@@ -141,18 +133,28 @@ class ContextParallelAttention(nn.Module):
         Returns:
             As ``query``.
         """
-        return _METHODS[self._method](
-            query,
-            key,
-            value,
-            scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
-            group=self._group,
-            documents=None if document_ids is None else self._documents(document_ids),
-        )
+        return self._attend(self, query, key, value, document_ids)
 
     def extra_repr(self) -> str:
         """Method and number of ranks."""
-        return f"method={self._method}, ranks={self._group.size()}"
+        return f"method={self.method}, ranks={self.group.size()}"
+
+
+def _attend(
+    core: ContextParallelAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    document_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    return _METHODS[core.method](
+        dense_heads(query),
+        dense_heads(key),
+        dense_heads(value),
+        scale=query.shape[-1] ** -0.5 if core.scale is None else core.scale,
+        group=core.group,
+        documents=None if document_ids is None else core.documents(document_ids),
+    )
 
 
 def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:

@@ -92,8 +92,8 @@ class _Gathering:
         self._key_width = key.shape[-1]
         self._own = torch.cat((key, value), -1)  # one message; kept until it has left
         self._all = self._own.new_empty((group.size(), *self._own.shape))
-        flat = self._all.flatten(0, 1)
-        self._work = dist.all_gather_into_tensor(flat, self._own, group=group, async_op=True)
+        flat = self._all.flatten(0, 1)  # gloo knows no other form
+        self._work = dist.all_gather_single(flat, self._own, group=group, async_op=True)
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Wait; keys and values [batch, kv_heads, seq, head_dim] of the whole sequence in its own order."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.nn.attention import CausalAttention
 from nxdt_core.parallel.context import apply_context_parallel, unshard_sequence
@@ -103,3 +105,103 @@ def test_attention_is_that_of_one_process(ranks, size, dtype):
     for found in ranks(size).run(on_ranks, cases):
         wrong = {case[:3]: error for case, error in zip(cases, found, strict=True) if not error < TOLERANCE[dtype]}
         assert not wrong
+
+
+def awkward_inputs(method: str) -> dict[str, float]:
+    """Differences from one process for values of another width, odd strides, a gradient that is one number."""
+    with process_group():
+        mesh = context_mesh()
+        core, shard = sharded_core(mesh, method), functools.partial(shard_of, rank=mesh.rank("cp"), ranks=2, dim=2)
+        found = {}
+        for name, value_width in (("wide values", 12), ("strides", WIDTH)):
+            query, key, value, _ = inputs(2, torch.float64)
+            value = value.repeat(1, 1, 1, 2)[..., :value_width]
+            leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
+            expected = CausalAttention()(*leaves)
+            expected.sum().backward()
+            local = [
+                shard(t).transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_() for t in (query, key, value)
+            ]
+            output = core(*local)
+            output.sum().backward()
+            pairs = [(output, expected), *((mine.grad, whole.grad) for mine, whole in zip(local, leaves, strict=True))]
+            found[name] = max((mine - shard(whole)).abs().max().item() for mine, whole in pairs)
+        return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_widths_and_strides_do_not_matter(ranks, method):
+    for found in ranks(2).run(awkward_inputs, method):
+        assert found == pytest.approx({"wide values": 0, "strides": 0}, abs=1e-11)
+
+
+def recomputed(method: str) -> bool:
+    with process_group():
+        mesh = context_mesh()
+        core, local = sharded_core(mesh, method), []
+        for call in (core, functools.partial(checkpoint, core, use_reentrant=False)):
+            *qkv, grad = (shard_of(t, mesh.rank("cp"), 2, 2) for t in inputs(2, torch.float32))
+            leaves = [t.requires_grad_() for t in qkv]
+            call(*leaves, shard_of(documents("packed"), mesh.rank("cp"), 2, 1)).backward(grad)
+            local.append([t.grad for t in leaves])
+        return all(torch.equal(a, b) for a, b in zip(*local, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputation_gives_the_same_gradients(ranks, method):
+    assert ranks(2).run(recomputed, method) == [True, True]
+
+
+class Sizes(TorchDispatchMode):
+    """Shapes of all floating-point tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.seen.add(tensor.shape)
+        return result
+
+
+def held(method: str) -> tuple[list[tuple[int, ...]], set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Shapes that autograd saves, and those that appear at any time in forward and in backward."""
+    saved: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with process_group():
+        mesh = context_mesh()
+        core = sharded_core(mesh, method)
+        *qkv, grad = (shard_of(t, mesh.rank("cp"), mesh.size("cp"), 2) for t in inputs(2, torch.float32))
+        leaves = [t.requires_grad_() for t in qkv]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Sizes() as forward:
+            output = core(*leaves)
+        with Sizes() as backward:
+            output.backward(grad)
+    return saved, {tuple(s) for s in forward.seen}, {tuple(s) for s in backward.seen}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autograd_saves_shards_alone(ranks, method):
+    local = SEQ // 3
+    for saved, _, _ in ranks(3).run(held, method):
+        shared = (BATCH, 2, local, WIDTH)
+        own = (BATCH, HEADS, local, WIDTH)
+        assert sorted(saved) == sorted([own, shared, shared, own, own[:3]])  # query, key, value, output, log-sum-exp
+
+
+def test_the_ring_never_holds_a_whole_sequence(ranks):
+    for _, forward, backward in ranks(3).run(held, "ring"):
+        shard = BATCH * HEADS * (SEQ // 3) * WIDTH  # as many as of key and value together
+        for shape in forward | backward:
+            assert SEQ not in shape, shape
+            assert torch.Size(shape).numel() <= shard, shape
+    for _, forward, backward in ranks(3).run(held, "gather"):  # which shows that they would be seen
+        assert any(SEQ in shape for shape in forward)
+        assert any(SEQ in shape for shape in backward)

@@ -10,7 +10,7 @@ import torch
 from nxdt_core.devices import profile_of
 from nxdt_core.parallel.attention.composed import ComposedKernel
 from nxdt_core.parallel.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
-from nxdt_core.parallel.attention.kernel import AttentionKernel, Scoring, accumulation_dtype
+from nxdt_core.parallel.attention.kernel import AttentionKernel, Scoring, accumulation_dtype, dense_heads
 
 __all__ = ["Block", "GradientSums", "Merged", "kernel_for"]
 
@@ -22,7 +22,9 @@ _KERNELS: Mapping[str, AttentionKernel] = {
 """By the name that device profiles use."""
 
 _ELEMENTS_AT_A_TIME = 1 << 22
-"""Scores, or elements of a mask, that are held at once: 16 MiB of float32."""
+"""Scores, or elements of a mask, that are held at once: 16 MiB of float32 …"""
+_ROWS_AT_A_TIME = 128
+"""… or those of this many rows, below which matrix products do not pay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,11 @@ class Block:
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
-    """The kernel that the device's profile names where it takes these tensors, else the composed one."""
-    kernel = _KERNELS[profile_of(query.device).attention_kernel]
+    """The kernel that the device's profile names where it takes these tensors, else the composed one.
+
+    Estimates on the meta device meet a fused kernel, since real ones mostly do.
+    """
+    kernel = _KERNELS["masked_flash" if query.is_meta else profile_of(query.device).attention_kernel]
     return kernel if kernel.takes(query, value) else _KERNELS["composed"]
 
 
@@ -91,7 +96,7 @@ class GradientSums:
         scale: float,
     ) -> None:
         self._kernel, self._scale = kernel_for(query, value), scale
-        self._grad, self._rows_of = grad, (query, output, lse)
+        self._grad, self._rows_of = dense_heads(grad), (query, output, lse)
         self.query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
 
     def add(
@@ -130,7 +135,7 @@ def _pieces(
         return
     batch, heads = query.shape[:2]
     rows, keys = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
-    step = max(1, _ELEMENTS_AT_A_TIME // (batch * keys * (1 if kernel.fused else heads)))
+    step = max(_ROWS_AT_A_TIME, _ELEMENTS_AT_A_TIME // (batch * keys * (1 if kernel.fused else heads)))
     for first in range(0, rows, step):
         last = min(first + step, rows)
         seen = last if block.diagonal else keys

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+from torch.amp import is_autocast_available
 
 from nxdt_core.parallel.attention.kernel import Gradients, Scoring, accumulation_dtype
 
@@ -26,7 +29,7 @@ class ComposedKernel:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`AttentionKernel.forward`; not causal."""
-        with torch.autocast(query.device.type, enabled=False):  # which would multiply in half precision
+        with _without_autocast(query.device.type):
             scores = _scores(query, key, scoring)
             lse = scores.logsumexp(-1)
             finite = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
@@ -44,7 +47,7 @@ class ComposedKernel:
         scoring: Scoring,
     ) -> Gradients:
         """As :meth:`AttentionKernel.backward`; not causal."""
-        with torch.autocast(query.device.type, enabled=False):
+        with _without_autocast(query.device.type):
             scores = _scores(query, key, scoring)
             weights = _grouped(scores.sub_(lse.unsqueeze(-1)).exp_(), key)
             grad, output, wide_query, key, value = (t.to(weights.dtype) for t in (grad, output, query, key, value))
@@ -55,6 +58,11 @@ class ComposedKernel:
             grad_query = (grad_scores @ key).reshape(query.shape)
             grad_key = grad_scores.transpose(-1, -2) @ _grouped(wide_query, key)
         return grad_query, grad_key, grad_value
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Autocast would multiply in half precision what was made wide before."""
+    return torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext()
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> torch.Tensor:

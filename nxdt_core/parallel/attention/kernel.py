@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AttentionKernel", "Gradients", "Scoring", "accumulation_dtype"]
+__all__ = ["AttentionKernel", "Gradients", "Scoring", "accumulation_dtype", "dense_heads"]
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of query, key and value."""
@@ -64,6 +64,11 @@ class AttentionKernel(Protocol):
         """What this block adds to the gradients. ``output`` and ``lse`` are those over all keys of the rows, and with
         them a row that sees no key of this block adds nothing."""
         ...
+
+
+def dense_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with the elements of a head side by side: kernels assume it, and the host's does not even check."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

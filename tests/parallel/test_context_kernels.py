@@ -1,0 +1,189 @@
+"""Attention kernels with log-sum-exp against their definition: whole, masked, cut into parts and merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxdt_core.devices import HOST, profile_of
+from nxdt_core.parallel.attention.block import _KERNELS, Block, GradientSums, Merged, kernel_for
+from nxdt_core.parallel.attention.composed import ComposedKernel
+from nxdt_core.parallel.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
+from nxdt_core.parallel.attention.kernel import Scoring, dense_heads
+
+ROWS, KEYS, WIDTH, SCALE = 12, 20, 8, 0.3
+
+
+def tensors(dtype: torch.dtype, kv_heads: int, *, rows: int = ROWS, keys: int = KEYS, value_width: int = WIDTH):
+    """Query, key, value and gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (2, rows, 4, WIDTH),
+        (2, keys, kv_heads, WIDTH),
+        (2, keys, kv_heads, value_width),
+        (2, rows, 4, value_width),
+    ]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2) for shape in shapes]
+
+
+def definition(query, key, value, visible):
+    """Output and log-sum-exp in float64, as the formulas say."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = query @ key.transpose(-1, -2) * SCALE
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def mask(name: str, rows: int = ROWS, keys: int = KEYS) -> torch.Tensor | None:
+    if name == "none":
+        return None
+    if name == "causal":
+        return torch.ones(1, 1, rows, keys).tril().bool()
+    seen = torch.rand(2, 1, rows, keys, generator=torch.Generator().manual_seed(1)) < 0.5
+    seen[..., 0] = True  # no row sees nothing
+    return seen
+
+
+def scoring(name: str, visible: torch.Tensor | None, *, fused: bool) -> Scoring:
+    causal = name == "causal" and fused
+    return Scoring(scale=SCALE, causal=causal, visible=None if causal else visible)
+
+
+def check(kernel, device, dtype, kv_heads, name, tolerance):
+    """Output, log-sum-exp and gradients of ``kernel``, which is given those of the definition."""
+    given = tensors(dtype, kv_heads, keys=ROWS if name == "causal" else KEYS)
+    visible = mask(name, keys=given[1].shape[2])
+    *leaves, grad = (t.double().requires_grad_() for t in given)
+    output, lse = definition(*leaves, visible)
+    expected = torch.autograd.grad(output, leaves, grad.detach())
+    how = scoring(name, None if visible is None else visible.to(device), fused=kernel.fused)
+    query, key, value, grad = (t.to(device) for t in given)
+    assert kernel.takes(query, value)
+    found, found_lse = kernel.forward(query, key, value, how)
+    assert found.dtype == dtype
+    assert found_lse.shape == lse.shape
+    assert found_lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    gradients = kernel.backward(
+        grad, query, key, value, output.detach().to(device, dtype), lse.detach().to(device, found_lse.dtype), how
+    )
+    assert [g.shape for g in gradients] == [t.shape for t in (query, key, value)]
+    for ours, theirs in zip((found, found_lse, *gradients), (output, lse, *expected), strict=True):
+        torch.testing.assert_close(ours.double().cpu(), theirs.detach(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "random"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", [ComposedKernel(), MaskedFlashKernel()], ids=lambda k: type(k).__name__)
+def test_kernels_of_the_host_compute_attention(kernel, dtype, kv_heads, name):
+    check(kernel, HOST, dtype, kv_heads, name, {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, 5e-2))
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "random"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_of_an_accelerator_compute_attention(dtype, kv_heads, name):
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        pytest.skip("torch finds no accelerator on this machine")
+    kernel = _KERNELS[profile_of(device).attention_kernel]
+    check(kernel, device, dtype, kv_heads, name, 1e-4 if dtype == torch.float32 else 5e-2)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "random"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_of_an_accelerator_are_called_as_torch_declares_them(dtype, name):
+    # Shapes alone: the meta device checks arguments and computes nothing.
+    kernel = FlashOrEfficientKernel()
+    query, key, value, grad = (t.to("meta") for t in tensors(dtype, 2, keys=ROWS if name == "causal" else KEYS))
+    visible = mask(name, keys=key.shape[2])
+    how = scoring(name, None if visible is None else visible.to("meta"), fused=True)
+    output, lse = kernel.forward(query, key, value, how)
+    assert output.shape == query.shape
+    assert lse.shape == query.shape[:3]
+    gradients = kernel.backward(grad, query, key, value, output, lse, how)
+    assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
+
+
+def merged(blocks, query, key, value, grad):
+    """Output, log-sum-exp and gradients over ``blocks``."""
+    sums = Merged(query, value, SCALE)
+    for block in blocks:
+        sums.add(block, key, value)
+    output, lse = sums.result()
+    gradients = GradientSums(grad, query, value, output, lse, SCALE)
+    grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+    for block in blocks:
+        gradients.add(block, key, value, grad_key, grad_value)
+    return output, lse, gradients.query, grad_key, grad_value
+
+
+@pytest.mark.parametrize("value_width", [WIDTH, 5], ids=["fused", "composed"])
+def test_parts_are_merged_by_their_weight_and_rows_that_see_nothing_of_a_part_have_none(value_width):
+    query, key, value, grad = tensors(torch.float64, 2, rows=8, keys=16, value_width=value_width)
+    key[:, :, 8:] *= 30  # so that exponentials differ by hundreds
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 2, -1]] * 2), torch.tensor([[1, 1, 5, 5, 2, 2, 2, 2]] * 2)
+    blocks = [
+        Block(rows=slice(0, 8), keys=slice(0, 8), diagonal=True),
+        Block(rows=slice(0, 8), keys=slice(8, 16), documents=ids),
+    ]
+    visible = torch.cat((torch.ones(2, 8, 8).tril().bool(), ids[0][:, :, None] == ids[1][:, None, :]), 2)[:, None]
+    assert not visible[0, 0, :, 8:].any(-1).all()
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    output, lse = definition(*leaves, visible)
+    expected = (output.detach(), lse.detach(), *torch.autograd.grad(output, leaves, grad))
+    for found, theirs in zip(merged(blocks, query, key, value, grad), expected, strict=True):
+        torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("value_width", [WIDTH, 5], ids=["fused", "composed"])
+def test_long_blocks_are_cut_into_rows(value_width):
+    length = 2200  # more than 2^22 scores
+    query, key, value, grad = tensors(torch.float32, 4, rows=length, keys=length, value_width=value_width)
+    ids = torch.arange(length).div(700, rounding_mode="floor").expand(2, length)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return result
+
+    block = Block(rows=slice(0, length), keys=slice(0, length), diagonal=True, documents=(ids, ids))
+    with Watch():
+        found = merged([block], query, key, value, grad)
+    assert largest <= 1 << 22
+    visible = (ids[:, None, :, None] == ids[:, None, None, :]) & torch.ones(length, length).tril().bool()
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    output, lse = definition(*leaves, visible)
+    expected = (output.detach(), lse.detach(), *torch.autograd.grad(output, leaves, grad))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_that_does_not_fit_gives_way_to_the_composed_one():
+    query, _, value, _ = tensors(torch.float32, 2)
+    assert isinstance(kernel_for(query, value), MaskedFlashKernel)
+    assert isinstance(kernel_for(query, value[..., :5]), ComposedKernel)
+    assert not FlashOrEfficientKernel().takes(query.double(), value.double())
+    assert not FlashOrEfficientKernel().takes(query[..., :6], value[..., :6])
+
+
+def test_autocast_does_not_round_what_was_made_wide():
+    query, key, value, _ = tensors(torch.float32, 2)
+    plain = ComposedKernel().forward(query, key, value, Scoring(scale=SCALE))
+    with torch.autocast(HOST.type, dtype=torch.bfloat16):
+        cast = ComposedKernel().forward(query, key, value, Scoring(scale=SCALE))
+    assert torch.equal(plain[0], cast[0])
+
+
+def test_heads_that_are_not_side_by_side_are_copied():
+    transposed = torch.randn(2, 2, 8, 4).transpose(-1, -2)
+    assert dense_heads(transposed).stride(-1) == 1
+    assert dense_heads(torch.ones(1).expand(2, 2, 4, 4)).stride(-1) == 1
+    assert dense_heads(transposed.transpose(-1, -2)).data_ptr() == transposed.data_ptr()
