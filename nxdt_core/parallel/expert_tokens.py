@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.nn.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
+from nxdt_core.parallel.collectives import gather_along
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.zigzag import chunks_of, in_order
 
@@ -31,9 +32,9 @@ class ZigZagTokens:
     def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`TokenShards.count`, by one all-gather of 16 bytes for each expert, row and rank."""
         ranks = self.group.size()
-        gathered = counts.new_empty((ranks, *counts.shape))
-        dist.all_gather_into_tensor(gathered, counts.contiguous(), group=self.group)
-        chunks = in_order(gathered.unbind(0), 1)  # [batch, 2 * ranks, experts], as the sequence runs
+        chunks = in_order(
+            gather_along(counts, 0, self.group).chunk(ranks), 1
+        )  # [batch, 2 * ranks, experts], as the sequence runs
         mine = list(chunks_of(self.group.rank(), ranks))
         return exclusive_sum(chunks)[:, mine], chunks.sum((0, 1))
 
