@@ -12,7 +12,9 @@ from nxdt_core.errors.checkpoints import (
     BadStorageUri,
     CheckpointConflict,
     CheckpointDamaged,
+    CheckpointFilesMissing,
     CheckpointNotFound,
+    CheckpointRankFailed,
     CheckpointTooNew,
     StorageDenied,
     StorageError,
@@ -131,6 +133,7 @@ from nxdt_core.errors.training import (
     RunAlreadyHasCheckpoints,
     ScheduleHasNoEnd,
     ShareOfUnknownLength,
+    StepNotFinite,
 )
 
 __all__ = [
@@ -156,7 +159,9 @@ __all__ = [
     "CannotWriteRunDirectory",
     "CheckpointConflict",
     "CheckpointDamaged",
+    "CheckpointFilesMissing",
     "CheckpointNotFound",
+    "CheckpointRankFailed",
     "CheckpointTooNew",
     "ComponentFinding",
     "ComponentUnusable",
@@ -215,6 +220,7 @@ __all__ = [
     "SequenceTooLongForModel",
     "ShardDoesNotDivide",
     "ShareOfUnknownLength",
+    "StepNotFinite",
     "SpecialTokenMissing",
     "StorageDenied",
     "StorageError",

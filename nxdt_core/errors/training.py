@@ -16,6 +16,7 @@ __all__ = [
     "RunAlreadyHasCheckpoints",
     "ScheduleHasNoEnd",
     "ShareOfUnknownLength",
+    "StepNotFinite",
 ]
 
 
@@ -108,3 +109,21 @@ class ShareOfUnknownLength(NxdtError):
     remedy = "Give a number of batches, or null for all."
     key: str
     share: float
+
+
+class StepNotFinite(NxdtError):
+    """A loss or gradient that is infinite or not a number."""
+
+    code = "NXDT-T010"
+    happened = (
+        "By step {step} the loss or the gradient was not finite {skipped} time(s); newest loss {loss}, gradient norm "
+        "{grad_norm}. The weights are as they were before."
+    )
+    remedy = (
+        "Lower model.optim.lr, warm up longer or look at the data of that step; trainer.nonfinite=skip leaves such steps "
+        "out and goes on."
+    )
+    step: int
+    skipped: int
+    loss: float
+    grad_norm: float

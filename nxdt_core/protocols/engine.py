@@ -66,7 +66,7 @@ class ParallelModel(Protocol):
         ...
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and saved buffers under their global names (DTensor where sharded)."""
+        """Parameters and saved buffers under their global names (DTensor where sharded); a tied parameter once."""
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
@@ -84,9 +84,16 @@ class ParallelOptimizer(Protocol):
 
     inner: torch.optim.Optimizer
     """The stock optimizer, for schedulers and loggers."""
+    skipped_steps: torch.Tensor | int
+    """Steps of this process that :meth:`reject_unless_finite` kept from the weights; mostly a device scalar."""
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """Clip by the true global 2-norm and return it (before clipping), as a device scalar; None only measures."""
+        ...
+
+    def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Let the coming :meth:`step` leave the weights alone, and count it, unless both scalars are finite. They are
+        equal on all ranks, so all of them decide alike."""
         ...
 
     def step(self) -> None:

@@ -20,6 +20,25 @@ __all__ = ["generate"]
 
 _log = logging.getLogger(__name__)
 
+_ONE_PROCESS = (
+    "trainer.devices=1",
+    "trainer.num_nodes=1",
+    "model.pipeline_cuts=null",
+    *(
+        f"distributed_strategy.{key}=1"
+        for key in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "dp_replicate",
+        )
+    ),
+    "distributed_strategy.pipeline_schedule=null",
+)
+"""The layout of a checkpoint's run matters to that run alone: any process can load any."""
+
 
 def generate(
     uri: str,
@@ -71,7 +90,7 @@ def _load(uri: str) -> tuple[ResolvedConfig, TorchModel]:
     """The run that wrote the checkpoint, and its model with the checkpoint's weights."""
     found, step = checkpoint.locate(uri, Kernel.start())
     manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning)
-    config = load(manifest.facts.config)
+    config = load(manifest.facts.config, _ONE_PROCESS)
     engine = assemble.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=False)

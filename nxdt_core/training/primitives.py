@@ -97,6 +97,8 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, clipping, update: one optimizer step on one global batch; advances ``state``.
 
+    A loss or gradient that is not finite never reaches the weights: ``optimizer.skipped_steps`` counts such steps.
+
     Args:
         model: in its layout.
         optimizer: over ``model``.
@@ -112,6 +114,7 @@ def train_step(
     optimizer.set_lr_factor(factor)
     loss = model.run_train(micro_batches, objective)
     grad_norm = optimizer.clip_grad_norm(max_norm)
+    optimizer.reject_unless_finite(loss.loss, grad_norm)
     (apply or optimizer.step)()
     state.step += 1
     state.consumed_samples += dp_size * sum(batch.input_ids.shape[0] for batch in micro_batches)

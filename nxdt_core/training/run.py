@@ -21,6 +21,7 @@ from nxdt_core.training.callbacks.compile_time import CompileTime
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
 from nxdt_core.training.callbacks.metrics import MetricsWriter
+from nxdt_core.training.callbacks.nonfinite import NonFiniteGuard
 from nxdt_core.training.callbacks.resumed import ResumeNotes
 from nxdt_core.training.callbacks.signals import StopRequests, StopSignals
 from nxdt_core.training.datamodule import NxdtDataModule
@@ -80,7 +81,8 @@ def _train(config: ResolvedConfig, strategy: NxdtStrategy, requests: StopRequest
         check_val_every_n_epoch=None,
         limit_val_batches=_val_batches(config, data),
         num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
-        inference_mode=config.run.trainer.inference_mode,
+        # FSDP2 gathers weights in the first forward, and backward cannot use what inference mode made.
+        inference_mode=config.run.trainer.inference_mode and ranks.world_size == 1,
         logger=[_built(selected, config.run_dir) for selected in config.loggers] if strategy.is_global_zero else False,
         callbacks=_callbacks(config, own, console, metrics, signals),
         enable_checkpointing=False,
@@ -131,11 +133,14 @@ def _callbacks(
     """In the order in which they see a step: figures first, then what acts on them, then saving and stopping."""
     named = [_built(selected, config.run_dir) for selected in config.callbacks]
     saver = [CheckpointSaver(own, console, config)] if config.run.checkpoint.enabled else []
+    stops = config.run.trainer.nonfinite == "stop"
+    guard = [NonFiniteGuard(config.run.trainer.log_every_n_steps)] if stops else []
     compiling = [CompileTime(console)] if config.run.model.compile else []
     return [
         ResumeNotes(console),
         *compiling,
         metrics,
+        *guard,
         LifecycleHooks(config, metrics, signals),
         *named,
         *saver,

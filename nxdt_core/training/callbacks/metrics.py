@@ -122,7 +122,8 @@ class MetricsWriter(pl.Callback):
 
     def _log(self, trainer: pl.Trainer, module: NxdtModule) -> None:
         state, result = module.train_state, module.last
-        named = {"loss": result.loss.loss, "grad_norm": result.grad_norm, **result.loss.metrics}
+        skipped = torch.as_tensor(module.optimizer.skipped_steps, device=result.grad_norm.device)
+        named = {"loss": result.loss.loss, "grad_norm": result.grad_norm, "skipped": skipped, **result.loss.metrics}
         values = torch.stack([value.detach().float() for value in named.values()]).tolist()  # the one copy
         now, waited = time.perf_counter(), self._wait(trainer)
         steps = max(1, state.step - self._logged_step)
@@ -136,6 +137,7 @@ class MetricsWriter(pl.Callback):
             "consumed_tokens": state.consumed_tokens,
             "loss": scalars.pop("loss"),
             "grad_norm": scalars.pop("grad_norm"),
+            "skipped_steps": int(scalars.pop("skipped")),
             "lr": module.horizon.lr * result.lr_factor,
             "tokens_per_s": tokens_per_s,
             "mfu": None if self._peak is None else self._flops_per_token * tokens_per_s / self._peak,
