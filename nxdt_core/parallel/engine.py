@@ -7,6 +7,7 @@ from typing import Any
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device, profile_of
+from nxdt_core.parallel.data import needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.layout import materialise as materialise_stages
@@ -69,6 +70,9 @@ class TorchEngine:
         Raises:
             NxdtError: the model's plan does not allow the layout.
         """
+        if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # FSDP2 keeps masters for one, too
+            self.ranks.start_alone(self.device)
+            self.mesh = ParallelMesh.build(self._sizes, self.device.type)
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
         stages = lay_out(builder, self.mesh, options, precision, adapters)
         materialise_stages(stages, self.device, seed=seed if materialise else None)

@@ -91,6 +91,14 @@ class Ranks:
             dist.ProcessGroup, dist.new_group(backend=profile_of(HOST).process_group_backend, timeout=timeout)
         )
 
+    def start_alone(self, device: torch.device) -> None:
+        """Give a world of one process a group of its own, for what cannot do without one."""
+        if dist.is_initialized():
+            return
+        backend = profile_of(device).process_group_backend
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        self._group, self._owns_default = dist.group.WORLD, True
+
     def stop(self) -> None:
         """Leave the groups that :meth:`start` made; may be called twice."""
         group, self._group, self._asked = self._group, None, None

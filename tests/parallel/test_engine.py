@@ -1,12 +1,11 @@
 """The engine for one process: micro-batches, global normalisation, ties, dtypes, weights that fit."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
+from nxdt_core.config import load
 from nxdt_core.errors import WeightsDoNotFit
 from nxdt_core.nn.aux_loss import add_aux_loss
 from nxdt_core.parallel.engine import TorchEngine
@@ -56,8 +55,7 @@ class BigramBuilder:
 
 
 def engine():
-    config = SimpleNamespace(run=SimpleNamespace(trainer=SimpleNamespace(accelerator="cpu")))
-    made = TorchEngine(config)
+    made = TorchEngine(load("recipe:llama-tiny", ["trainer.accelerator=cpu"]))
     made.start()
     return made
 

@@ -7,7 +7,10 @@ from torch import nn
 from nxdt_core.builtins.optimizer_config import AdamWConfig
 from nxdt_core.builtins.optimizers import adamw
 from nxdt_core.errors import OptimizerStateDoesNotFit, OptimizerStateNotTensor
+from nxdt_core.parallel.gradients import clip, global_norm
+from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
 PLAN = ParallelPlan(norms=("norm.weight", "layers.*.norm.weight"), no_weight_decay=("*.bias",))
@@ -22,6 +25,21 @@ class Net(nn.Module):
 
 def groups_of(net, *, decay_norms, weight_decay=0.25, lr=0.1):
     return parameter_groups(net.named_parameters(), PLAN, lr=lr, weight_decay=weight_decay, decay_norms=decay_norms)
+
+
+def optimizer_over(groups, build):
+    """One process's optimizer, with the engine's norm and clipping."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+
+    def norm(max_norm):
+        found = global_norm(
+            parameters, ParallelMesh(MeshSizes(), None), device=torch.device("cpu"), dtype=torch.float32
+        )
+        if max_norm is not None:
+            clip(parameters, found, max_norm)
+        return found
+
+    return TorchOptimizer(build, groups, norm)
 
 
 def decay_by_name(groups):
@@ -43,7 +61,7 @@ def test_norms_decay_only_when_told_and_biases_never(decay_norms, norm_decay):
 def test_the_configured_decay_reaches_the_weights():
     net = Net()
     groups = groups_of(net, decay_norms=False, weight_decay=0.5, lr=0.1)
-    optimizer = TorchOptimizer(adamw(groups, AdamWConfig(lr=0.1, weight_decay=0.5)), groups)
+    optimizer = optimizer_over(groups, lambda shards: adamw(shards, AdamWConfig(lr=0.1, weight_decay=0.5)))
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     for p in net.parameters():
         p.grad = torch.zeros_like(p)  # no gradient: what changes is decay alone
@@ -63,7 +81,7 @@ def optimizer_with_gradients(scale=1.0):
     torch.manual_seed(0)
     net = Net()
     groups = groups_of(net, decay_norms=False)
-    optimizer = TorchOptimizer(adamw(groups, AdamWConfig(lr=0.1, weight_decay=0.25)), groups)
+    optimizer = optimizer_over(groups, lambda shards: adamw(shards, AdamWConfig(lr=0.1, weight_decay=0.25)))
     for p in net.parameters():
         p.grad = scale * torch.randn_like(p)
     return net, optimizer
@@ -111,7 +129,7 @@ class Counting(torch.optim.SGD):
 def test_plain_numbers_come_back_as_what_they_were():
     net = Net()
     groups = groups_of(net, decay_norms=False)
-    optimizer = TorchOptimizer(Counting(groups, lr=0.1), groups)
+    optimizer = optimizer_over(groups, lambda shards: Counting(shards, lr=0.1))
     optimizer.step()
     state = optimizer.state_dict()
     optimizer.load_state_dict(state)
@@ -122,7 +140,7 @@ def test_plain_numbers_come_back_as_what_they_were():
 def test_state_that_no_checkpoint_can_hold_is_refused_with_its_name():
     net = Net()
     groups = groups_of(net, decay_norms=False)
-    optimizer = TorchOptimizer(Counting(groups, lr=0.1), groups)
+    optimizer = optimizer_over(groups, lambda shards: Counting(shards, lr=0.1))
     optimizer.inner.extra = {"a": 1}
     optimizer.step()
     with pytest.raises(OptimizerStateNotTensor, match="'extra'"):
@@ -133,3 +151,28 @@ def test_state_of_unknown_parameters_is_refused():
     _, optimizer = optimizer_with_gradients()
     with pytest.raises(OptimizerStateDoesNotFit, match="elsewhere"):
         optimizer.load_state_dict({"elsewhere/exp_avg": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fused", [True, False])
+def test_figures_that_are_not_finite_never_reach_weights_or_state(broken, fused):
+    net = Net()
+    groups = groups_of(net, decay_norms=False)
+    optimizer = optimizer_over(groups, lambda shards: adamw(shards, AdamWConfig(lr=0.1, fused=fused)))
+    for p in net.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    optimizer.reject_unless_finite(torch.tensor(1.0), optimizer.clip_grad_norm(1.0))
+    optimizer.step()
+    weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    state = {name: value.clone() for name, value in optimizer.state_dict().items()}
+    for loss, grad in ((1.0, broken), (broken, 0.5)):
+        for p in net.parameters():
+            p.grad = torch.full_like(p, grad)
+        optimizer.reject_unless_finite(torch.tensor(loss), optimizer.clip_grad_norm(None))
+        optimizer.step()
+        assert all(p.grad is None for p in net.parameters())
+    assert int(optimizer.skipped_steps) == 2
+    for name, p in net.named_parameters():
+        assert torch.equal(p.detach(), weights[name])
+    for name, value in optimizer.state_dict().items():
+        assert torch.equal(value, state[name]), name
