@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint.committed import read_manifest
-    from nxdt_core.checkpoint.load import load_model, load_optimizer, load_state
+    from nxdt_core.checkpoint.load import (
+        load_model,
+        load_model_into,
+        load_optimizer,
+        load_optimizer_like,
+        load_state,
+        saved_ranks,
+    )
     from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
     from nxdt_core.checkpoint.retention import delete_step, prune
     from nxdt_core.checkpoint.save import save_checkpoint
@@ -27,13 +34,16 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load_model",
+    "load_model_into",
     "load_optimizer",
+    "load_optimizer_like",
     "load_state",
     "locate",
     "open_storage",
     "prune",
     "read_manifest",
     "save_checkpoint",
+    "saved_ranks",
     "verify",
 ]
 
@@ -47,13 +57,16 @@ _MODULES = {
     "latest": "status",
     "list_checkpoints": "status",
     "load_model": "load",
+    "load_model_into": "load",
     "load_optimizer": "load",
+    "load_optimizer_like": "load",
     "load_state": "load",
     "locate": "storage",
     "open_storage": "storage",
     "prune": "retention",
     "read_manifest": "committed",
     "save_checkpoint": "save",
+    "saved_ranks": "load",
     "verify": "status",
 }
 

@@ -1,29 +1,47 @@
-"""Loading: every byte that is used was compared with its digest; nothing is ever unpickled."""
+"""Loading: every byte that is used was compared with its digest; nothing is ever unpickled.
+
+Whole tensors onto the host, for one process that wants all of them; or into what a rank holds, in any layout.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from nxdt_core.checkpoint.boxes import Box
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import read_whole
+from nxdt_core.checkpoint.fitting import check_model, check_optimizer
 from nxdt_core.checkpoint.layout import state_name
 from nxdt_core.checkpoint.manifest import Manifest
-from nxdt_core.checkpoint.shards import read_tensors
+from nxdt_core.checkpoint.pieces import Piece, empty_like, piece_of
+from nxdt_core.checkpoint.reading import check_fits, fill
 from nxdt_core.checkpoint.state_tree import decode_tree
-from nxdt_core.errors import CheckpointDamaged
+from nxdt_core.checkpoint.tensor_index import TensorEntry
+from nxdt_core.checkpoint.together import together
+from nxdt_core.errors import CheckpointDamaged, TensorNotInCheckpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["load_model", "load_optimizer", "load_state"]
+__all__ = [
+    "load_model",
+    "load_model_into",
+    "load_optimizer",
+    "load_optimizer_like",
+    "load_state",
+    "read_tensors",
+    "saved_ranks",
+]
 
 
 def load_model(
     storage: CheckpointStorage, manifest: Manifest, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, on the CPU; only ``names`` where given, and then only their bytes are read.
+    """Parameters and buffers by name, whole and on the host; only ``names`` where given, and then only their bytes
+    are read.
 
     Tensors that were tied when saved are one object.
 
@@ -43,12 +61,142 @@ def load_optimizer(
         return read_tensors(storage, manifest, "optim", names)
 
 
-def load_state(storage: CheckpointStorage, manifest: Manifest, *, rank: int = 0) -> dict[str, Any]:
+def load_model_into(
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    ranks: RankAgreement | None = None,
+) -> None:
+    """Fill parameters and buffers in place, each rank what it holds of them; the layout of the save does not matter.
+
+    Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        storage: where the checkpoint lies.
+        manifest: of the checkpoint.
+        tensors: of this rank by global name, DTensors where they are sharded.
+        ranks: of the run; None for a process that is alone.
+
+    Raises:
+        WeightsDoNotFit: names or shapes are others than the checkpoint's, over all ranks; nothing was read.
+        CheckpointDamaged: a file is not what was written; some tensors may be filled.
+    """
+    where = f"{storage.uri}/{manifest.prefix}model"
+    index = manifest.tensors.get("model", {})
+    check_model(index, tensors, ranks)
+    together(ranks, lambda: _fill(storage, manifest, index, tensors, where), where=where)
+
+
+def load_optimizer_like(
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    ranks: RankAgreement | None = None,
+) -> dict[str, torch.Tensor]:
+    """This rank's optimizer state: what has its parameter's shape is laid out as that, the rest whole on the host.
+
+    Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        storage: where the checkpoint lies.
+        manifest: of the checkpoint.
+        parameters: of this rank by global name, DTensors where they are sharded.
+        ranks: of the run; None for a process that is alone.
+
+    Raises:
+        OptimizerStateDoesNotFit: state of parameters that no rank has.
+        CheckpointDamaged: a file is not what was written.
+    """
+    where = f"{storage.uri}/{manifest.prefix}optim"
+    index = manifest.tensors.get("optim", {})
+    check_optimizer(index, parameters, ranks)
+    state: dict[str, torch.Tensor] = {}
+
+    def read() -> None:
+        for key, entry in index.items():
+            owner = key.rpartition("/")[0]
+            if owner in parameters:
+                check_fits(storage, manifest, entry)
+                state[key] = empty_like(parameters[owner], entry.shape, getattr(torch, entry.dtype))
+        _fill(storage, manifest, index, state, where)
+
+    together(ranks, read, where=where)
+    return state
+
+
+def load_state(
+    storage: CheckpointStorage, manifest: Manifest, *, rank: int = 0, ranks: RankAgreement | None = None
+) -> dict[str, Any]:
     """The state tree that ``rank`` saved, equal in types and values.
+
+    Collective where ``ranks`` are given: it succeeds on all of them or fails on all.
 
     Raises:
         CheckpointDamaged: a file is not what was written; the error names it.
     """
+    found: list[dict[str, Any]] = []
+    where = f"{storage.uri}/{manifest.prefix}{state_name(rank)}"
+    together(ranks, lambda: found.append(_state_of(storage, manifest, rank)), where=where)
+    return found[0]
+
+
+def saved_ranks(manifest: Manifest) -> int:
+    """Number of ranks that saved the checkpoint."""
+    count = 0
+    while state_name(count) in manifest.files:
+        count += 1
+    return count
+
+
+def read_tensors(
+    storage: CheckpointStorage, manifest: Manifest, section: str, names: Iterable[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The named tensors of ``section``, whole and on the host, all of them where ``names`` is None.
+
+    Only blocks that hold asked-for elements are read. Tensors that shared memory when saved are one object again.
+
+    Raises:
+        CheckpointDamaged: a file is not what was written.
+        TensorNotInCheckpoint: a name is not in the section.
+    """
+    index = manifest.tensors.get(section, {})
+    chosen = list(index) if names is None else list(names)
+    missing = tuple(name for name in chosen if name not in index)
+    if missing:
+        reason = f"no tensor {', '.join(missing[:8])} in its section {section!r}"
+        raise TensorNotInCheckpoint(where=f"{storage.uri}/{manifest.prefix}", reason=reason)
+    owner_of = {name: index[name].same_as or name for name in chosen}
+    wanted: dict[str, Piece] = {}
+    for owner in owner_of.values():
+        if owner not in wanted:
+            entry = index[owner]
+            check_fits(storage, manifest, entry)
+            whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
+    fill(storage, manifest, wanted, index)
+    return {name: wanted[owner].tensor for name, owner in owner_of.items()}
+
+
+def _fill(
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    index: Mapping[str, TensorEntry],
+    tensors: Mapping[str, torch.Tensor],
+    where: str,
+) -> None:
+    """Fill ``tensors``; those that were the same memory when saved one after the other, for no read takes a byte
+    twice."""
+    rest = {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+    with explained_os_errors(where):
+        while rest:
+            by_owner = {index[name].same_as or name: name for name in reversed(rest)}
+            entries = {name: index[owner] for owner, name in by_owner.items()}
+            fill(storage, manifest, {name: rest.pop(name) for name in entries}, entries)
+
+
+def _state_of(storage: CheckpointStorage, manifest: Manifest, rank: int) -> dict[str, Any]:
     name = state_name(rank)
     where = f"{storage.uri}/{manifest.prefix}{name}"
     with explained_os_errors(where):

@@ -9,7 +9,9 @@ __all__ = [
     "BadStorageUri",
     "CheckpointConflict",
     "CheckpointDamaged",
+    "CheckpointFilesMissing",
     "CheckpointNotFound",
+    "CheckpointRankFailed",
     "CheckpointTooNew",
     "StorageDenied",
     "StorageError",
@@ -133,3 +135,20 @@ class TensorStateUnsupported(UnsavableState):
 
     code = "NXDT-S016"
     remedy = "Save dense tensors of a floating-point, integer or boolean dtype that hold data."
+
+
+class CheckpointRankFailed(StorageError):
+    """Another rank met a bug while all of them saved or loaded; that rank tells its traceback."""
+
+    code = "NXDT-S017"
+    happened = "Rank {rank} failed at {where}: {reason}."
+    remedy = "See the traceback of that rank; checkpoints committed before are intact."
+    rank: int
+
+
+class CheckpointFilesMissing(StorageError):
+    """The ranks do not write to one and the same store."""
+
+    code = "NXDT-S018"
+    happened = "The checkpoint {where} was not committed: {reason}."
+    remedy = "Set checkpoint.uri to a place that all nodes share, such as a network file system or an object store."

@@ -144,6 +144,8 @@ def save_checkpoint(
 ) -> Manifest:
     """Commit weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
 
+    Collective: every rank calls it and writes a share; it succeeds on all or fails on all.
+
     Args:
         storage: where to.
         config: kept in the manifest, so that the checkpoint says what it is.
@@ -166,6 +168,7 @@ def save_checkpoint(
             plugin_fingerprint=config.kernel.fingerprint(),
             mesh=dict(engine.rank_info.mesh),
         ),
+        ranks=engine.ranks,
     )
 
 
@@ -180,6 +183,10 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what is given and return the ``extra`` of the save.
 
+    Collective: every rank calls it and reads what it holds, whatever layout the checkpoint was saved in; it succeeds on
+    all or fails on all. Random-number generators go on where they stopped if the layout is the same; in another one
+    they belong to nobody and are left as they are.
+
     Args:
         storage: where from.
         manifest: of the step to load; see :func:`nxdt_core.checkpoint.latest`.
@@ -188,11 +195,17 @@ def load_checkpoint(
         optimizer: None leaves optimizer state and random-number generators alone: weights only.
         state: its counters are replaced.
     """
-    model.load_state_dict(checkpoint.load_model(storage, manifest))
-    saved = checkpoint.load_state(storage, manifest)
+    ranks, weights = engine.ranks, model.state_dict()
+    checkpoint.load_model_into(storage, manifest, weights, ranks=ranks)
+    model.load_state_dict(weights)
+    same_layout = dict(manifest.facts.mesh) == dict(engine.rank_info.mesh)
+    same_layout &= checkpoint.saved_ranks(manifest) == ranks.world_size
+    saved = checkpoint.load_state(storage, manifest, rank=ranks.rank if same_layout else 0, ranks=ranks)
     if optimizer is not None:
-        optimizer.load_state_dict(checkpoint.load_optimizer(storage, manifest))
-        restore_rng(saved["rng"], engine.device)
+        parameters = dict(model.named_parameters())
+        optimizer.load_state_dict(checkpoint.load_optimizer_like(storage, manifest, parameters, ranks=ranks))
+        if same_layout:
+            restore_rng(saved["rng"], engine.device)
     if state is not None:
         state.update(saved["train"])
     extra: dict[str, Any] = saved["extra"]

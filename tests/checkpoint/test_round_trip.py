@@ -12,13 +12,16 @@ from safetensors.torch import load_file
 
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, load_model, load_optimizer, load_state, read_manifest, verify
+from nxdt_core.checkpoint.boxes import Box
 from nxdt_core.checkpoint.commit import commit
 from nxdt_core.checkpoint.digests import BLOCK_BYTES
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import attempt_prefix
+from nxdt_core.checkpoint.load import read_tensors
 from nxdt_core.checkpoint.manifest import Manifest
-from nxdt_core.checkpoint.shards import read_tensors, write_tensors
-from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
+from nxdt_core.checkpoint.pieces import Piece
+from nxdt_core.checkpoint.shards import write_pieces
+from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.errors import TensorNotInCheckpoint
 from nxdt_core.testing.storage_memory import MemoryStorage
 
@@ -117,7 +120,11 @@ def test_tensors_are_aligned_to_their_elements(save: Any) -> None:
 def test_tensors_larger_than_a_block_and_many_shards(store: LocalStorage) -> None:
     model = {f"w{i}": torch.randn(BLOCK_BYTES // 8 + i) for i in range(7)}
     writer = AttemptWriter(store, attempt_prefix(1, "x"))
-    index = write_tensors(writer, "model", model, shard_bytes=BLOCK_BYTES + 100)
+    pieces = {
+        name: Piece(tensor, tuple(tensor.shape), Box.whole(tuple(tensor.shape))) for name, tensor in model.items()
+    }
+    parts = write_pieces(writer, "model", pieces, rank=0, shard_bytes=BLOCK_BYTES + 100)
+    index = {name: TensorEntry(dtype="float32", shape=part.shape, parts=(part,)) for name, part in parts.items()}
     manifest = _commit(store, writer, index)
     assert len(manifest.files) == 4
     loaded = load_model(store, manifest)
@@ -150,16 +157,14 @@ def test_only_the_blocks_of_asked_for_tensors_are_read(save: Any) -> None:
 
 
 def test_a_tensor_in_parts_of_several_ranks_is_put_together() -> None:
-    """The layout that sharded saves will write loads now."""
     storage = MemoryStorage()
     whole = torch.randn(6, 5)
-    boxes = {0: ((0, 0), (4, 3)), 1: ((0, 3), (4, 2)), 2: ((4, 0), (2, 5))}
     writer = AttemptWriter(storage, attempt_prefix(1, "x"))
+    boxes = (Box((0, 0), (4, 3)), Box((0, 3), (4, 2)), Box((4, 0), (2, 5)))
     parts = []
-    for rank, ((row, column), (rows, columns)) in boxes.items():
-        piece = whole[row : row + rows, column : column + columns]
-        [part] = write_tensors(writer, "model", {"w": piece}, rank=rank)["w"].parts
-        parts.append(TensorPart(file=part.file, start=part.start, offsets=(row, column), shape=(rows, columns)))
+    for rank, box in enumerate(boxes):
+        piece = Piece(whole[box.within(Box.whole((6, 5)))], (6, 5), box)
+        parts.append(write_pieces(writer, "model", {"w": piece}, rank=rank)["w"])
     entry = TensorEntry(dtype="float32", shape=(6, 5), parts=tuple(parts))
     manifest = _commit(storage, writer, {"w": entry})
     assert manifest.tensors["model"]["w"] == entry

@@ -1,0 +1,45 @@
+"""Boxes: the parts of a tensor that ranks hold, by their place in the whole. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Box"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """``shape`` elements a dimension, the first of them at ``offsets`` of the whole tensor."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor of ``shape``."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersection(self, other: Box) -> Box | None:
+        """What lies in both, or None where nothing does."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = (
+            min(start + size, other_start + other_size)
+            for start, size, other_start, other_size in zip(
+                self.offsets, self.shape, other.offsets, other.shape, strict=True
+            )
+        )
+        shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where it lies in a tensor that holds ``outer``, of which it is a part."""
+        return tuple(
+            slice(start - outer_start, start - outer_start + size)
+            for start, size, outer_start in zip(self.offsets, self.shape, outer.offsets, strict=True)
+        )

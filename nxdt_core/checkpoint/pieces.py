@@ -1,0 +1,96 @@
+"""What this rank holds of a tensor: plain tensors whole, distributed ones by their box."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from nxdt_core.checkpoint.assignment import Held
+from nxdt_core.checkpoint.boxes import Box
+from nxdt_core.checkpoint.tensor_index import ITEM_BYTES
+from nxdt_core.errors import TensorStateUnsupported
+
+__all__ = ["Piece", "empty_like", "list_pieces", "piece_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements of one tensor that lie on this rank."""
+
+    tensor: torch.Tensor
+    """Plain; shares its memory with the tensor that it is a piece of."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+
+
+def piece_of(name: str, tensor: torch.Tensor) -> Piece:
+    """This rank's piece of ``tensor``, called ``name`` in messages.
+
+    Raises:
+        TensorStateUnsupported: it has no plain bytes (sparse, quantised, complex, on the meta device, a subclass of
+            Tensor), or is distributed as sums that are still to be made.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        _check_plain(name, tensor)
+        return Piece(tensor, shape, Box.whole(shape))
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TensorStateUnsupported(where=name, reason="it is distributed as partial sums")
+    local = _local(tensor)
+    _check_plain(name, local)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    if sizes != tuple(local.shape):  # seen with strided shards of what two dimensions both cut unevenly (torch 2.13)
+        reason = f"torch places {sizes} of it here, and {tuple(local.shape)} are here ({tensor.placements})"
+        raise TensorStateUnsupported(where=name, reason=reason)
+    # An empty shard has no place; torch puts it at the end, on the border of the tensor.
+    return Piece(local, shape, Box(tuple(offsets), sizes))
+
+
+def list_pieces(section: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Piece], dict[str, Held]]:
+    """The pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner."""
+    pieces = {name: piece_of(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
+    seen: dict[object, str] = {}
+    held: dict[str, Held] = {}
+    for name, piece in pieces.items():
+        local = piece.tensor
+        memory = (local.device, local.data_ptr(), local.dtype, local.stride(), local.is_neg(), piece.shape, piece.box)
+        owner = seen.setdefault(memory, name) if local.numel() else name
+        held[name] = Held(
+            dtype=dtype_name(local), shape=piece.shape, box=piece.box, same_as=None if owner == name else owner
+        )
+    return pieces, held
+
+
+def empty_like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of ``shape`` without values: laid out as ``tensor`` where that has the same shape, else whole."""
+    if not isinstance(tensor, DTensor) or tuple(tensor.shape) != shape:
+        return torch.empty(shape, dtype=dtype, device=tensor.device)
+    local = torch.empty_like(_local(tensor), dtype=dtype, memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """``float32`` and the like."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def _local(tensor: DTensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local()
+    return local.detach()
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise TensorStateUnsupported(where=name, reason=f"it is a {type(tensor).__qualname__}")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise TensorStateUnsupported(where=name, reason=f"it is {tensor.layout} on the device {tensor.device.type}")
+    if dtype_name(tensor) not in ITEM_BYTES:
+        raise TensorStateUnsupported(where=name, reason=f"its dtype is {tensor.dtype}")
