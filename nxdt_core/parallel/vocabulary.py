@@ -58,7 +58,7 @@ class _CrossEntropySum(torch.autograd.Function):
             parts[1, part] = values.gather(1, columns[part, None]).squeeze(1)
         parts[1].masked_fill_(elsewhere, 0)
         of_ranks = parts.new_empty((group.size() * 2, len(rows)))
-        dist.all_gather_into_tensor(of_ranks, parts, group=group)
+        dist.all_gather_single(of_ranks, parts, group=group)
         log_sums = torch.logsumexp(of_ranks[0::2], dim=0)
         ctx.save_for_backward(rows, columns, elsewhere, weights, log_sums)
         return (log_sums - of_ranks[1::2].sum(dim=0)).mul_(weights).sum()
