@@ -1,7 +1,7 @@
 # Two commands do all, each with its own set-up, on a machine that has Python 3.11 and pip:
 #   make demo    train a small Llama on real text, stop, resume, generate, plot
 #   make test    all tests
-# Others: install, lint, docs, wheels, bench, clean.
+# Others: install, test-parallel (every layout, where `make test` takes a sample), lint, docs, wheels, bench, clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 DISTS := . plugins/datasets/text plugins/models/llama
 PYTEST_ARGS ?=
 
-.PHONY: install demo test lint docs wheels bench clean
+.PHONY: install demo test test-parallel lint docs wheels bench clean
 
 install: $(STAMP)
 
@@ -26,6 +26,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-parallel: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parallel --matrix=full $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
