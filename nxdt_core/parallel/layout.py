@@ -108,6 +108,8 @@ def lay_out(
             apply_tensor_parallel(
                 module, plan, mesh, sequence_parallel=options.sequence_parallel, pad_heads=options.pad_heads
             )
+        apply_expert_parallel(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+        if mesh.sizes.tp > 1:  # asked once experts are cut: what tensor parallelism shards is no partial sum
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
             replica_partial |= replicated_partials(module)
         _apply_rest(module, plan, mesh, options, precision)
@@ -134,7 +136,6 @@ def _cut(
 def _apply_rest(
     module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions, precision: PrecisionPolicy
 ) -> None:
-    apply_expert_parallel(module, plan, mesh, sequence_parallel=options.sequence_parallel)
     if mesh.sizes.cp > 1:
         apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)

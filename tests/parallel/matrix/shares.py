@@ -40,14 +40,15 @@ class Shares:
     layers: int
 
     def of(self, rank: int) -> dict[str, Share]:
-        """The parameters of ``rank`` and its part of each. A tied parameter whose two places lie on two stages is
-        there twice, under its two names."""
+        """The parameters of ``rank`` and its part of each.
+
+        A tied pair on two stages is two tensors: where the owner is not, the user's goes by the owner's name.
+        """
         stages = self._stages(rank)
-        names = [name for name in self.shapes if self._stage(name) in stages]
-        shares = {name: self._share(name, self.shapes[name]) for name in names}
+        shares = {name: self._share(name, shape) for name, shape in self.shapes.items() if self._stage(name) in stages}
         for owner, user in self.plan.tied:
             if self._stage(user) in stages and self._stage(owner) != self._stage(user):
-                shares[user] = self._share(owner, self.shapes[owner])
+                shares[user if owner in shares else owner] = self._share(owner, self.shapes[owner])
         return shares
 
     def width(self, module: str) -> int | None:
