@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -109,7 +110,7 @@ class PipelineRunner:
         self._loss = loss
         losses: list[torch.Tensor] = []
         try:
-            with self._stream.of(batches, forward_kwargs):
+            with self._stream.of(batches, forward_kwargs), _without_stock_log():
                 stock = self._stock_schedule(len(batches))
                 stock.step(target=torch.arange(len(batches)), losses=losses, return_outputs=False)
         except RuntimeError as error:
@@ -173,4 +174,19 @@ class PipelineRunner:
         with self._settings.forward_context():
             result = self._loss(logits, self._stream[index])
         self._stream.drop(index)
-        return result
+        return result.clone()  # never a view: the stage cuts it from its graph after backward
+
+
+@contextmanager
+def _without_stock_log() -> Iterator[None]:
+    """Where an operation fails, stock logs all operations of all ranks, on every rank, before it raises."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(keeps)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keeps)

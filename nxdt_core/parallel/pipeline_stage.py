@@ -125,6 +125,8 @@ class StreamedStage(PipelineStage):
         if not full_backward:
             self._unshard()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and full_backward:
+            loss.detach_()  # stock keeps losses to the end of the step, and with one its graph and hidden states
         _release(self.args_recv_info[bwd_chunk_id])
         _release(self.grad_recv_info[bwd_chunk_id])
 
@@ -135,13 +137,10 @@ class StreamedStage(PipelineStage):
         """
         self._unshard()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if not isinstance(self.submod, FSDPModule):
-            return
         if self._reduces_each:
-            self.submod.set_requires_all_reduce(last_backward)
-            super().perform_reduce_grad(1)
-        else:
-            _run_post_backward(self.submod)  # moves gradients of low precision to their accumulators
+            self._reduce_from_now(last_backward)
+        if isinstance(self.submod, FSDPModule):
+            _run_post_backward(self.submod)  # reduces, or moves gradients of low precision to their accumulators
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -149,11 +148,7 @@ class StreamedStage(PipelineStage):
         """As stock, except for whole backward passes under ZeRO-2 and -3, where FSDP2 reduces within the pass."""
         if not self._reduces_each or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        module = cast(FSDPModule, self.submod)
-        module.set_is_last_backward(True)
-        module.set_reshard_after_backward(self._settings.zero_stage == 3)
-        module.set_requires_gradient_sync(True)
-        module.set_requires_all_reduce(last_backward)
+        self._reduce_from_now(last_backward)
         torch.autograd.backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
         return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
 
@@ -165,6 +160,14 @@ class StreamedStage(PipelineStage):
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _reduce_from_now(self, last_backward: bool) -> None:
+        """Let FSDP2 reduce-scatter after backward; replicas (HSDP) sum up once a step."""
+        module = cast(FSDPModule, self.submod)
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(self._settings.zero_stage == 3)
+        module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(last_backward)
 
     def _unshard(self) -> None:
         """Gather the parameters, before a split backward looks for them in the module: it would not find those that
@@ -187,9 +190,10 @@ def _take_grad(value: Any) -> torch.Tensor | None:
 
 
 def _run_post_backward(module: FSDPModule) -> None:
-    """Run what FSDP2 runs after backward, with the settings of the moment. It has no public call for it; stock
+    """Run what FSDP2 runs after backward, with the settings of the moment. It has no public call for that; stock
     ``perform_reduce_grad`` goes the same way."""
-    state = module._get_fsdp_state()
-    for part in state._state_ctx.all_states:
-        for group in part._fsdp_param_groups:
+    root = module._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
             group.post_backward()
+    root._root_post_backward_final_callback()

@@ -105,8 +105,8 @@ def arguments(batch):
     return {"position_ids": batch.position_ids, "document_ids": batch.document_ids}
 
 
-def hidden_like(batch):
-    return (*batch.input_ids.shape, HIDDEN), torch.float64
+def hidden_like(batch, case):
+    return (*batch.input_ids.shape, HIDDEN), getattr(torch, case.precision.parameters)
 
 
 class SquaredMlp(nn.Module):
@@ -234,7 +234,7 @@ def pipeline(case):
         mesh,
         schedule=case.schedule,
         micro_batches=case.micro_batches,
-        hidden_like=hidden_like,
+        hidden_like=lambda batch: hidden_like(batch, case),
         device=torch.device("cpu"),
     )
     return Pipeline(

@@ -1,0 +1,295 @@
+"""What a pipeline holds and sends, steps of changing shape, forward alone, and errors that keep their name."""
+
+import gc
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxdt_core.errors import MicroBatchesDoNotFit, SequenceTooLongForModel
+from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.parallel.pipeline_stage import StreamedStage
+from nxdt_core.parallel.schedules import Operation, schedule_operations
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.testing.ranks import RanksFailed, process_group
+from tests.parallel.pipeline.cases import (
+    Case,
+    arguments,
+    build,
+    close,
+    materialise,
+    micro_batch,
+    pipeline,
+    whole,
+)
+
+SCHEDULES = ("1f1b", "interleaved", "zbv")
+MIXED = PrecisionPolicy(name="mixed", parameters="bfloat16", master_weights=True)
+
+
+class Alive:
+    """Counts tensors that are alive at a time."""
+
+    def __init__(self):
+        self.now = self.most = self.total = 0
+
+    def watch(self, tensor):
+        self.now += 1
+        self.total += 1
+        self.most = max(self.most, self.now)
+        weakref.finalize(tensor, self._gone)
+
+    def _gone(self):
+        self.now -= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched(Batch):
+    """A micro-batch whose copies on the device are counted."""
+
+    alive: Alive
+
+    def to(self, device, non_blocking=True):
+        fields = ("input_ids", "labels", "position_ids", "document_ids")
+        moved = {name: getattr(self, name).clone() for name in fields}
+        self.alive.watch(moved["labels"])
+        return Batch(**moved)
+
+
+def peaks(case):
+    """Most micro-batches on the device, most received hidden states, and what is left of both after the step."""
+    with process_group():
+        run = pipeline(case)
+        ids, hidden = Alive(), Alive()
+        run.batches = [
+            Watched(
+                input_ids=b.input_ids,
+                labels=b.labels,
+                position_ids=b.position_ids,
+                document_ids=b.document_ids,
+                alive=ids,
+            )
+            for b in run.batches
+        ]
+        for number, stage in run.stages.items():
+            if number > 0:
+                stage.register_forward_pre_hook(lambda module, args: hidden.watch(args[0]))
+        run.step()
+        gc.collect()
+        return (ids.most, ids.total, ids.now), (hidden.most, hidden.total, hidden.now)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_and_hidden_states_are_held_while_they_are_in_flight_only(ranks, schedule):
+    count = 16
+    case = Case(schedule=schedule, micro_batches=count)
+    in_flight = {"1f1b": 2, "interleaved": 5, "zbv": 4}[schedule]
+    for ids, hidden in ranks(2).run(peaks, case):
+        assert ids[1:] == (count, 0)
+        assert 1 <= ids[0] <= in_flight
+        assert hidden[1] in (0, count, 2 * count)
+        assert hidden[0] <= in_flight
+        assert hidden[2] == 0
+
+
+def executed(case):
+    """The operations of one step in the order in which they ran here."""
+    log = []
+
+    def logged(name, kind):
+        stock = getattr(StreamedStage, name)
+
+        def method(stage, index, *args, **kwargs):
+            log.append(Operation(kind(kwargs), stage.stage_index, index))
+            return stock(stage, index, *args, **kwargs)
+
+        setattr(StreamedStage, name, method)
+
+    logged("forward_one_chunk", lambda kwargs: "forward")
+    logged("backward_one_chunk", lambda k: "backward" if k.get("full_backward", True) else "backward_input")
+    logged("backward_weight_one_chunk", lambda kwargs: "backward_weight")
+    with process_group():
+        pipeline(case).step()
+    return log
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_run_the_operations_that_bubbles_are_counted_from(ranks, schedule):
+    case = Case(schedule=schedule, micro_batches=6)
+    assert ranks(2).run(executed, case) == schedule_operations(schedule, case.pp, case.vpp, case.micro_batches)
+
+
+def gradients_of(case, counts_and_lengths):
+    """Gradients by parameter after a step of micro-batches of the given lengths, for each of several steps."""
+    with process_group():
+        run = pipeline(case)
+        found = []
+        for lengths in counts_and_lengths:
+            run.batches = [micro_batch(index, length=length) for index, length in enumerate(lengths)]
+            run.weight = sum(batch.weight() for batch in run.batches)
+            run.step()
+            found.append(
+                {name: p.grad.clone() for stage in run.stages.values() for name, p in stage.named_parameters()}
+            )
+        return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_steps_may_differ_in_number_and_length_of_micro_batches(ranks, schedule):
+    case = Case(schedule=schedule)
+    steps = [(12, 12, 12, 12), (9, 16, 11, 12, 12, 7), (16, 16, 16, 16)]
+    results = ranks(2).run(gradients_of, case, steps)
+    for step, lengths in enumerate(steps):
+        module = build(case)
+        materialise(module, case)
+        batches = [micro_batch(index, length=length) for index, length in enumerate(lengths)]
+        weight = sum(batch.weight() for batch in batches)
+        for batch in batches:
+            logits = module(batch.input_ids, **arguments(batch))
+            (cross_entropy_sum(logits, batch.labels)[0] / weight).backward()
+        for found in results:
+            for name, gradient in found[step].items():
+                close(gradient, module.get_parameter(name).grad)
+
+
+def forward_everywhere(case, shapes):
+    """All logits, on every rank."""
+    with process_group():
+        run = pipeline(case)
+        batches = [micro_batch(index, rows, length) for index, (rows, length) in enumerate(shapes)]
+        logits = run.runner.forward(batches, arguments, lambda logits, batch: (logits, batch.labels.shape))
+        assert bool(logits) == run.runner.holds_last
+        assert all(shape == batch.labels.shape for (_, shape), batch in zip(logits, batches, strict=False))
+        rows = [value for value, _ in logits] or [None] * len(batches)
+        return [run.runner.broadcast_from_last(value) for value in rows]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shapes", [[(1, 7)], [(2, 12), (1, 5), (3, 9), (1, 1), (2, 16)]], ids=len)
+def test_forward_takes_any_number_and_shape_of_micro_batches(ranks, schedule, shapes):
+    case = Case(schedule=schedule)
+    module = build(case)
+    materialise(module, case)
+    results = ranks(2).run(forward_everywhere, case, shapes)
+    for index, (rows, length) in enumerate(shapes):
+        batch = micro_batch(index, rows, length)
+        with torch.no_grad():
+            expected = module(batch.input_ids, **arguments(batch))
+        for found in results:
+            close(found[index], expected)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.counts[function._opname] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def collectives(cases):
+    """For each case: groups of parameters that FSDP2 has here, reduce-scatters and all-gathers of the second step."""
+    with process_group():
+        found = []
+        for case in cases:
+            run = pipeline(case)
+            run.step()
+            with Collectives() as mode:
+                run.step()
+            groups = [
+                part
+                for stage in run.stages.values()
+                for name, part in stage.named_modules()
+                if isinstance(part, FSDPModule) and (name or {"embed_tokens", "lm_head"} & _with_weights(stage))
+            ]
+            found.append((len(groups), mode.counts["_reduce_scatter_base_"], mode.counts["_allgather_base_"]))
+        return found
+
+
+def _with_weights(stage):
+    return {name for name, part in stage.named_children() if any(True for _ in part.parameters())}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_zero_stages_reduce_and_gather_as_often_as_they_promise(ranks, schedule):
+    cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage) for stage in (1, 2, 3)]
+    count = cases[0].micro_batches
+    for stage_1, stage_2, stage_3 in ranks(4).run(collectives, cases):
+        groups = stage_1[0]
+        assert stage_1 == (groups, groups, groups)
+        assert stage_2 == (groups, groups * count, groups)
+        assert stage_3 == (groups, groups * count, groups * count * 2)
+
+
+def mixed_gradients(case):
+    with process_group():
+        run = pipeline(case)
+        run.step()
+        return {name: whole(p.grad) for stage in run.stages.values() for name, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_gradients_of_bfloat16_weights_add_up_in_float32(ranks, schedule):
+    """In the pipeline as in one process whose gradients of each micro-batch are added in float32. (Sums of two of them
+    in bfloat16 would be off by up to 0.4 %.)"""
+    case = Case(schedule=schedule, dp_shard=2, precision=MIXED)
+    expected = {}
+    module = build(case)
+    materialise(module, case)
+    module.to(torch.bfloat16)
+    batches = [micro_batch(index) for index in range(2 * case.micro_batches)]
+    for batch in batches:
+        module.zero_grad()
+        logits = module(batch.input_ids, **arguments(batch))
+        (cross_entropy_sum(logits, batch.labels)[0] / sum(b.weight() for b in batches)).backward()
+        for name, parameter in module.named_parameters():
+            expected[name] = expected.get(name, 0) + parameter.grad.float()
+    for found in ranks(4).run(mixed_gradients, case):
+        for name, gradient in found.items():
+            assert gradient.dtype == torch.float32
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def too_long(module, args):
+    raise SequenceTooLongForModel(sequence=12, longest=4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_error_within_a_stage_keeps_its_name_and_words(ranks, schedule):
+    with pytest.raises(RanksFailed, match=r"\[NXDT-M052\] Sequences have 12 tokens") as failed:
+        ranks(2).run(step_with_an_error, Case(schedule=schedule))
+    assert "Step 0" not in str(failed.value)  # stock logs its whole schedule
+
+
+def step_with_an_error(case):
+    with process_group():
+        run = pipeline(case)
+        if 0 in run.stages:
+            run.stages[0].register_forward_pre_hook(too_long)
+        run.step()
+
+
+def count_wrongly(case):
+    with process_group():
+        run = pipeline(case)
+        run.batches = run.batches[:3]
+        with pytest.raises(MicroBatchesDoNotFit) as refused:
+            run.step()
+        run.batches = [micro_batch(index) for index in range(4)]
+        run.step()
+        return str(refused.value)
+
+
+def test_a_step_with_too_few_micro_batches_is_refused_and_the_next_runs(ranks):
+    for said in ranks(2).run(count_wrongly, Case(schedule="interleaved")):
+        assert "needs a multiple of 2 micro-batches a step, and there are 3" in said
