@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 import pytest
+import torch
 from nxdt_plugin_llama.builder import LlamaBuilder
 
 from nxdt_core.config import load
@@ -21,7 +22,8 @@ def test_a_recipe_loads_without_arguments_and_its_model_is_built(file):
     config = load(f"recipe:{file.removesuffix('.yaml')}")
     builder = LlamaBuilder(config.selected("model").config)
     assert config.run.data.seq_length <= builder.max_sequence_length
-    assert builder.build().lm_head.weight.shape[0] == builder.vocab_size
+    with torch.device("meta"):  # the largest has 70e9 weights
+        assert builder.build().lm_head.weight.shape[0] == builder.vocab_size
     assert config.run.model.optim.sched.max_steps == config.run.trainer.max_steps
     assert file.removesuffix(".yaml") == config.run.name
 
