@@ -7,6 +7,8 @@ from functools import cache
 import pytest
 
 from nxdt_core.testing.ranks import RankPool
+from tests.parallel.matrix.layouts import Layout, Numbers
+from tests.parallel.matrix.training import STEPS, Report, train
 
 
 def pytest_addoption(parser):
@@ -27,3 +29,15 @@ def pytest_terminal_summary(terminalreporter):
 def ranks() -> Callable[[int], RankPool]:
     """``ranks(n).run(function, *arguments)`` calls a function on ``n`` real processes."""
     return cache(RankPool)
+
+
+@pytest.fixture(scope="session")
+def one_process(ranks: Callable[[int], RankPool]) -> Callable[..., Report]:
+    """``one_process(layout, numbers)`` is what one process reports that trains the same model on the same data."""
+
+    @cache
+    def run(layout: Layout, numbers: Numbers, steps: int) -> Report:
+        (report,) = ranks(1).run(train, layout, numbers, steps, timeout_s=180)
+        return report
+
+    return lambda layout, numbers, steps=STEPS: run(layout.one_process, numbers, steps)

@@ -7,8 +7,8 @@ import torch
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 
 VOCAB, SEQ, ROWS, MICRO_BATCHES = 64, 24, 3, 8
-"""24 divides as 2 x CP x TP needs, and nothing else has 24 entries: no dimension of the model, nor the tokens of a rank's
-part of a micro-batch (72, 36 or 18). So whole sequences are known by their shape."""
+"""24 divides as 2 x CP x TP needs, and nothing else has 24 entries: no dimension of the model, nor the tokens of a
+rank's part of a micro-batch (72, 36 or 18). So whole sequences are known by their shape."""
 
 _SEED = 20
 
