@@ -1,0 +1,86 @@
+"""A run that stops in one layout goes on in another as if it had never stopped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint import read_manifest
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import assemble, primitives
+from nxdt_core.training.state import TrainState
+from tests.parallel.matrix.batches import global_batch, share
+from tests.parallel.matrix.layouts import Layout
+from tests.parallel.matrix.training import configuration, whole
+
+STEPS = 3
+"""Before and after the stop."""
+
+CHANGES = {
+    "sharded weights to one process": (Layout(dp=2, tp=2, zero=3), Layout()),
+    "one process to tensor and sequence parallel": (Layout(), Layout(tp=2, sp=True)),
+    "a pipeline with tied layers to data parallel": (
+        Layout(pp=2, zbv=True, tied=True),
+        Layout(dp=2, zero=3, tied=True),
+    ),
+    "copied key heads to a pipeline": (Layout(tp=4), Layout(pp=2, vpp=2)),
+    "experts over ranks to experts over columns": (Layout(dp=2, ep=2, moe=True), Layout(tp=2, moe=True)),
+    "the same layout": (Layout(dp=2), Layout(dp=2)),
+}
+
+
+def run(layout: Layout, uri: str | None, *, resumes: bool, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train, from the checkpoint at ``uri`` if ``resumes``, otherwise to one there; losses and whole weights."""
+    config = configuration(layout, "float64")
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine, materialise=not resumes)
+    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    state = TrainState()
+    if resumes:
+        assert uri is not None
+        storage = LocalStorage(uri)
+        manifest = read_manifest(storage, STEPS)
+        extra = primitives.load_checkpoint(
+            storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state
+        )
+        assert extra == {"note": "kept"}
+        assert state.step == STEPS
+    place = engine.rank_info
+    batches = share(global_batch(packed=False), place.dp_rank, place.dp_size)
+    objective, schedule, losses = assemble.objective(config), assemble.schedule(config), []
+    for _ in range(steps):
+        result = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
+        losses.append(float(result.loss.loss))
+    if uri is not None and not resumes:
+        primitives.save_checkpoint(
+            LocalStorage(uri),
+            config=config,
+            engine=engine,
+            model=model,
+            optimizer=optimizer,
+            state=state,
+            extra={"note": "kept"},
+        )
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    engine.shutdown()
+    return losses, weights
+
+
+def in_layout(layout, uri, resumes, steps):
+    return run(layout, uri, resumes=resumes, steps=steps)
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES.values(), ids=CHANGES)
+def test_a_run_goes_on_in_another_layout(tmp_path, before, after):
+    uri = str(tmp_path / "store")
+    first = RankPool(before.world).run(in_layout, before, uri, False, STEPS, timeout_s=120)
+    second = RankPool(after.world).run(in_layout, after, uri, True, STEPS, timeout_s=120)
+    ((losses, weights),) = RankPool(1).run(in_layout, before.one_process, None, False, 2 * STEPS, timeout_s=120)
+    for rank in second:
+        assert first[0][0] + rank[0] == pytest.approx(losses, abs=1e-9)
+    resumed = {name: weight for _, held in second for name, weight in held.items()}
+    assert resumed.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=0, atol=1e-9, msg=name)
