@@ -44,7 +44,12 @@ from nxdt_core.errors.configuration import (
     WrongValue,
     YamlSyntax,
 )
-from nxdt_core.errors.context import AttentionCoreMissing, AttentionCoreUnknown, ContextSequenceDoesNotDivide
+from nxdt_core.errors.context import (
+    AttentionCoreMissing,
+    AttentionCoreUnknown,
+    ContextSequenceDoesNotDivide,
+    RingNeedsPointToPoint,
+)
 from nxdt_core.errors.data import (
     BadBatchSize,
     BadJsonLine,
@@ -214,14 +219,15 @@ __all__ = [
     "RankDied",
     "RanksDisagree",
     "RanksMissing",
+    "RingNeedsPointToPoint",
     "RunAlreadyHasCheckpoints",
     "ScheduleHasNoEnd",
     "SequenceDoesNotDivide",
     "SequenceTooLongForModel",
     "ShardDoesNotDivide",
     "ShareOfUnknownLength",
-    "StepNotFinite",
     "SpecialTokenMissing",
+    "StepNotFinite",
     "StorageDenied",
     "StorageError",
     "StorageFull",

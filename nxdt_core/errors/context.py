@@ -6,7 +6,12 @@ from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
 
-__all__ = ["AttentionCoreMissing", "AttentionCoreUnknown", "ContextSequenceDoesNotDivide"]
+__all__ = [
+    "AttentionCoreMissing",
+    "AttentionCoreUnknown",
+    "ContextSequenceDoesNotDivide",
+    "RingNeedsPointToPoint",
+]
 
 
 class ContextSequenceDoesNotDivide(NxdtError):
@@ -60,3 +65,15 @@ class AttentionCoreUnknown(NxdtError):
     path: str
     core: str
     reason: str
+
+
+class RingNeedsPointToPoint(NxdtError):
+    """Ring attention on devices that cannot send to each other."""
+
+    code = "NXDT-P063"
+    happened = (
+        "distributed_strategy.context_parallel_method is ring, and devices of type '{device_type}' cannot send to each "
+        "other without the rest of their group."
+    )
+    remedy = "Write distributed_strategy.context_parallel_method: gather, or leave the key out."
+    device_type: str

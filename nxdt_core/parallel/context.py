@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.errors import AttentionCoreMissing, AttentionCoreUnknown, ContextSequenceDoesNotDivide
+from nxdt_core.devices import profile_of
+from nxdt_core.errors import (
+    AttentionCoreMissing,
+    AttentionCoreUnknown,
+    ContextSequenceDoesNotDivide,
+    RingNeedsPointToPoint,
+)
 from nxdt_core.nn.attention import AttentionSemantics
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.parallel.attention.kernel import dense_heads
@@ -86,6 +92,7 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     Raises:
         AttentionCoreMissing: the plan names no cores, or ones that the model does not have.
         AttentionCoreUnknown: a core that does not say that it is causal and nothing else.
+        RingNeedsPointToPoint: the devices of ``mesh`` have collectives only.
     """
     group = mesh.group("cp")
     if group is None:
@@ -93,6 +100,9 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     cores = [(path, core) for path, core in module.named_modules() if matches_any(plan.attention_cores, path)]
     if not plan.attention_cores or (not cores and _has_layers(module, plan)):
         raise AttentionCoreMissing(patterns=plan.attention_cores, ranks=group.size())
+    device = torch.device(mesh.mesh("cp").device_type)
+    if method == "ring" and not profile_of(device).point_to_point:
+        raise RingNeedsPointToPoint(device_type=device.type)
     documents = DocumentsOfBatches(group)
     for path, core in cores:
         semantics = _semantics(path, core)

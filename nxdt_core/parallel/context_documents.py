@@ -64,7 +64,8 @@ class DocumentsOfBatches:
 
 def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ...]:
     if ids.is_meta:  # an estimate, which knows no ids and must assume the most
-        return (("mixed",) * chunks,) * chunks
+        assumed: Relation = "mixed"
+        return ((assumed,) * chunks,) * chunks
     _, dense = torch.unique(ids, return_inverse=True)  # numbers 0 …, whatever the ids are
     by_chunk = torch.stack(dense.tensor_split(chunks, 1))  # [chunks, batch, tokens]
     present = torch.zeros(*by_chunk.shape[:2], int(dense.max()) + 1, device=ids.device)

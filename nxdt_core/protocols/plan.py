@@ -72,7 +72,8 @@ class ParallelPlan:
     heads: AttentionHeads | None = None
     pipeline: PipelinePlan | None = None
     attention_cores: tuple[str, ...] = ()
-    """Modules with the call ``(query, key, value, document_ids)`` that context parallelism replaces."""
+    """Modules with the call ``(query, key, value, document_ids)`` that context parallelism replaces; their
+    ``semantics()`` says what they compute (:class:`nxdt_core.nn.attention.AttentionSemantics`)."""
     experts: tuple[str, ...] = ()
     """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks; they read them
     through their attribute ``local`` (:class:`nxdt_core.nn.experts.SwiGLUExperts`)."""

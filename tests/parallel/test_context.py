@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import unittest.mock
 
 import pytest
 import torch
@@ -11,7 +13,13 @@ from nxdt_plugin_llama.builder import LlamaBuilder
 from nxdt_plugin_llama.config import LlamaConfig
 from torch import nn
 
-from nxdt_core.errors import AttentionCoreMissing, AttentionCoreUnknown, ContextSequenceDoesNotDivide
+from nxdt_core.devices import HOST, profile_of
+from nxdt_core.errors import (
+    AttentionCoreMissing,
+    AttentionCoreUnknown,
+    ContextSequenceDoesNotDivide,
+    RingNeedsPointToPoint,
+)
 from nxdt_core.nn.attention import AttentionSemantics, CausalAttention
 from nxdt_core.nn.init import initialize
 from nxdt_core.nn.loss import cross_entropy_sum
@@ -138,6 +146,13 @@ def refusals() -> dict[str, str]:
             with pytest.raises(AttentionCoreMissing) as missing:
                 apply_context_parallel(LlamaBuilder(CONFIG).build(), plan, mesh, method="ring")
             found[name] = missing.value.what()
+        only_collectives = dataclasses.replace(profile_of(HOST), point_to_point=False)
+        with (
+            unittest.mock.patch.dict("nxdt_core.devices.PROFILES", {HOST.type: only_collectives}),
+            pytest.raises(RingNeedsPointToPoint) as refused,
+        ):
+            apply_context_parallel(LlamaBuilder(CONFIG).build(), LlamaBuilder(CONFIG).plan(), mesh, method="ring")
+        found["hops"] = refused.value.what()
         stage = nn.ModuleDict({"layers": nn.ModuleDict(), "head": nn.Linear(2, 2)})
         plan = ParallelPlan(attention_cores=("layers.*.core",), pipeline=PipelinePlan(layers="layers", hidden_size=2))
         apply_context_parallel(stage, plan, mesh, method="ring")  # a pipeline stage without layers has none
@@ -153,6 +168,7 @@ def test_cores_that_cannot_be_sharded_are_refused_in_words(ranks):
     assert "plan names no attention" in found["none"]
     assert "'layers.*.kernel'" in found["absent"]
     assert "context_parallel_size is 2" in found["none"]
+    assert f"devices of type '{HOST.type}' cannot send" in found["hops"]
 
 
 def scaled(method: str) -> float:
