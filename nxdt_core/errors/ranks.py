@@ -49,7 +49,7 @@ class WorldSizeMismatch(NxdtError):
 
     code = "NXDT-P042"
     happened = (
-        "{launcher} started {found} process(es), and trainer.devices={devices} x trainer.num_nodes={num_nodes} "
+        "{launcher} started {processes}, and trainer.devices={devices} x trainer.num_nodes={num_nodes} "
         "asks for {wanted}."
     )
     remedy = "Start {wanted} (one a device), or set trainer.devices and trainer.num_nodes to what is started."
@@ -59,8 +59,8 @@ class WorldSizeMismatch(NxdtError):
     num_nodes: int
 
     def _view(self) -> dict[str, Any]:
-        launcher = self.launcher[:1].upper() + self.launcher[1:]
-        return {**super()._view(), "launcher": launcher, "wanted": self.devices * self.num_nodes}
+        processes = "1 process" if self.found == 1 else f"{self.found} processes"
+        return {**super()._view(), "processes": processes, "wanted": self.devices * self.num_nodes}
 
 
 class NodePlaceMissing(NxdtError):

@@ -98,7 +98,7 @@ def _usual(variables: Mapping[str, str], host: str) -> Place:
     if rank >= world_size:
         raise BadLaunchVariable(name="RANK", value=str(rank), wanted=f"below WORLD_SIZE, {world_size}")
     if world_size == 1:
-        return Place(host=host, launcher="the environment")
+        return Place(host=host, launcher="The environment")
     _require(variables, _USUAL, reason="RANK and WORLD_SIZE are")
     agent = "TORCHELASTIC_RUN_ID" in variables
     return Place(
@@ -109,7 +109,7 @@ def _usual(variables: Mapping[str, str], host: str) -> Place:
         master_addr=variables["MASTER_ADDR"],
         master_port=read_port(variables, "MASTER_PORT"),
         store_is_hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
-        launcher="torchrun" if agent else "the environment",
+        launcher="torchrun" if agent else "The environment",
         attempt=variables.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
 

@@ -36,7 +36,7 @@ def check_world_size(config: ResolvedConfig, place: Place) -> None:
     trainer = config.run.trainer
     if place.world_size != trainer.devices * trainer.num_nodes:
         raise WorldSizeMismatch(
-            launcher=place.launcher or "the command",
+            launcher=place.launcher or "The command",
             found=place.world_size,
             devices=trainer.devices,
             num_nodes=trainer.num_nodes,

@@ -49,5 +49,5 @@ def decide(failures: Sequence[Failure], world_size: int) -> Verdict:
     if first.kind == "mistake" and alike == world_size:
         return Verdict(status=first.status, text=first.text, cause="all ranks failed alike")
     more = f" (and {alike - 1} more alike)" if alike > 1 else ""
-    head = f"Rank {first.rank} of {world_size} on {first.host} failed{more}:"
+    head = f"Rank {first.rank} on {first.host} failed{more}:"
     return Verdict(status=first.status, text=f"{head}\n{first.text.rstrip()}", cause=cause)

@@ -1,0 +1,249 @@
+"""Many ranks from the real command line: started by ``nxdt train`` itself, and how all of them end together."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nxdt_core.training import train
+
+SMALL = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    "data.seq_length=32",
+    "data.global_batch_size=8",
+    "data.micro_batch_size=2",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=null",
+    "model.optim.sched.max_steps=40",
+    "exp_manager.create_checkpoint_callback=false",
+)
+UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "SLURM_PROCID")
+
+FAULTY = """
+import os, signal
+import pytorch_lightning as pl
+from nxdt_core.api import CallbackComponent, hookimpl
+
+class Faulty(pl.Callback):
+    def __init__(self, config, run_dir): ...
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        fault, rank, step = os.environ["FAULT"].split()
+        if (int(rank), int(step)) != (trainer.global_rank, pl_module.train_state.step):
+            return
+        if fault == "raise":
+            raise ValueError("a made-up bug")
+        if fault == "no-memory":
+            raise MemoryError
+        os.kill(os.getpid(), signal.Signals[fault])
+
+@hookimpl
+def nxdt_callbacks():
+    return [CallbackComponent(name="faulty", target="faulty:Faulty", summary="Fails where a test wants it.")]
+"""
+
+
+def words(tmp_path, *more):
+    return ["recipe:llama-tiny", *SMALL, f"exp_manager.exp_dir={tmp_path}", *more]
+
+
+def environment(**more):
+    kept = {name: value for name, value in os.environ.items() if name not in UNSET}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def start(arguments, **more):
+    return subprocess.Popen(
+        [sys.executable, "-m", "nxdt_core", "train", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**more),
+        # A shell starts its background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def finish(process, timeout_s=120):
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"not ended within {timeout_s} s\n{out}\n{err}")
+    return process.returncode, out, err
+
+
+def faulty(tmp_path, fault, *more):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    named = (f"plugins.local=[{tmp_path / 'faulty.py'}]", "trainer.callbacks=[faulty]")
+    arguments = words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", *named, *more)
+    return start(arguments, FAULT=fault, PYTHONPATH=str(tmp_path))
+
+
+def wait_for_rows(path, count, process, deadline_s=120):
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"no {count} rows in {path} after {deadline_s} s")
+
+
+def ranks_of(launcher):
+    """Process ids of a launcher's ranks, which are sessions of their own."""
+    with open(f"/proc/{launcher.pid}/task/{launcher.pid}/children") as children:
+        return [int(pid) for pid in children.read().split()]
+
+
+def gone(pids, deadline_s=15):
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}") and state(pid) != "Z"]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def state(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, metric_rows):
+    """Losses of four steps in this process."""
+    from nxdt_core.config import load
+
+    where = tmp_path_factory.mktemp("one")
+    config = load("recipe:llama-tiny", words(where, "trainer.max_steps=4")[1:])
+    train(config)
+    return {step: row["loss"] for step, row in metric_rows(config.run_dir).items()}
+
+
+@pytest.mark.parametrize("launcher", ["nxdt", "torchrun"])
+def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tmp_path, metric_rows, one_process):
+    arguments = words(tmp_path, "trainer.max_steps=4", "trainer.devices=2", "name=two")
+    if launcher == "nxdt":
+        process = start(arguments)
+    else:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, "-m", "nxdt_core", "train", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, text=True, env=environment(), **pipes)
+    status, out, err = finish(process)
+    assert status == 0, err
+    assert out.count("steps:") == 1
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1/4", "2/4", "3/4", "4/4"]
+    rows = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 4
+    losses = {step: row["loss"] for step, row in metric_rows(tmp_path / "two").items()}
+    assert losses == pytest.approx(one_process, abs=1e-5)
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
+    process = faulty(tmp_path, "SIGKILL 1 2")
+    status, _, err = finish(process)
+    told = [line for line in err.splitlines() if not line.startswith("step ")]
+    assert status == 1
+    assert told[0].startswith(f"[NXDT-P048] Rank 1 on {socket.gethostname()} died by signal SIGKILL")
+    assert len(told) == 2
+
+
+def test_a_bug_of_one_rank_has_one_traceback_and_its_name(tmp_path):
+    status, _, err = finish(faulty(tmp_path, "raise 1 2"))
+    assert status == 1
+    assert err.count("Traceback (most recent call last)") == 1
+    assert f"Rank 1 on {socket.gethostname()} failed:\nTraceback" in err
+    assert err.count("ValueError: a made-up bug") == 1
+
+
+def test_a_mistake_that_all_ranks_make_is_told_once_without_names(tmp_path):
+    (tmp_path / "broken.txt").write_bytes(b"\xff\xfe not text")
+    arguments = words(tmp_path, "trainer.max_steps=4", "trainer.devices=2")
+    status, _, err = finish(start([*arguments, f"data.train_files=[{tmp_path / 'broken.txt'}]"]))
+    assert status == 2
+    assert err.count("[NXDT-D") == 1
+    assert "Traceback" not in err
+    assert "Rank " not in err
+
+
+@pytest.mark.parametrize(("number", "to"), [(signal.SIGTERM, "launcher"), (signal.SIGINT, "launcher"), (15, "rank 1")])
+def test_all_ranks_stop_at_one_step_wherever_the_signal_goes(tmp_path, metric_rows, number, to):
+    process = start(words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", "name=stopped"))
+    wait_for_rows(tmp_path / "stopped" / "metrics.jsonl", 3, process)
+    if to == "launcher":
+        process.send_signal(number)
+    else:
+        os.kill(max(ranks_of(process)), number)
+    status, out, err = finish(process)
+    assert status == 128 + number, err
+    assert err.count(f"{signal.Signals(number).name}: stopping") == 1
+    assert "Traceback" not in err
+    assert f"{max(metric_rows(tmp_path / 'stopped'))} of 100000" in out
+
+
+def test_a_second_signal_ends_all_at_once(tmp_path):
+    process = start(words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", "name=twice"))
+    wait_for_rows(tmp_path / "twice" / "metrics.jsonl", 1, process)
+    ranks = ranks_of(process)
+    os.kill(ranks[0], signal.SIGSTOP)  # the first request cannot be carried out
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(ranks[0], signal.SIGCONT)
+    status, _, err = finish(process)
+    assert status == 130
+    assert [line for line in err.splitlines() if "step" not in line] == ["Interrupted."]
+    assert gone(ranks)
+
+
+def test_ranks_do_not_outlive_their_launcher(tmp_path):
+    process = start(words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", "name=orphans"))
+    wait_for_rows(tmp_path / "orphans" / "metrics.jsonl", 1, process)
+    ranks = ranks_of(process)
+    process.kill()
+    assert len(ranks) == 2
+    assert gone(ranks)
+    assert "The launcher on" in process.communicate()[1]
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        status, _, err = finish(start(words(tmp_path, "trainer.devices=2"), MASTER_PORT=port))
+    assert status == 2
+    assert err.startswith(f"[NXDT-P044] Port {port} of 127.0.0.1")
+
+
+def test_two_nodes_meet_and_train_as_one(tmp_path, metric_rows, one_process):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    arguments = words(tmp_path, "trainer.max_steps=4", "trainer.num_nodes=2", "name=nodes")
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes = [start(arguments, NODE_RANK=str(number), **meeting) for number in (1, 0)]
+    ends = [finish(node) for node in nodes]
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert [out.count("steps:") for _, out, _ in ends] == [0, 1]
+    losses = {step: row["loss"] for step, row in metric_rows(tmp_path / "nodes").items()}
+    assert losses == pytest.approx(one_process, abs=1e-5)
+
+
+def test_a_node_without_a_number_is_told_what_to_set(tmp_path):
+    status, _, err = finish(start(words(tmp_path, "trainer.num_nodes=2")))
+    assert status == 2
+    assert "NODE_RANK, MASTER_ADDR, MASTER_PORT" in err
