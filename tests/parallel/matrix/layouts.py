@@ -178,7 +178,7 @@ _RECOMPUTE = (
     Layout(dp=2, zero=3, recompute="full"),
     Layout(tp=2, sp=True, recompute="full"),
     Layout(tp=2, sp=True, recompute="CoreAttention"),
-    Layout(pp=2, zbv=True, recompute="full"),
+    Layout(pp=2, vpp=2, recompute="full"),
     Layout(cp=2, cp_method="ring", recompute="CoreAttention"),
     Layout(dp=2, tp=2, pp=2, zero=3, recompute="LlamaMLP"),
 )

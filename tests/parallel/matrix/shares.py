@@ -11,12 +11,12 @@ from math import prod
 
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.protocols.plan import ParallelPlan
-from tests.parallel.matrix.batches import SEQ
+from tests.parallel.matrix.batches import MICRO_BATCHES, ROWS, SEQ
 from tests.parallel.matrix.held import Held
 from tests.parallel.matrix.layouts import Layout
 
 SLACK = 40_000
-"""Bytes that are held beside weights and state: rotary tables, masks, the last step's scalars, padding."""
+"""Bytes that are held beside weights and state: rotary tables, the last step's scalars, padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +105,13 @@ def complaints(shares: Shares, rank: int, held: Held, *, item: int, state: int) 
     yield from _weights(own, held, item, sharded=zero == 3)
     if zero >= 2:
         yield from _above("gradients", sum(held.gradients.values()), shard)
-        if shares.layout.pp == 1:  # the stages of stock pipelines reduce once a step
-            yield from _above("gradients between micro-batches", held.activations.waiting_gradients, shard)
+        yield from _above("gradients between micro-batches", held.activations.waiting_gradients, shard)
     else:
         yield from _above("gradients", sum(held.gradients.values()), compute)
     yield from _above("optimizer state", held.optimizer, state * shard)
     gathered = compute if zero in (1, 2) and shares.layout.fsdp > 1 else 0  # forward's copy may stay
-    yield from _above("everything alive", held.live, shard * (1 + state) + gathered + SLACK)
+    masks = MICRO_BATCHES * ROWS * SEQ * SEQ * item if shares.layout.packed else 0  # live as long as their batches
+    yield from _above("everything alive", held.live, shard * (1 + state) + gathered + masks + SLACK)
     if zero == 3:
         for name, share in own.items():
             if name.startswith("layers"):
