@@ -32,9 +32,8 @@ class ZigZagTokens:
     def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`TokenShards.count`, by one all-gather of 16 bytes for each expert, row and rank."""
         ranks = self.group.size()
-        chunks = in_order(
-            gather_along(counts, 0, self.group).chunk(ranks), 1
-        )  # [batch, 2 * ranks, experts], as the sequence runs
+        by_rank = gather_along(counts, 0, self.group).chunk(ranks)
+        chunks = in_order(by_rank, 1)  # [batch, 2 * ranks, experts]
         mine = list(chunks_of(self.group.rank(), ranks))
         return exclusive_sum(chunks)[:, mine], chunks.sum((0, 1))
 
