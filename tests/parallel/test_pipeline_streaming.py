@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.errors import MicroBatchesDoNotFit, SequenceTooLongForModel
@@ -236,6 +237,34 @@ def mixed_gradients(case):
         run = pipeline(case)
         run.step()
         return {name: whole(p.grad) for stage in run.stages.values() for name, p in stage.named_parameters()}
+
+
+def gathered_at_first_forward(cases):
+    """For each case: how many layers' weights are whole when the rank runs its first layer."""
+    with process_group():
+        found = []
+        for case in cases:
+            run = pipeline(case)
+            layers = [layer for stage in run.stages.values() for layer in stage.layers.values()]
+            seen = []
+
+            def look(module, args, layers=layers, seen=seen):
+                whole_ones = [layer for layer in layers if not isinstance(next(layer.parameters()), DTensor)]
+                seen.append(len(whole_ones))
+
+            for layer in layers:
+                layer.register_forward_pre_hook(look)
+            run.step()
+            found.append(seen[0])
+        return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_zero_3_gathers_a_layer_when_it_runs(ranks, schedule):
+    cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage, layers=8) for stage in (1, 3)]
+    for gathered_1, gathered_3 in ranks(4).run(gathered_at_first_forward, cases):
+        assert gathered_3 == 1
+        assert gathered_1 == (1 if schedule == "1f1b" else 2)  # looped schedules gather their stage of two layers ahead
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

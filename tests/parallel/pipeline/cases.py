@@ -43,6 +43,7 @@ class Case:
     zero_stage: int = 1
     tied: bool = False
     micro_batches: int = 4
+    layers: int = 4
     cuts: tuple[str, ...] | None = None
     aux: bool = False
     recompute: str | None = None
@@ -77,7 +78,7 @@ class Case:
 def builder(case):
     return LlamaBuilder(
         LlamaConfig(
-            num_layers=4,
+            num_layers=case.layers,
             hidden_size=HIDDEN,
             ffn_hidden_size=24,
             num_attention_heads=4,
