@@ -11,6 +11,7 @@ __all__ = [
     "CannotReachRankZero",
     "LaunchEnvironmentIncomplete",
     "NodePlaceMissing",
+    "NotEnoughDevices",
     "OutOfMemory",
     "PortTaken",
     "RankDied",
@@ -77,6 +78,21 @@ class NodePlaceMissing(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "names": ", ".join(self.missing)}
+
+
+class NotEnoughDevices(NxdtError):
+    """More ranks on a machine than it has devices."""
+
+    code = "NXDT-P050"
+    happened = "{wanted} ranks on {host} would need a device each, and torch finds {found} of type {device_type!r}."
+    remedy = (
+        "Set trainer.devices to {found} or fewer (and more trainer.num_nodes), or trainer.accelerator to another type; "
+        "a variable that hides devices may be set."
+    )
+    host: str
+    wanted: int
+    found: int
+    device_type: str
 
 
 class PortTaken(NxdtError):

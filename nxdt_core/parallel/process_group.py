@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from nxdt_core.devices import HOST, profile_of
-from nxdt_core.errors import NxdtError
+from nxdt_core.errors import NotEnoughDevices, NxdtError
 from nxdt_core.parallel.environment import Place, place_from_environment
 from nxdt_core.parallel.store import connect_store
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "check_devices"]
 
 _T = TypeVar("_T")
 
@@ -69,12 +69,14 @@ class Ranks:
             timeout_s: longest wait within one collective.
 
         Raises:
+            NotEnoughDevices: there is no such device.
             PortTaken: rank 0 cannot serve the ranks' meeting point.
             CannotReachRankZero: nobody serves it.
         """
         if self.world_size == 1 or self._group is not None:
             return
         if device.index is not None:
+            check_devices(device, device.index + 1, self.host)
             torch.accelerator.set_device_index(device.index)
         timeout = timedelta(seconds=timeout_s)
         if not dist.is_initialized():
@@ -177,3 +179,16 @@ class Ranks:
         (box, work), self._asked = self._asked, None
         work.wait()
         return int(box)
+
+
+def check_devices(device: torch.device, wanted: int, host: str) -> None:
+    """Refuse more ranks on this machine than it has devices of the type of ``device``; of hosts there are enough.
+
+    Raises:
+        NotEnoughDevices: there are fewer.
+    """
+    if profile_of(device).host:
+        return
+    found = torch.accelerator.device_count()
+    if wanted > found:
+        raise NotEnoughDevices(host=host, wanted=wanted, found=found, device_type=device.type)

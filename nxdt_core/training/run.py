@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig, render_show
@@ -74,6 +75,7 @@ def _train(config: ResolvedConfig, strategy: NxdtStrategy, requests: StopRequest
         strategy=strategy,
         accelerator=strategy.lightning_accelerator,
         devices=1,
+        plugins=[LightningEnvironment()],  # else Lightning looks for launchers itself, and refuses `srun --ntasks`
         max_steps=config.run.trainer.max_steps,
         # Without this Lightning counts passes, and reading its estimate of steps resets the data (its issue 20550).
         max_epochs=-1,
@@ -92,6 +94,10 @@ def _train(config: ResolvedConfig, strategy: NxdtStrategy, requests: StopRequest
     )
     try:
         trainer.fit(module, data, ckpt_path=_start(module, start, console))
+    except SystemExit as left:  # what Lightning makes of a second Ctrl-C
+        if isinstance(left.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
     finally:
         console.close()
     return _summary(config, own, start, module, metrics, signals)

@@ -17,7 +17,9 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import current_device
 from nxdt_core.errors import RankDied, RanksMissing
+from nxdt_core.parallel.process_group import check_devices
 from nxdt_core.parallel.store import connect_store, join_timeout_s
 from nxdt_core.training.launch import meeting
 from nxdt_core.training.launch.agent import run_ranks
@@ -45,11 +47,14 @@ def launch(config: ResolvedConfig) -> Outcome:
     """Start this node's ranks with the same arguments, and wait until those of all nodes have ended.
 
     Raises:
+        NotEnoughDevices: this node has fewer than it should have ranks.
         RankDied: a rank ended without a word.
         NxdtError: the nodes do not find each other.
     """
-    node = node_from_environment(config.run.trainer.devices, config.run.trainer.num_nodes)
+    trainer = config.run.trainer
+    node = node_from_environment(trainer.devices, trainer.num_nodes)
     place = node.place()
+    check_devices(current_device(trainer.accelerator), node.devices, place.host)
     store = connect_store(place, who=f"Node {node.number}")
     hub = _open_hub(node, store) if node.number == 0 else None
     _wait_for_nodes(store, node)

@@ -56,6 +56,7 @@ class Lifeline:
         self._end: End | None = None
         self._down: Down | None = None
         self._ended = threading.Event()
+        self._sending = threading.Lock()
         self._connection = socket.create_connection((place.master_addr, hub.port))
         keep_alive(self._connection)
         self._send(Hello(token=hub.token, rank=place.rank if is_rank else None, host=place.host))
@@ -97,7 +98,8 @@ class Lifeline:
 
     def _send(self, message: Message) -> None:
         try:
-            self._connection.sendall(encode(message))
+            with self._sending:
+                self._connection.sendall(encode(message))
         except OSError:  # the hub is gone, and the listening thread deals with that
             self._ended.wait(_FAREWELL_S)
 
