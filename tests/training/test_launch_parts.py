@@ -1,0 +1,333 @@
+"""The pieces of launching, one by one: variables, verdicts, the hub's connections, agreement over the hosts."""
+
+import os
+import socket
+from contextlib import closing
+
+import pytest
+import torch
+
+from nxdt_core.errors import (
+    BadLaunchVariable,
+    CannotReachRankZero,
+    DataFileNotFound,
+    LaunchEnvironmentIncomplete,
+    NodePlaceMissing,
+    OutOfMemory,
+    PortTaken,
+)
+from nxdt_core.parallel.environment import Place, first_host, place_from_environment
+from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.parallel.store import connect_store
+from nxdt_core.testing.ranks import RankPool, process_group
+from nxdt_core.training.launch.hub import Hub
+from nxdt_core.training.launch.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
+from nxdt_core.training.launch.node import node_from_environment
+from nxdt_core.training.launch.verdict import decide
+from nxdt_core.training.memory import memory_errors_explained
+
+USUAL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "gpu[07-08,11]",
+    "SLURM_JOB_ID": "4711",
+}
+
+
+# Variables
+
+
+def test_no_variables_are_a_world_of_one():
+    place = place_from_environment({})
+    assert (place.rank, place.world_size, place.launcher) == (0, 1, "")
+
+
+def test_the_usual_variables_win_over_slurms():
+    place = place_from_environment({**SLURM, **USUAL})
+    assert (place.rank, place.world_size, place.local_rank) == (3, 4, 1)
+    assert (place.master_addr, place.master_port) == ("node0", 29500)
+
+
+def test_slurm_gives_the_first_host_and_a_port_that_all_tasks_of_a_step_share():
+    first, second = (place_from_environment({**SLURM, "SLURM_PROCID": number}) for number in "05")
+    assert (second.rank, second.world_size, second.local_rank, second.master_addr) == (5, 8, 1, "gpu07")
+    assert first.master_port == second.master_port
+    other = place_from_environment({**SLURM, "SLURM_JOB_ID": "4712"})
+    assert other.master_port != second.master_port
+    assert 1024 < second.master_port < 32768
+
+
+def test_a_step_with_one_task_is_no_launch():
+    assert place_from_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node[08-11,14],login", "node08"),
+        ("login,node[1-2]", "login"),
+        ("rack[1-2]node[01-16]", "rack1node01"),
+        ("gpu-1-2", "gpu-1-2"),
+        ("n[3,7-9]-ib,other", "n3-ib"),
+    ],
+)
+def test_the_first_host_of_slurms_notation(hosts, first):
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(name):
+    with pytest.raises(LaunchEnvironmentIncomplete, match=f"and {name} is missing"):
+        place_from_environment({key: value for key, value in USUAL.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "4"), ("RANK", "one"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "70000")]
+)
+def test_a_wrong_variable_is_named_with_its_value(name, value):
+    with pytest.raises(BadLaunchVariable, match=f"{name} is '{value}'"):
+        place_from_environment({**USUAL, name: value})
+
+
+def test_several_nodes_need_their_number_and_a_meeting_point():
+    with pytest.raises(NodePlaceMissing, match="NODE_RANK, MASTER_PORT"):
+        node_from_environment(4, 2, {"MASTER_ADDR": "a"})
+    node = node_from_environment(4, 2, {"MASTER_ADDR": "a", "MASTER_PORT": "1234", "NODE_RANK": "1"})
+    assert (node.number, node.count, node.devices, node.address, node.port) == (1, 2, 4, "a", 1234)
+    with pytest.raises(BadLaunchVariable, match="NODE_RANK is '2'"):
+        node_from_environment(4, 2, {"MASTER_ADDR": "a", "MASTER_PORT": "1234", "NODE_RANK": "2"})
+
+
+# Verdicts
+
+
+def failure(rank, kind="bug", text="", status=1):
+    return Failure(rank=rank, host=f"host{rank}", kind=kind, text=text, status=status)
+
+
+def test_a_death_is_the_cause_even_if_others_were_heard_first():
+    verdict = decide([failure(0, text="Connection closed by peer"), failure(2, "death")], 4)
+    assert verdict.dead.rank == 2
+    assert "Rank 2 on host2 died" in verdict.text
+    assert "closed" not in verdict.text
+    assert verdict.status == 1
+
+
+def test_a_mistake_of_all_needs_no_name_and_one_of_some_does():
+    alike = [failure(rank, "mistake", "[X] wrong", 2) for rank in (1, 0)]
+    assert decide(alike, 2).text == "[X] wrong"
+    assert decide(alike, 3).text == "Rank 1 on host1 failed (and 1 more alike):\n[X] wrong"
+    assert decide(alike, 3).status == 2
+
+
+def test_the_first_bug_has_the_word():
+    assert decide([failure(1, text="first"), failure(0, text="second")], 2).text == "Rank 1 on host1 failed:\nfirst"
+
+
+def test_an_interruption_is_no_failure_of_a_rank():
+    verdict = decide([failure(1, "interrupt", status=143)], 2)
+    assert (verdict.text, verdict.status) == ("Interrupted.", 143)
+
+
+# The hub
+
+
+class Member:
+    """A rank's end of a connection, without the rest of the rank."""
+
+    def __init__(self, hub, rank, token=None):
+        self.rank = rank
+        self._socket = socket.create_connection(("127.0.0.1", hub.port))
+        self._socket.settimeout(20)
+        self._lines = self._socket.makefile("rb")
+        self.send(Hello(token=token or hub.token, rank=rank, host=f"host{rank}"))
+
+    def send(self, message):
+        self._socket.sendall(encode(message))
+
+    def next(self):
+        line = self._lines.readline()
+        return decode(line) if line else None
+
+    def close(self):
+        self._lines.close()
+        self._socket.close()
+
+
+@pytest.fixture
+def hub():
+    hub = Hub(world_size=2, address="127.0.0.1", arrival_s=60, in_rank_zero=False)
+    hub.start()
+    return hub
+
+
+def test_a_connection_that_ends_without_a_word_brings_all_down(hub):
+    members = [Member(hub, rank) for rank in range(2)]
+    members[1].close()
+    assert members[0].next() == Down(status=1, cause="rank 1 on host1 died")
+    assert hub.wait_for_verdict().dead.rank == 1
+
+
+def test_all_leave_together_with_the_highest_status(hub):
+    members = [Member(hub, rank) for rank in range(2)]
+    members[0].send(Done(rank=0, status=0))
+    members[1].send(Done(rank=1, status=143))
+    assert [member.next() for member in members] == [End(status=143)] * 2
+    members[1].close()
+    assert hub.verdict is None
+    assert hub.status == 143
+
+
+def test_failures_within_a_second_are_judged_together(hub):
+    members = [Member(hub, rank) for rank in range(2)]
+    for member in reversed(members):
+        member.send(failure(member.rank, "mistake", "[X] the same", 2))
+    assert [member.next().status for member in members] == [2, 2]
+    assert hub.verdict.text == "[X] the same"
+
+
+def test_a_rank_that_told_its_failure_may_hang_up(hub):
+    members = [Member(hub, rank) for rank in range(2)]
+    members[1].send(failure(1, text="ValueError: x"))
+    members[1].close()
+    assert members[0].next().cause == "rank 1 on host1 failed"
+    assert "ValueError" in hub.verdict.text
+
+
+def test_a_request_to_stop_reaches_ranks_that_come_later_and_a_second_ends_all(hub):
+    first = Member(hub, 0)
+    hub.stop(15, urgent=False)
+    assert first.next() == Stop(signal=15)
+    late = Member(hub, 1)
+    assert late.next() == Stop(signal=15)
+    hub.stop(15, urgent=True)
+    assert first.next() == late.next() == Down(status=130, cause="it was interrupted")
+
+
+def test_a_stranger_is_not_heard(hub):
+    with closing(Member(hub, 1, token="guessed")) as stranger:
+        assert stranger.next() is None
+    assert hub.verdict is None
+
+
+def test_a_line_that_is_no_message_is_refused():
+    for line in (b"[]", b'{"is": "Nothing"}', b'{"is": "Done"}', b"{"):
+        with pytest.raises(ValueError, match=r".*"):
+            decode(line)
+
+
+# The store
+
+
+def place(port, rank, host="127.0.0.1"):
+    return Place(rank=rank, world_size=2, host="here", master_addr=host, master_port=port)
+
+
+def test_a_store_where_another_program_listens_is_told_by_rank_zero_and_by_the_others(monkeypatch):
+    monkeypatch.setenv("NXDT_JOIN_TIMEOUT_S", "1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"Port {port}"):
+            connect_store(place(port, rank=0))
+        with pytest.raises(CannotReachRankZero, match="does not answer as the store"):
+            connect_store(place(port, rank=1))
+
+
+def test_a_store_that_nobody_serves_is_told(monkeypatch):
+    monkeypatch.setenv("NXDT_JOIN_TIMEOUT_S", "1")
+    with pytest.raises(CannotReachRankZero, match=r"rank 1 on here could not reach rank 0 at 127.0.0.1:1 within 1 s"):
+        connect_store(place(1, rank=1))
+    monkeypatch.setenv("NXDT_JOIN_TIMEOUT_S", "soon")
+    with pytest.raises(BadLaunchVariable, match="NXDT_JOIN_TIMEOUT_S"):
+        connect_store(place(1, rank=1))
+
+
+# Agreement
+
+
+def agree():
+    ranks = Ranks.from_environment()
+    ranks.start(torch.device("cpu"))
+    before = [ranks.largest_before(value) for value in (10 * ranks.rank, 0, 0)]
+    found = {
+        "gathered": ranks.all_gather_object((ranks.rank, ranks.local_rank)),
+        "broadcast": [ranks.broadcast_object(ranks.rank), ranks.broadcast_object(ranks.rank, 1)],
+        "any": [ranks.any_rank(False), ranks.any_rank(ranks.rank == 1)],
+        "before": [*before, ranks.last_answer(), ranks.last_answer()],
+        "zero": ranks.on_rank_zero(lambda: f"from rank {ranks.rank}"),
+    }
+    try:
+        ranks.on_rank_zero(lambda: raise_mistake(ranks.rank))
+    except DataFileNotFound as error:
+        found["mistake"] = error.path
+    ranks.barrier()
+    ranks.stop()
+    ranks.stop()
+    return found, torch.distributed.is_initialized()
+
+
+def raise_mistake(rank):
+    raise DataFileNotFound(path=f"seen by rank {rank}", key="data.train_files")
+
+
+def agree_within_a_users_group():
+    with process_group():
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[name]
+        ranks = Ranks.from_environment()
+        ranks.start(torch.device("cpu"))
+        found = ranks.all_gather_object(ranks.rank)
+        ranks.stop()
+        return found, torch.distributed.is_initialized()
+
+
+def test_ranks_agree_over_their_hosts_and_leave():
+    for found, joined in RankPool(2).run(agree):
+        assert found == {
+            "gathered": [(0, 0), (1, 1)],
+            "broadcast": [0, 1],
+            "any": [False, True],
+            "before": [0, 10, 0, 0, 0],
+            "zero": "from rank 0",
+            "mistake": "seen by rank 0",
+        }
+        assert not joined
+
+
+def test_a_group_that_exists_is_used_and_left_alone():
+    assert RankPool(2).run(agree_within_a_users_group) == [([0, 1], True)] * 2
+
+
+def test_one_process_gives_back_what_it_is_given():
+    ranks = Ranks(Place(host="here"))
+    ranks.start(torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
+    assert ranks.all_gather_object("x") == ["x"]
+    assert ranks.broadcast_object("x") == ranks.on_rank_zero(lambda: "x") == "x"
+    assert [ranks.largest_before(15), ranks.last_answer()] == [15, 0]
+    ranks.stop()
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_running_out_of_memory_is_told_with_rank_and_figures(error):
+    ranks = Ranks(Place(host="here", rank=3, world_size=4))
+    with (
+        pytest.raises(OutOfMemory, match=r"Rank 3 on here ran out of memory on cpu: .* GiB"),
+        memory_errors_explained(torch.device("cpu"), ranks),
+    ):
+        raise error
+
+
+def test_other_errors_pass():
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        memory_errors_explained(torch.device("cpu"), Ranks(Place(host="here"))),
+    ):
+        raise RuntimeError("shapes do not match")
