@@ -33,6 +33,7 @@ from typing import Any, final
 
 import torch.distributed as dist
 
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.testing.rank_worker import STACK_SIGNAL, Outcome, Task, serve
 
 __all__ = ["RankPool", "RanksFailed", "process_group"]
@@ -65,13 +66,15 @@ class RanksFailed(AssertionError):
 
 
 @contextmanager
-def process_group(timeout_s: float = 30, backend: str = "gloo") -> Iterator[None]:
+def process_group(timeout_s: float = 30, backend: str | None = None) -> Iterator[None]:
     """Join the default process group that the environment describes, and leave it at the end.
+
+    ``backend``: of the host's profile where None.
 
     A rank that raises does not leave: the pool ends its process once it has told why, and only then do the others see
     a closed connection, so that the first to fail is known.
     """
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(backend or profile_of(HOST).process_group_backend, timeout=timedelta(seconds=timeout_s))
     yield
     dist.barrier()
     dist.destroy_process_group()

@@ -51,7 +51,10 @@ def text(tmp_path, content, name="text.txt"):
         (["trainer.accelerator=gpu"], ["NXDT-P001", "'gpu'", "'cuda'"]),
         (["trainer.accelerator=neuron"], ["NXDT-P002", "'neuron'", "'cpu'"]),
         (["model.hidden_size=66"], ["NXDT-C019", "model.hidden_size", "multiple of num_attention_heads (4)"]),
-        (["distributed_strategy.tensor_model_parallel_size=2"], ["NXDT-C016", "1 x 1 processes do not divide into groups of TP 2"]),
+        (
+            ["distributed_strategy.tensor_model_parallel_size=2"],
+            ["NXDT-C016", "1 x 1 processes do not divide into groups of TP 2"],
+        ),
         (["exp_manager.resume_from_checkpoint=missing"], ["NXDT-S", "missing"]),
     ],
 )
@@ -96,12 +99,11 @@ def test_a_broken_plugin_beside_good_ones_stops_nothing_and_is_named_when_wanted
     assert "rotten to the core" in said
 
 
-def test_a_damaged_named_checkpoint_is_refused_and_the_file_named(nxdt, small_run, tmp_path):
-    config = small_run("trainer.max_steps=1")
-    train(config)
-    shard = next((config.run_dir / "checkpoints").rglob("model/*.safetensors"))
+def test_a_damaged_named_checkpoint_is_refused_and_the_file_named(nxdt, tmp_path):
+    assert nxdt("trainer.max_steps=1")[0] == 0
+    shard = next((tmp_path / "runs").rglob("step-00000001/*/model/*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    named = f"exp_manager.resume_from_checkpoint={config.run_dir / 'checkpoints' / 'step-00000001'}"
+    named = f"exp_manager.resume_from_checkpoint={shard.parents[2]}"
     status, said = nxdt(named, "name=other", "trainer.max_steps=2")
     assert status == 2
     assert shard.name in said

@@ -70,6 +70,7 @@ def test_a_loop_can_save_and_go_on(small_run):
 def test_evaluate_is_the_mean_over_loss_tokens(small_run):
     config = small_run()
     engine = assemble.engine(config)
+    engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     validation = assemble.dataloader(config, assemble.tokenizer(config)).split("validation")
     batches = lambda size: GlobalBatchLoader(  # noqa: E731
