@@ -1,0 +1,62 @@
+"""``nxdt plan``: what a run would need in a world of any size, without its devices."""
+
+from __future__ import annotations
+
+import click
+
+from nxdt_core.cli.plan_report import print_report
+from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json
+
+__all__ = ["plan"]
+
+_GIB = 2**30
+
+
+@click.command(
+    cls=Verb,
+    short_help="Say what a run would need, without its devices.",
+    examples=(
+        "nxdt plan recipe:llama3-70b --world-size 512",
+        "nxdt plan my_run.yaml --memory-gib 80",
+        "nxdt plan recipe:llama3-8b distributed_strategy.zero_stage=3 data.micro_batch_size=2 --json",
+    ),
+)
+@config_arguments
+@click.option("--world-size", type=click.IntRange(1), help="Processes; by default trainer.devices x trainer.num_nodes.")
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(0, min_open=True),
+    help="Memory of one device; by default that of this machine's accelerator.",
+)
+@as_json
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    source: str,
+    overrides: tuple[str, ...],
+    world_size: int | None,
+    memory_gib: float | None,
+    json_output: bool,
+) -> None:
+    """Say what a run would need: memory of each rank by what it is for, traffic, idle time, sizes.
+
+    CONFIG and KEY=VALUE are those of `nxdt train`; what that would refuse is refused here too. The model is
+    built without memory, laid out as it would be, and a micro-batch is sent through it in shapes alone: no
+    device is needed, nothing is downloaded, no data is read. Exit status 1 where a rank needs more memory than
+    there is.
+    """
+    from nxdt_core.config import load
+
+    world = () if world_size is None else (f"trainer.devices={world_size}", "trainer.num_nodes=1")
+    config = load(source, (*overrides, *world))
+    for note in config.notes:
+        click.echo(f"note: {note}", err=True)
+
+    from nxdt_core.training.plan import plan as make  # imports torch: only a configuration that is right pays for it
+
+    made = make(config, memory_bytes=None if memory_gib is None else round(memory_gib * _GIB))
+    if json_output:
+        print_json(made.to_dict())
+    else:
+        print_report(made)
+    ctx.exit(1 if made.fits is False else 0)

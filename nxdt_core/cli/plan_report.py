@@ -1,0 +1,157 @@
+"""The report of ``nxdt plan`` for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.table import print_facts, print_table
+
+if TYPE_CHECKING:
+    from nxdt_core.parallel.estimate import RankEstimate
+    from nxdt_core.training.plan import RunPlan
+
+__all__ = ["print_report"]
+
+_GIB = 2**30
+_TIGHT = 0.9
+"""Share of a device's memory above which an estimate leaves too little for fragments, kernels and libraries."""
+
+_PARTS = {
+    "weights": "stored, and gathered for computing",
+    "gradients": "",
+    "optimizer": "state, and float32 masters where weights are not",
+    "activations": "kept for backward, all micro-batches in flight",
+    "logits": "with their gradient and the loss",
+    "workspace": "of backward, with what it recomputes",
+    "communication": "gathered weights and gradients on their way",
+}
+
+
+def print_report(plan: RunPlan) -> None:
+    """Print what the run needs, the fullest rank last."""
+    print_facts(list(_facts(plan)))
+    click.echo()
+    shown = _columns(plan.estimate.ranks)
+    titles = [_title(rank, plan) for rank in shown]
+    _print_memory(plan, shown, titles)
+    if any(rank.sent for rank in shown):
+        click.echo()
+        _print_traffic(shown, titles)
+    click.echo()
+    click.echo(_verdict(plan))
+
+
+def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    found, work = plan.estimate, plan.work
+    yield "run", plan.config.source
+    yield "layout", " · ".join(_layout(plan))
+    trained = "" if found.trained == found.parameters else f", {_count(found.trained)} of them trained"
+    yield "model", f"{_count(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP a token"
+    yield (
+        "step",
+        f"{work.global_batch_size} sequences of {work.seq_length} = {_count(found.tokens_per_step)} tokens,"
+        f" {_count(found.flops_per_step)}FLOP; {_plural(found.micro_batches, 'micro-batch', 'micro-batches')}"
+        f" of {work.micro_batch_size} a rank",
+    )
+    if work.sizes.pp > 1:
+        yield "pipeline", f"{work.sizes.schedule}; ranks wait {found.bubble:.1%} of a step for one another"
+    yield "checkpoint", f"{found.checkpoint_bytes / _GIB:,.1f} GiB, weights and optimizer state"
+
+
+def _layout(plan: RunPlan) -> Iterator[str]:
+    work, sizes = plan.work, plan.work.sizes
+    yield _plural(sizes.world_size, "rank", "ranks")
+    named = {"TP": sizes.tp, "CP": sizes.cp, "EP": sizes.ep, "PP": sizes.pp, "VPP": sizes.vpp, "DP": sizes.dp}
+    yield from (f"{name} {size}" for name, size in named.items() if size > 1)
+    if work.options.sequence_parallel:
+        yield "sequence parallel"
+    if sizes.dp > 1:
+        yield f"ZeRO-{sizes.zero_stage}" if sizes.zero_stage else "no ZeRO"
+    yield work.precision.name
+    if work.options.recompute_granularity is not None:
+        what = "layers" if work.options.recompute_granularity == "full" else ", ".join(work.options.recompute_names)
+        yield f"recomputes {what}"
+
+
+def _columns(ranks: tuple[RankEstimate, ...]) -> list[RankEstimate]:
+    """The ends of the pipeline and the fullest and the emptiest rank between them."""
+    inner = ranks[1:-1]
+    shown = {rank.pp_rank: rank for rank in (ranks[0], ranks[-1])}
+    for pick in (max, min):
+        if inner:
+            rank = pick(inner, key=lambda rank: rank.memory.total)
+            shown[rank.pp_rank] = rank
+    return [shown[number] for number in sorted(shown)]
+
+
+def _title(rank: RankEstimate, plan: RunPlan) -> str:
+    return f"PP {rank.pp_rank}" if plan.work.sizes.pp > 1 else "EACH RANK"
+
+
+def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -> None:
+    rows = [("layers", *(str(rank.layers) for rank in shown), "")]
+    rows.append(("parameters", *(_count(rank.parameters).strip() for rank in shown), "that a rank computes with"))
+    for part in fields(shown[0].memory):
+        sizes = [getattr(rank.memory, part.name) for rank in shown]
+        if any(sizes):
+            rows.append((part.name, *map(_gib, sizes), _PARTS[part.name]))
+    fullest = plan.estimate.fullest
+    totals = [
+        click.style(_gib(rank.memory.total), bold=True, fg="yellow" if rank is fullest and len(shown) > 1 else None)
+        for rank in shown
+    ]
+    rows.append((click.style("total", bold=True), *totals, "at the fullest moment of a step"))
+    print_table(("GIB", *titles, "WHAT"), rows, right=titles)
+
+
+def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
+    words = {
+        "tp": "tensor parallel",
+        "cp": "context parallel",
+        "ep": "expert parallel",
+        "pp": "to other pipeline stages",
+        "dp": "weights and gradients, data parallel",
+    }
+    rows = [
+        (dimension, *(_gib(rank.sent.get(dimension, 0)) for rank in shown), what)
+        for dimension, what in words.items()
+        if any(rank.sent.get(dimension) for rank in shown)
+    ]
+    print_table(("GIB SENT", *titles, "BY A RANK IN A STEP"), rows, right=titles)
+
+
+def _verdict(plan: RunPlan) -> str:
+    fullest = plan.estimate.fullest
+    needed = fullest.memory.total
+    largest = max(_PARTS, key=lambda part: int(getattr(fullest.memory, part)))
+    who = f"pipeline rank {fullest.pp_rank} is the fullest: it" if plan.work.sizes.pp > 1 else "each rank"
+    need = f"{who} needs {needed / _GIB:.1f} GiB, most of it {largest}"
+    if plan.memory_bytes is None:
+        return f"{need}; --memory-gib compares it with a device"
+    share = needed / plan.memory_bytes
+    words, colour = ("fits", "green") if share <= _TIGHT else ("tight", "yellow")
+    if not plan.fits:
+        words, colour = "does not fit", "red"
+    has = f"a device has {plan.memory_bytes / _GIB:.1f} GiB ({share:.0%})"
+    return f"{click.style(words, fg=colour, bold=True)}: {need}; {has}"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:,.2f}"
+
+
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def _count(number: float) -> str:
+    """With the prefix that leaves one to three digits: ``70.6 G``; a unit may follow."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if number < 1000:
+            return f"{number:.0f} " if not prefix else f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} Z"

@@ -1,0 +1,8 @@
+"""What a run would need, measured on the meta device under a fake process group: ``nxdt plan``."""
+
+from nxdt_core.parallel.estimate.memory import Memory
+from nxdt_core.parallel.estimate.run import Estimate, RankEstimate, estimate
+from nxdt_core.parallel.estimate.weights import optimizer_bytes_per_element
+from nxdt_core.parallel.estimate.workload import Workload
+
+__all__ = ["Estimate", "Memory", "RankEstimate", "Workload", "estimate", "optimizer_bytes_per_element"]

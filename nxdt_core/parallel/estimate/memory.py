@@ -1,0 +1,175 @@
+"""The bytes of one rank at the fullest moment of a step, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nxdt_core.parallel.estimate.trace import GradientUse, MicroBatchTrace
+from nxdt_core.parallel.estimate.weights import ParameterCounts
+from nxdt_core.parallel.schedules import Operation
+from nxdt_core.protocols.precision import DType, PrecisionPolicy
+
+__all__ = ["Memory", "Storage", "fullest_moment"]
+
+_BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: int = 0
+    """Shards and what is gathered of them."""
+    gradients: int = 0
+    optimizer: int = 0
+    """State of the optimizer, and fp32 masters where the weights have another dtype."""
+    activations: int = 0
+    """Kept for backward, of all micro-batches in flight."""
+    logits: int = 0
+    """The model's output, its gradient, and what the loss needs."""
+    workspace: int = 0
+    """What backward needs on its way through a layer, recomputed activations included."""
+    communication: int = 0
+    """Buffers of gathered weights and of gradients that are being reduced."""
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """How parameters, gradients and state lie on the ranks, and the dtypes of each."""
+
+    policy: PrecisionPolicy
+    zero_stage: int
+    sharded: bool
+    """Whether FSDP2 holds the parameters."""
+    accumulates: bool
+    """Whether a step has several micro-batches."""
+    state_bytes: float
+    """Optimizer state by element."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """By element of a parameter as forward and backward use it."""
+        return _BYTES[self.policy.parameters]
+
+    @property
+    def stored_bytes(self) -> int:
+        """By element of a parameter as it is stored and saved."""
+        return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """By element of an accumulated gradient."""
+        return _BYTES[self.policy.gradients]
+
+    @property
+    def gradient_use(self) -> GradientUse:
+        """What becomes of a micro-batch's gradients."""
+        if self.sharded and (self.zero_stage >= 2 or not self.accumulates):
+            return "sharded"
+        return "accumulated" if self.accumulates else "fresh"
+
+
+def fullest_moment(
+    counts: ParameterCounts,
+    storage: Storage,
+    order: Iterable[Operation],
+    traces: Mapping[int, MicroBatchTrace],
+    received: int,
+) -> Memory:
+    """The larger of two moments: the worst one of forward and backward, and the reduction of the last gradients.
+
+    Args:
+        counts: parameters of all stages of the rank.
+        storage: their layout.
+        order: what the rank does in a step.
+        traces: one micro-batch through each of the rank's stages, by stage.
+        received: bytes of a micro-batch's hidden states that come from another rank; held like activations.
+    """
+    computing = Memory(**_computing(counts, storage), **_in_flight(order, traces, received))
+    if storage.gradient_use == "fresh":
+        computing = _replace(computing, gradients=_peak_gradients(traces))
+    return max(computing, _reducing(counts, storage), _updating(counts, storage), key=lambda moment: moment.total)
+
+
+def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
+    """What lies there while micro-batches run."""
+    weights, optimizer = _between_steps(counts, storage)
+    largest = sum(counts.groups[:1])
+    gradients, communication = counts.trained * storage.gradient_bytes, 0
+    if storage.sharded:
+        # ZeRO-3 holds the root, the layer at work and the one that is fetched ahead.
+        gathered = counts.local if storage.zero_stage < 3 else counts.root + sum(counts.groups[:2])
+        weights += gathered * storage.compute_bytes
+        if storage.gradient_use == "sharded":
+            # The head's gradient is the first there is and is reduced last, with the rest of the root.
+            gradients = counts.trained_stored * storage.gradient_bytes + counts.root * storage.compute_bytes
+            communication = largest * storage.gradient_bytes
+        if storage.zero_stage == 3:
+            communication += largest * storage.compute_bytes
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
+
+
+def _between_steps(counts: ParameterCounts, storage: Storage) -> tuple[int, int]:
+    """Stored weights, and optimizer state with masters."""
+    stored = counts.stored * storage.stored_bytes
+    state = round(counts.trained_stored * storage.state_bytes)
+    return (0, stored + state) if storage.policy.master_weights else (stored, state)
+
+
+def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
+    """FSDP2 reduces the root's gradients last, out of a flat copy, when the activations are gone."""
+    if not storage.sharded:
+        return Memory()
+    weights, optimizer = _between_steps(counts, storage)
+    return Memory(
+        weights=weights + counts.root * storage.compute_bytes,
+        gradients=(counts.trained_stored + counts.root) * storage.gradient_bytes,
+        optimizer=optimizer,
+        communication=counts.root * storage.gradient_bytes,
+    )
+
+
+def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
+    """The optimizer's update, when nothing else is left."""
+    weights, optimizer = _between_steps(counts, storage)
+    return Memory(weights=weights, gradients=counts.trained_stored * storage.gradient_bytes, optimizer=optimizer)
+
+
+def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace], received: int) -> dict[str, int]:
+    """Activations, logits and workspace at the worst moment, by going through the schedule.
+
+    A backward in two passes keeps its activations until the second.
+    """
+    kept, worst = 0, {"activations": 0, "logits": 0, "workspace": 0}
+    for operation in order:
+        trace = traces[operation.stage]
+        held = trace.kept + (received if operation.stage > 0 else 0)
+        if operation.kind == "forward":
+            kept += held
+            continue
+        peak = trace.peak
+        moment = {
+            "activations": kept - trace.kept + peak["activations"],
+            "logits": peak["logits"],
+            "workspace": peak["workspace"],
+        }
+        if sum(moment.values()) > sum(worst.values()):
+            worst = moment
+        if operation.kind != "backward_input":
+            kept -= held
+    return worst
+
+
+def _peak_gradients(traces: Mapping[int, MicroBatchTrace]) -> int:
+    return sum(trace.peak["gradients"] for trace in traces.values())
+
+
+def _replace(memory: Memory, **parts: Any) -> Memory:
+    return Memory(**{part.name: parts.get(part.name, getattr(memory, part.name)) for part in fields(memory)})

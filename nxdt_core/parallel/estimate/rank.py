@@ -1,0 +1,106 @@
+"""One pipeline rank on the meta device: its stages in their layout, and a micro-batch through each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nxdt_core.nn.loss import vocabulary_loss
+from nxdt_core.nn.patterns import matches
+from nxdt_core.parallel.estimate.fake_world import fake_mesh
+from nxdt_core.parallel.estimate.memory import Storage
+from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
+from nxdt_core.parallel.estimate.weights import ParameterCounts, count_parameters
+from nxdt_core.parallel.estimate.workload import Workload
+from nxdt_core.parallel.layout import lay_out
+from nxdt_core.parallel.mesh import Dimension, ParallelMesh
+from nxdt_core.parallel.placement import local_of
+from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
+
+__all__ = ["MeasuredRank", "measure_rank"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRank:
+    """What was counted on one rank."""
+
+    counts: ParameterCounts
+    """Of all its stages."""
+    traces: tuple[MicroBatchTrace, ...]
+    """One a stage, ascending."""
+    layers: int
+    hidden_size: int
+    """Width of what travels between stages; 0 without a pipeline."""
+
+
+def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank:
+    """Lay out the stages of ``pp_rank`` and run a micro-batch through each.
+
+    FSDP2 and compilation are left out: the first cannot run without memory and is counted by rules, the second changes
+    nothing before its first step.
+    """
+    options = replace(work.options, compile_backend=None)
+    precision = replace(work.precision, master_weights=False, gradients=work.precision.parameters)
+    sizes = replace(work.sizes, zero_stage=0)
+    with fake_mesh(sizes, rank=pp_rank * (sizes.world_size // sizes.pp)) as mesh:
+        laid = lay_out(work.builder, mesh, options, precision, work.adapters)
+        counts, traces, layers = ParameterCounts(), [], 0
+        hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
+        for number, module in zip(laid.numbers, laid.modules, strict=True):
+            counts += count_parameters(
+                module, laid.plan, work.sizes, sharded=storage.sharded, partial=laid.tensor_partial
+            )
+            layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
+            traces.append(_trace(module, work, storage, mesh, number, hidden_size))
+    return MeasuredRank(counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size)
+
+
+def _trace(
+    module: nn.Module, work: Workload, storage: Storage, mesh: ParallelMesh, number: int, hidden_size: int
+) -> MicroBatchTrace:
+    batch, autocast = work.batch(), work.precision.autocast
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return work.objective(logits, batch).loss_sum
+
+    module.train()
+    views = _localise(module)
+    with vocabulary_loss(vocabulary_parallel_cross_entropy_sum):
+        return trace_micro_batch(
+            module,
+            StageInput(
+                first=batch.input_ids if number == 0 else work.hidden(hidden_size),
+                position_ids=batch.position_ids,
+                document_ids=batch.document_ids,
+            ),
+            loss=loss if number == work.sizes.stages - 1 else None,
+            holds_output=work.sizes.pp > 1,
+            gradients=storage.gradient_use,
+            autocast=None if autocast is None else getattr(torch, autocast),
+            views=views,
+            dimensions=_dimensions(mesh),
+        )
+
+
+def _localise(module: nn.Module) -> list[nn.Parameter]:
+    """Put plain parameters in the place of DTensors, and return them. What a module computes with is the local part
+    anyway; DTensor's own propagation of shapes, which works on whole tensors, would be counted otherwise."""
+    replaced = []
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                local = nn.Parameter(local_of(parameter).detach(), requires_grad=parameter.requires_grad)
+                setattr(part, name, local)
+                replaced.append(local)
+    return replaced
+
+
+def _dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
+    """Mesh dimension by name of its process group."""
+    dims: tuple[Dimension, ...] = ("tp", "cp", "ep", "fsdp", "efsdp", "dp_replicate", "pp")
+    groups = {dim: mesh.group(dim) for dim in reversed(dims)}
+    return {group.group_name: dim for dim, group in groups.items() if group is not None}

@@ -1,0 +1,57 @@
+"""Bytes that a rank sends in a step: what was measured on a micro-batch, and what comes once a step.
+
+Lower bounds by ring algorithms, as in :class:`nxdt_core.parallel.estimate.live.WireBytes`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from nxdt_core.parallel.estimate.memory import Storage
+from nxdt_core.parallel.estimate.rank import MeasuredRank
+from nxdt_core.parallel.estimate.weights import ParameterCounts
+from nxdt_core.parallel.estimate.workload import Workload
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.pipeline_schedules import rank_of_stage
+
+__all__ = ["sent_in_a_step"]
+
+
+def sent_in_a_step(
+    measured: MeasuredRank, work: Workload, storage: Storage, stages: tuple[int, ...]
+) -> Mapping[str, int]:
+    """Bytes by ``tp``, ``cp``, ``ep``, ``pp`` and ``dp``; dimensions that send nothing are left out."""
+    sent: Counter[str] = Counter()
+    for trace in measured.traces:
+        for dimension, size in trace.sent.items():
+            sent[dimension] += size * work.micro_batches
+    hops = sum(_hops(stage, work.sizes) for stage in stages)
+    sent["pp"] += hops * work.hidden_bytes(measured.hidden_size) * work.micro_batches
+    sent["tp"] += round(2 * _share(work.sizes.tp) * measured.counts.partial * storage.gradient_bytes)
+    sent["dp"] += round(sum(_data(measured.counts, work.sizes, storage, work.micro_batches)))
+    return {dimension: size for dimension, size in sent.items() if size}
+
+
+def _hops(stage: int, sizes: MeshSizes) -> int:
+    """Messages of a micro-batch that leave the rank of ``stage``: hidden states onwards, their gradients back."""
+    here = rank_of_stage(stage, sizes.pp, sizes.schedule)
+    neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < sizes.stages]
+    return sum(rank_of_stage(other, sizes.pp, sizes.schedule) != here for other in neighbours)
+
+
+def _data(counts: ParameterCounts, sizes: MeshSizes, storage: Storage, micro_batches: int) -> Iterator[float]:
+    """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
+    gradients, ranks = counts.trained * storage.gradient_bytes, sizes.fsdp
+    if not storage.sharded:
+        yield 2 * _share(ranks * sizes.dp_replicate) * gradients
+        return
+    each_time = storage.zero_stage >= 2
+    gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
+    yield _share(ranks) * counts.local * storage.compute_bytes * gathers
+    yield _share(ranks) * gradients * (micro_batches if each_time else 1)
+    yield 2 * _share(sizes.dp_replicate) * gradients / ranks
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks

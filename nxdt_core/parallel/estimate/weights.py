@@ -1,0 +1,120 @@
+"""Parameters of a pipeline stage on one rank: how many elements it computes with and how many of them it stores."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.parallel.placement import local_of, sharded_over
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.optimizer import OptimizerFactory
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["ParameterCounts", "count_parameters", "count_unique", "optimizer_bytes_per_element"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    """Elements on one rank."""
+
+    local: int = 0
+    """What it computes with, after tensor and expert parallelism."""
+    stored: int = 0
+    """Its shard of these under FSDP2, rows padded up; all of them where nothing is sharded."""
+    trained: int = 0
+    """The part of ``local`` that has gradients."""
+    trained_stored: int = 0
+    """The part of ``stored`` that has gradients."""
+    groups: tuple[int, ...] = ()
+    """``local`` by what FSDP2 gathers at a time, the largest first; without the root's."""
+    root: int = 0
+    """Elements outside of all layers, which FSDP2 gathers first and frees last."""
+    partial: int = 0
+    """Elements whose gradients tensor parallel ranks still have to sum."""
+
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        """Of both stages of a rank."""
+        return ParameterCounts(
+            local=self.local + other.local,
+            stored=self.stored + other.stored,
+            trained=self.trained + other.trained,
+            trained_stored=self.trained_stored + other.trained_stored,
+            groups=tuple(sorted((*self.groups, *other.groups), reverse=True)),
+            root=max(self.root, other.root),
+            partial=self.partial + other.partial,
+        )
+
+
+@dataclass(slots=True)
+class _Tally:
+    counts: Counter[str] = field(default_factory=Counter)
+    groups: Counter[str] = field(default_factory=Counter)
+
+
+def count_parameters(
+    stage: nn.Module, plan: ParallelPlan, sizes: MeshSizes, *, sharded: bool, partial: Iterable[str] = ()
+) -> ParameterCounts:
+    """Count the parameters of ``stage``, tensor and expert parallelism applied and FSDP2 not.
+
+    Args:
+        stage: on the meta device.
+        plan: names layers and experts.
+        sizes: of the mesh.
+        sharded: whether FSDP2 will hold the parameters.
+        partial: names whose gradients are partial sums over ``tp``.
+    """
+    tally, sums = _Tally(), frozenset(partial)
+    for name, parameter in stage.named_parameters():
+        local = local_of(parameter)
+        ranks = sizes.efsdp if "ep" in sharded_over(parameter) else sizes.fsdp
+        stored = _shard(tuple(local.shape), ranks) if sharded else local.numel()
+        tally.counts["local"] += local.numel()
+        tally.counts["stored"] += stored
+        if parameter.requires_grad:
+            tally.counts["trained"] += local.numel()
+            tally.counts["trained_stored"] += stored
+            tally.counts["partial"] += local.numel() * (name in sums)
+        tally.groups[_group_of(name, plan)] += local.numel()
+    root = tally.groups.pop("", 0)
+    return ParameterCounts(**tally.counts, groups=tuple(sorted(tally.groups.values(), reverse=True)), root=root)
+
+
+def count_unique(module: nn.Module) -> tuple[int, int]:
+    """All elements of a whole model and those that are trained, tied parameters once."""
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def optimizer_bytes_per_element(factory: OptimizerFactory, config: object, dtype: torch.dtype) -> float:
+    """State that the optimizer keeps for each element of a parameter, by stepping it once on a small one."""
+    parameter = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    group = {"params": [parameter], "names": ["probe"], "lr": getattr(config, "lr", 0.0), "weight_decay": 0.0}
+    optimizer: Optimizer = factory([group], config)  # type: ignore[list-item]
+    optimizer.step()
+    state = optimizer.state[parameter].values()
+    size = sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+    return size / parameter.numel()
+
+
+def _shard(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of the first rank's shard along dimension 0; FSDP2 pads the others to the same size."""
+    rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    return -(-rows // ranks) * rest
+
+
+def _group_of(name: str, plan: ParallelPlan) -> str:
+    """The innermost experts or layer that ``name`` lies in; empty for the root."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        path = ".".join(parts[:end])
+        if matches_any(plan.experts, path) or matches(plan.recompute_layer, path):
+            return path
+    return ""

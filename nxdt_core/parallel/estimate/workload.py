@@ -1,0 +1,69 @@
+"""What is to be estimated: a model, what trains it, and the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nxdt_core.parallel.layout import LayoutOptions
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["Workload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A run, as far as its sizes depend on it."""
+
+    builder: ModelBuilder
+    adapters: Sequence[Adapter] = ()
+    objective: Objective
+    precision: PrecisionPolicy
+    state_bytes: float
+    """Optimizer state in bytes for each trained element."""
+    sizes: MeshSizes
+    options: LayoutOptions
+    micro_batch_size: int
+    global_batch_size: int
+    seq_length: int
+    packed: bool = False
+    """Whether samples hold several documents that do not see each other: attention is then told where each ends."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one step, on each rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.sizes.dp)
+
+    def batch(self) -> Batch:
+        """One micro-batch as a rank sees it, on the meta device."""
+
+        def tokens() -> torch.Tensor:
+            shape = self.micro_batch_size, self.seq_length // self.sizes.cp
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+
+        placed = self.sizes.cp > 1 or self.sizes.pp > 1 or self.packed
+        return Batch(
+            input_ids=tokens(),
+            labels=tokens(),
+            position_ids=tokens() if placed else None,
+            document_ids=tokens() if self.packed else None,
+        )
+
+    def hidden(self, size: int) -> torch.Tensor:
+        """Hidden states of a micro-batch as they travel between pipeline stages, of width ``size``."""
+        sequence = self.seq_length // self.sizes.cp
+        if self.options.sequence_parallel:
+            sequence //= self.sizes.tp
+        dtype = getattr(torch, self.precision.parameters)
+        return torch.empty(self.micro_batch_size, sequence, size, dtype=dtype, device="meta")
+
+    def hidden_bytes(self, size: int) -> int:
+        """Bytes of :meth:`hidden`; 0 where nothing travels."""
+        return self.hidden(size).nbytes if self.sizes.pp > 1 else 0
