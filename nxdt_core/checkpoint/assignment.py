@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nxdt_core.checkpoint.boxes import Box
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.errors import TensorStateUnsupported
+from nxdt_core.protocols.piece import Box
 
 __all__ = ["Held", "Listing", "Place", "assign", "merge"]
 

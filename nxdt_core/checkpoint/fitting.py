@@ -9,13 +9,14 @@ import torch
 
 from nxdt_core.checkpoint.tensor_index import TensorEntry
 from nxdt_core.errors import OptimizerStateDoesNotFit, WeightsDoNotFit
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["check_model", "check_optimizer"]
 
 
 def check_model(
-    index: Mapping[str, TensorEntry], tensors: Mapping[str, torch.Tensor], ranks: RankAgreement | None
+    index: Mapping[str, TensorEntry], tensors: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement | None
 ) -> None:
     """Compare the names and whole shapes of ``tensors``, this rank's, with ``index``.
 
@@ -40,7 +41,7 @@ def check_model(
 
 
 def check_optimizer(
-    index: Mapping[str, TensorEntry], parameters: Mapping[str, torch.Tensor], ranks: RankAgreement | None
+    index: Mapping[str, TensorEntry], parameters: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement | None
 ) -> None:
     """See that every parameter with state in ``index`` is on some rank.
 

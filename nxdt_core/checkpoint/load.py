@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.boxes import Box
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import read_whole
 from nxdt_core.checkpoint.fitting import check_model, check_optimizer
 from nxdt_core.checkpoint.layout import state_name
 from nxdt_core.checkpoint.manifest import Manifest
-from nxdt_core.checkpoint.pieces import Piece, empty_like, piece_of
+from nxdt_core.checkpoint.pieces import empty_like, piece_of
 from nxdt_core.checkpoint.reading import check_fits, fill
 from nxdt_core.checkpoint.state_tree import decode_tree
 from nxdt_core.checkpoint.tensor_index import TensorEntry
 from nxdt_core.checkpoint.together import together
 from nxdt_core.errors import CheckpointDamaged, TensorNotInCheckpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = [
@@ -64,7 +64,7 @@ def load_optimizer(
 def load_model_into(
     storage: CheckpointStorage,
     manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Piece],
     *,
     ranks: RankAgreement | None = None,
 ) -> None:
@@ -75,7 +75,7 @@ def load_model_into(
     Args:
         storage: where the checkpoint lies.
         manifest: of the checkpoint.
-        tensors: of this rank by global name, DTensors where they are sharded.
+        tensors: of this rank by global name, DTensors or pieces where they are sharded.
         ranks: of the run; None for a process that is alone.
 
     Raises:
@@ -91,10 +91,10 @@ def load_model_into(
 def load_optimizer_like(
     storage: CheckpointStorage,
     manifest: Manifest,
-    parameters: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor | Piece],
     *,
     ranks: RankAgreement | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor | Piece]:
     """This rank's optimizer state: what has its parameter's shape is laid out as that, the rest whole on the host.
 
     Collective: it succeeds on all ranks or fails on all.
@@ -102,7 +102,7 @@ def load_optimizer_like(
     Args:
         storage: where the checkpoint lies.
         manifest: of the checkpoint.
-        parameters: of this rank by global name, DTensors where they are sharded.
+        parameters: of this rank by global name, DTensors or pieces where they are sharded.
         ranks: of the run; None for a process that is alone.
 
     Raises:
@@ -112,7 +112,7 @@ def load_optimizer_like(
     where = f"{storage.uri}/{manifest.prefix}optim"
     index = manifest.tensors.get("optim", {})
     check_optimizer(index, parameters, ranks)
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor | Piece] = {}
 
     def read() -> None:
         for key, entry in index.items():
@@ -183,7 +183,7 @@ def _fill(
     storage: CheckpointStorage,
     manifest: Manifest,
     index: Mapping[str, TensorEntry],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Piece],
     where: str,
 ) -> None:
     """Fill ``tensors``; those that were the same memory when saved one after the other, for no read takes a byte

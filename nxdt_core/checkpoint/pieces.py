@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nxdt_core.checkpoint.assignment import Held
-from nxdt_core.checkpoint.boxes import Box
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES
 from nxdt_core.errors import TensorStateUnsupported
+from nxdt_core.protocols.piece import Box, Piece
 
-__all__ = ["Piece", "empty_like", "list_pieces", "piece_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The elements of one tensor that lie on this rank."""
-
-    tensor: torch.Tensor
-    """Plain; shares its memory with the tensor that it is a piece of."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
+__all__ = ["empty_like", "list_pieces", "piece_of"]
 
 
-def piece_of(name: str, tensor: torch.Tensor) -> Piece:
-    """This rank's piece of ``tensor``, called ``name`` in messages.
+def piece_of(name: str, tensor: torch.Tensor | Piece) -> Piece:
+    """This rank's piece of ``tensor``, called ``name`` in messages; a piece is one already.
 
     Raises:
         TensorStateUnsupported: it has no plain bytes (sparse, quantised, complex, on the meta device, a subclass of
             Tensor), or is distributed as sums that are still to be made.
     """
+    if isinstance(tensor, Piece):
+        _check_plain(name, tensor.tensor)
+        return tensor
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         _check_plain(name, tensor)
@@ -51,7 +42,7 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece:
     return Piece(local, shape, Box(tuple(offsets), sizes))
 
 
-def list_pieces(section: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Piece], dict[str, Held]]:
+def list_pieces(section: str, tensors: Mapping[str, torch.Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, Held]]:
     """The pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner."""
     pieces = {name: piece_of(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
     seen: dict[object, str] = {}
@@ -66,8 +57,12 @@ def list_pieces(section: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict
     return pieces, held
 
 
-def empty_like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | Piece:
     """A tensor of ``shape`` without values: laid out as ``tensor`` where that has the same shape, else whole."""
+    if isinstance(tensor, Piece):
+        if tensor.shape != shape:
+            return torch.empty(shape, dtype=dtype, device=tensor.tensor.device)
+        return Piece(torch.empty_like(tensor.tensor, dtype=dtype), shape, tensor.box)
     if not isinstance(tensor, DTensor) or tuple(tensor.shape) != shape:
         return torch.empty(shape, dtype=dtype, device=tensor.device)
     local = torch.empty_like(_local(tensor), dtype=dtype, memory_format=torch.contiguous_format)

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.checkpoint.boxes import Box
 from nxdt_core.checkpoint.files import VerifiedFile, Wanted
 from nxdt_core.checkpoint.manifest import Manifest
-from nxdt_core.checkpoint.pieces import Piece
 from nxdt_core.checkpoint.shards import bytes_of
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.devices import profile_of
 from nxdt_core.errors import CheckpointDamaged
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.piece import Box, Piece
 
 __all__ = ["check_fits", "fill"]
 

@@ -30,13 +30,14 @@ from nxdt_core.checkpoint.layout import (
     step_prefix,
 )
 from nxdt_core.checkpoint.manifest import CheckpointFacts, FileEntry, Manifest, encode_facts
-from nxdt_core.checkpoint.pieces import Piece, list_pieces
+from nxdt_core.checkpoint.pieces import list_pieces
 from nxdt_core.checkpoint.shards import write_pieces
 from nxdt_core.checkpoint.state_tree import encode_tree
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import on_first_rank, rank_of, together
 from nxdt_core.errors import CheckpointFilesMissing
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["save_checkpoint"]
@@ -46,8 +47,8 @@ def save_checkpoint(
     storage: CheckpointStorage,
     *,
     step: int,
-    model: Mapping[str, torch.Tensor],
-    optimizer: Mapping[str, torch.Tensor],
+    model: Mapping[str, torch.Tensor | Piece],
+    optimizer: Mapping[str, torch.Tensor | Piece],
     state: Mapping[str, Any],
     facts: CheckpointFacts,
     ranks: RankAgreement | None = None,
@@ -130,7 +131,10 @@ class _Written:
 
 
 def _prepare(
-    model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], state: Mapping[str, Any], rank: int
+    model: Mapping[str, torch.Tensor | Piece],
+    optimizer: Mapping[str, torch.Tensor | Piece],
+    state: Mapping[str, Any],
+    rank: int,
 ) -> _Share:
     """Check everything of this rank, before anything is written anywhere."""
     state_tensors: dict[str, torch.Tensor] = {}

@@ -14,9 +14,10 @@ import torch
 
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import shard_name
-from nxdt_core.checkpoint.pieces import Piece, dtype_name
+from nxdt_core.checkpoint.pieces import dtype_name
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.devices import HOST
+from nxdt_core.protocols.piece import Piece
 
 __all__ = ["bytes_of", "write_pieces"]
 

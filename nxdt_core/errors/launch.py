@@ -45,8 +45,8 @@ class WorldDoesNotDivide(NxdtError):
 
     code = "NXDT-P003"
     happened = (
-        "{world_size} processes do not divide into groups of TP {tp} x PP {pp} x CP {cp}, with dp_replicate {dp_replicate} "
-        "dividing what is left and EP {ep} dividing a replica's data and context parallel ranks."
+        "{world_size} processes do not divide into groups of TP {tp} x PP {pp} x CP {cp}, with dp_replicate "
+        "{dp_replicate} dividing what is left and EP {ep} dividing a replica's data and context parallel ranks."
     )
     remedy = "Change trainer.devices x trainer.num_nodes or the sizes of distributed_strategy."
     world_size: int

@@ -120,8 +120,8 @@ class StepNotFinite(NxdtError):
         "{grad_norm}. The weights are as they were before."
     )
     remedy = (
-        "Lower model.optim.lr, warm up longer or look at the data of that step; trainer.nonfinite=skip leaves such steps "
-        "out and goes on."
+        "Lower model.optim.lr, warm up longer or look at the data of that step; trainer.nonfinite=skip leaves such "
+        "steps out and goes on."
     )
     step: int
     skipped: int

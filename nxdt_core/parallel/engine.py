@@ -92,7 +92,11 @@ class TorchEngine:
             decay_norms=decay_norms,
         )
         return TorchOptimizer(
-            lambda shards: factory(shards, config), groups, model.finish_gradients, model.weights_changed
+            lambda shards: factory(shards, config),
+            groups,
+            model.finish_gradients,
+            after_step=model.weights_changed,
+            padded=model.padded,
         )
 
     def broadcast_object(self, value: Any) -> Any:

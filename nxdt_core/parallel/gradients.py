@@ -24,7 +24,7 @@ def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[torch.Tensor]) -
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
-        parts = flat.split([tensor.numel() for tensor in bucket])
+        parts = torch.split(flat, [tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
 
 

@@ -6,7 +6,7 @@ expert and context parallelism, recomputation, compilation, data parallel shardi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,8 @@ from nxdt_core.parallel.context import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
 from nxdt_core.parallel.expert import apply_expert_parallel, expert_modules
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.placement import box_of, local_of
+from nxdt_core.parallel.padding import PaddedDim, padded_parameters, real_part
+from nxdt_core.parallel.placement import piece_of
 from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.parallel.stages import cut_stage, stages_of_rank
 from nxdt_core.parallel.tensor import apply_tensor_parallel, partial_parameters, replicated_partials
@@ -74,6 +75,8 @@ class Stages:
     """Parameters whose gradient is a partial sum on each tensor parallel rank."""
     replica_partial: frozenset[str]
     """Parameters of heads that several tensor parallel ranks hold; each sees the gradient of its own queries."""
+    padded: Mapping[str, PaddedDim]
+    """Parameters with heads of zeros, which no checkpoint sees."""
     sharded: bool
     """Whether FSDP2 holds the parameters."""
     sequence_parallel: bool
@@ -102,6 +105,7 @@ def lay_out(
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     modules = tuple(_cut(whole, plan, mesh, number, options.pipeline_cuts) for number in numbers)
     tensor_partial: set[str] = set()
+    padded: dict[str, PaddedDim] = {}
     replica_partial: set[str] = set()
     for module in modules:
         if mesh.sizes.tp > 1:
@@ -112,6 +116,7 @@ def lay_out(
         if mesh.sizes.tp > 1:  # asked once experts are cut: what tensor parallelism shards is no partial sum
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
             replica_partial |= replicated_partials(module)
+            padded |= padded_parameters(module)
         _apply_rest(module, plan, mesh, options, precision)
     return Stages(
         modules=modules,
@@ -120,6 +125,7 @@ def lay_out(
         rules=tuple(rules),
         tensor_partial=frozenset(tensor_partial),
         replica_partial=frozenset(replica_partial),
+        padded=padded,
         sharded=needs_sharding(mesh, precision),
         sequence_parallel=options.sequence_parallel,
     )
@@ -169,16 +175,19 @@ def _draw(module: nn.Module, stages: Stages, seed: int) -> None:
     owners = {user: owner for owner, user in stages.plan.tied}
     for name, parameter in module.named_parameters():
         name = owners.get(name, name)  # a stage that has the user of a tied pair alone draws the owner's elements
-        box = box_of(parameter)
-        local_of(parameter).copy_(
+        piece = piece_of(parameter)
+        if name in stages.padded:
+            piece.tensor.zero_()
+            piece = real_part(parameter, stages.padded[name])
+        piece.tensor.copy_(
             draw(
-                box.whole,
+                piece.shape,
                 rule_for(name, stages.rules),
                 name=name,
                 seed=seed,
                 dtype=parameter.dtype,
-                offsets=box.offsets,
-                local_shape=box.sizes,
+                offsets=piece.box.offsets,
+                local_shape=piece.box.shape,
             )
         )
 

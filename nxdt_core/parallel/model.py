@@ -18,6 +18,7 @@ from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
 from nxdt_core.parallel.gradients import clip, global_norm, sum_gradients
 from nxdt_core.parallel.layout import Stages
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.padding import PaddedDim, real_part
 from nxdt_core.parallel.parameters import StageParameters
 from nxdt_core.parallel.pipeline import PipelineRunner
 from nxdt_core.parallel.placement import local_of
@@ -26,6 +27,7 @@ from nxdt_core.parallel.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["TorchModel"]
@@ -81,7 +83,8 @@ class TorchModel:
             else:
                 last = len(batch.micro_batches) - 1
                 for index, micro_batch in enumerate(batch.on_device()):
-                    begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
+                    if index in (0, last):  # between them nothing changes
+                        begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
                     batch.loss(self._logits(micro_batch), micro_batch).backward()  # type: ignore[no-untyped-call]
         return batch.result()
 
@@ -121,11 +124,18 @@ class TorchModel:
         """Parameters under their global names; a tied one under its owner's."""
         return iter(self._parameters.by_name.items())
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and saved buffers; a tied one once."""
-        return {name: p.detach() for name, p in self._parameters.by_name.items()} | self._buffers
+    @property
+    def padded(self) -> Mapping[str, PaddedDim]:
+        """Parameters with heads of zeros."""
+        return self._stages.padded
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Parameters and saved buffers; a tied one once, and of a padded one the real elements."""
+        padded = self._stages.padded
+        held = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
+        return {name: real_part(p, padded[name]) if name in padded else p for name, p in held.items()} | self._buffers
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
         """Copy ``state`` into the parameters: whole tensors in one process, else shards of this layout.
 
         Raises:
@@ -144,7 +154,7 @@ class TorchModel:
         with torch.no_grad():
             for name, value in state.items():
                 if name in own:
-                    local_of(own[name]).copy_(local_of(value))
+                    _elements(own[name]).copy_(_elements(value))
         self.weights_changed()
 
     def local_modules(self) -> Sequence[nn.Module]:
@@ -203,6 +213,10 @@ class TorchModel:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
+
+
+def _elements(held: torch.Tensor | Piece) -> torch.Tensor:
+    return held.tensor if isinstance(held, Piece) else local_of(held)
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:

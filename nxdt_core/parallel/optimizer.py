@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.devices import profile_of
 from nxdt_core.errors import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.parallel.padding import PaddedDim, real_part
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.optimizer import ParameterGroup
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["GradientNorm", "TorchOptimizer", "parameter_groups"]
@@ -66,9 +68,13 @@ class TorchOptimizer:
         build: Callable[[list[ParameterGroup]], torch.optim.Optimizer],
         groups: Sequence[ParameterGroup],
         norm: GradientNorm,
+        *,
         after_step: Callable[[], None] | None = None,
+        padded: Mapping[str, PaddedDim] | None = None,
     ) -> None:
-        """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed."""
+        """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
+        ``padded`` names the parameters with zeros that no checkpoint sees."""
+        self._padded = padded or {}
         self._named = {
             name: parameter for group in groups for name, parameter in zip(group["names"], group["params"], strict=True)
         }
@@ -120,14 +126,14 @@ class TorchOptimizer:
         """Current learning rate of the first group."""
         return float(self.inner.param_groups[0]["lr"])
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a plain
         number is a scalar under ``<…>#<its type>``."""
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor | Piece] = {}
         for name, shard in self._shards.items():
             for leaf, value in self.inner.state.get(shard, {}).items():
                 if isinstance(value, torch.Tensor):
-                    state[f"{name}/{leaf}"] = _like(self._named[name], value)
+                    state[f"{name}/{leaf}"] = self._saved(name, value)
                 elif value is not None:
                     number = _NUMBERS.get(type(value))
                     if number is None:
@@ -135,7 +141,7 @@ class TorchOptimizer:
                     state[f"{name}/{leaf}#{type(value).__name__}"] = torch.tensor(value, dtype=number)
         return state
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
         """Put ``state`` back under this optimizer's parameters: tensors sharded as here, or this rank's shards.
 
         Raises:
@@ -144,13 +150,30 @@ class TorchOptimizer:
         unknown = sorted({key.rpartition("/")[0] for key in state} - self._named.keys())
         if unknown:
             raise OptimizerStateDoesNotFit(parameters=unknown)
-        by_name: dict[str, dict[str, torch.Tensor]] = {}
+        by_name: dict[str, dict[str, torch.Tensor | Piece]] = {}
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
             by_name.setdefault(name, {})[leaf] = value
         for name, leaves in by_name.items():
             shard = self._shards[name]
-            self.inner.state[shard] = dict(_leaf(leaf, local_of(value), shard) for leaf, value in leaves.items())
+            self.inner.state[shard] = dict(
+                _leaf(leaf, self._loaded(name, value), shard) for leaf, value in leaves.items()
+            )
+
+    def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | Piece:
+        """A state tensor as a checkpoint has it: sharded as the parameter, without its zeros."""
+        like = _like(self._named[name], value)
+        if name in self._padded and like.shape == self._named[name].shape:
+            return real_part(like, self._padded[name])
+        return like
+
+    def _loaded(self, name: str, value: torch.Tensor | Piece) -> torch.Tensor:
+        """This rank's shard of what :meth:`_saved` gave."""
+        if not isinstance(value, Piece):
+            return local_of(value)
+        whole = torch.zeros_like(self._shards[name], dtype=value.tensor.dtype, requires_grad=False)
+        real_part(_like(self._named[name], whole), self._padded[name]).tensor.copy_(value.tensor)
+        return whole
 
     def _lend_gradients(self) -> None:
         """Give the shards their parameters' gradients. FSDP2 may have moved a shard that it had to pad."""

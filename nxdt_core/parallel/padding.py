@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nxdt_core.parallel.placement import Box, box_of, local_of
+from nxdt_core.parallel.placement import piece_of
+from nxdt_core.protocols.piece import Box, Piece
 
 __all__ = ["PaddedDim", "padded_parameters", "real_part"]
 
@@ -67,7 +68,7 @@ def padded_parameters(module: nn.Module) -> dict[str, PaddedDim]:
     return padded
 
 
-def real_part(tensor: torch.Tensor, padded: PaddedDim) -> tuple[Box, torch.Tensor]:
+def real_part(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
     """The real elements of this rank's part of a padded parameter, or of its optimizer's state.
 
     Args:
@@ -75,17 +76,13 @@ def real_part(tensor: torch.Tensor, padded: PaddedDim) -> tuple[Box, torch.Tenso
         padded: its entry of :func:`padded_parameters`.
 
     Returns:
-        Their box in the whole tensor without padding, and a view of them; both may be empty.
+        A view of them, and their place in the whole tensor without padding; it may be empty.
     """
-    box, local, dim = box_of(tensor), local_of(tensor), padded.dim
-    offset, count = padded.real(box.offsets[dim], box.sizes[dim])
+    piece, dim = piece_of(tensor), padded.dim
+    offset, count = padded.real(piece.box.offsets[dim], piece.box.shape[dim])
 
     def with_dim(values: tuple[int, ...], value: int) -> tuple[int, ...]:
         return (*values[:dim], value, *values[dim + 1 :])
 
-    real = Box(
-        whole=with_dim(box.whole, sum(padded.counts)),
-        offsets=with_dim(box.offsets, offset),
-        sizes=with_dim(box.sizes, count),
-    )
-    return real, local.narrow(dim, 0, count)
+    box = Box(with_dim(piece.box.offsets, offset), with_dim(piece.box.shape, count))
+    return Piece(piece.tensor.narrow(dim, 0, count), with_dim(piece.shape, sum(padded.counts)), box)

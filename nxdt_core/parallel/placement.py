@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
+from nxdt_core.protocols.piece import Box, Piece
 
-__all__ = ["Box", "box_of", "local_of", "owns", "sharded_over"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A block of a whole tensor."""
-
-    whole: tuple[int, ...]
-    """Shape of the whole tensor."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+__all__ = ["local_of", "owns", "piece_of", "sharded_over"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,13 +18,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def box_of(tensor: torch.Tensor) -> Box:
-    """Where this rank's elements lie in the whole tensor."""
-    shape = tuple(tensor.shape)
+def piece_of(tensor: torch.Tensor) -> Piece:
+    """This rank's elements and where they lie in the whole tensor."""
+    shape, local = tuple(tensor.shape), local_of(tensor)
     if not isinstance(tensor, DTensor):
-        return Box(whole=shape, offsets=(0,) * len(shape), sizes=shape)
+        return Piece(local, shape, Box.whole(shape))
     sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    return Box(whole=shape, offsets=tuple(offsets), sizes=tuple(sizes))
+    return Piece(local, shape, Box(tuple(offsets), tuple(sizes)))
 
 
 def sharded_over(tensor: torch.Tensor) -> frozenset[str]:

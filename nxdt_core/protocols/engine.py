@@ -15,6 +15,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import OptimizerFactory
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.ranks import RankAgreement
 
@@ -65,11 +66,12 @@ class ParallelModel(Protocol):
         """This rank's parameters under their global names; a tied parameter once, under its owner."""
         ...
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and saved buffers under their global names (DTensor where sharded); a tied parameter once."""
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Parameters and saved buffers under their global names (DTensor or piece where sharded); a tied parameter
+        once."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
         """Copy ``state`` in; ``strict`` refuses missing and extra names."""
         ...
 
@@ -104,11 +106,11 @@ class ParallelOptimizer(Protocol):
         """Set each group's learning rate to its initial one times ``factor``."""
         ...
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Optimizer state flat: ``<parameter name>/<state name>`` → tensor."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
         """The inverse of :meth:`state_dict`."""
         ...
 

@@ -202,8 +202,7 @@ def load_checkpoint(
     same_layout &= checkpoint.saved_ranks(manifest) == ranks.world_size
     saved = checkpoint.load_state(storage, manifest, rank=ranks.rank if same_layout else 0, ranks=ranks)
     if optimizer is not None:
-        parameters = dict(model.named_parameters())
-        optimizer.load_state_dict(checkpoint.load_optimizer_like(storage, manifest, parameters, ranks=ranks))
+        optimizer.load_state_dict(checkpoint.load_optimizer_like(storage, manifest, weights, ranks=ranks))
         if same_layout:
             restore_rng(saved["rng"], engine.device)
     if state is not None:

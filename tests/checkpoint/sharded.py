@@ -23,12 +23,12 @@ from nxdt_core.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from nxdt_core.checkpoint.boxes import Box
 from nxdt_core.checkpoint.pieces import piece_of
 from nxdt_core.devices import HOST
 from nxdt_core.errors import NxdtError, StorageFull
 from nxdt_core.parallel.process_group import Ranks
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.piece import Box
 
 SHAPES = {
     "embed": (10, 6),  # by rows over tensor parallel ranks, and again, unevenly, over data parallel ones

@@ -84,9 +84,9 @@ def heads_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 def kv_heads_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Key and value heads are shared out, or each is copied to equally many devices."""
+    """Key and value heads are shared out, or each is copied to equally many devices; ``pad_heads`` adds heads."""
     numbers = checked.numbers(_KV_HEADS, TP, _KV_REPLICATOR)
-    if numbers is None:
+    if numbers is None or checked.values.get(_PAD_HEADS):
         return
     heads, tp, copies = numbers
     if heads % tp and tp % heads:

@@ -18,7 +18,7 @@ from nxdt_core.nn.loss import cross_entropy_sum
 from nxdt_core.parallel.data import apply_data_parallel
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline import PipelineRunner
-from nxdt_core.parallel.placement import box_of, local_of
+from nxdt_core.parallel.placement import local_of, piece_of
 from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.parallel.stages import cut_stage, stages_of_rank
 from nxdt_core.parallel.tied import sum_tied_gradients, tied_copies, tied_group
@@ -142,15 +142,15 @@ def materialise(module, case):
         if hasattr(part, "reset_buffers"):
             part.reset_buffers()
     for name, parameter in module.named_parameters():
-        name, box = owner_of.get(name, name), box_of(parameter)
+        name, piece = owner_of.get(name, name), piece_of(parameter)
         values = draw(
-            box.whole,
+            piece.shape,
             rule_for(name, rules),
             name=name,
             seed=1,
             dtype=parameter.dtype,
-            offsets=box.offsets,
-            local_shape=box.sizes,
+            offsets=piece.box.offsets,
+            local_shape=piece.box.shape,
         )
         local_of(parameter).copy_(values)
 

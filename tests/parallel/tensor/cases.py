@@ -14,10 +14,11 @@ from nxdt_core.nn.loss import vocabulary_loss
 from nxdt_core.parallel import tensor
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.padding import PaddedDim, padded_parameters, real_part
-from nxdt_core.parallel.placement import Box, box_of, local_of
+from nxdt_core.parallel.placement import local_of, piece_of
 from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 from tests.parallel.tensor.models import SEQ, VOCAB, Biased, biased_plan, llama
@@ -58,9 +59,9 @@ def built(case: Case) -> tuple[nn.Module, ParallelPlan]:
         return builder.build().double(), builder.plan()
 
 
-def own_part(name: str, tensor: torch.Tensor, padded: Padded) -> tuple[Box, torch.Tensor]:
+def own_part(name: str, tensor: torch.Tensor, padded: Padded) -> Piece:
     """This rank's real elements and their place in the whole parameter."""
-    return real_part(tensor, padded[name]) if name in padded else (box_of(tensor), local_of(tensor))
+    return real_part(tensor, padded[name]) if name in padded else piece_of(tensor)
 
 
 @torch.no_grad()
@@ -75,17 +76,15 @@ def materialised(module: nn.Module, plan: ParallelPlan, padded: Padded) -> nn.Mo
             part.reset_buffers()
     for number, (name, parameter) in enumerate(module.named_parameters()):
         local_of(parameter).zero_()
-        box, elements = own_part(name, parameter, padded)
+        piece = own_part(name, parameter, padded)
         generator = torch.Generator().manual_seed(number)
-        whole = torch.randn(box.whole, generator=generator, dtype=torch.float64) * 0.3
-        elements.copy_(within(box, whole))
+        whole = torch.randn(piece.shape, generator=generator, dtype=torch.float64) * 0.3
+        piece.tensor.copy_(within(piece, whole))
     return module
 
 
-def within(box: Box, whole: torch.Tensor) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+def within(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
+    return whole[piece.box.within(Box.whole(piece.shape))]
 
 
 def batch_of(case: Case, row: slice = slice(None)) -> Batch:
@@ -128,7 +127,7 @@ class Outcome:
     """What one rank has seen."""
 
     losses: list[float]
-    gradients: dict[str, tuple[Box, torch.Tensor]]
+    gradients: dict[str, Piece]
     elements: dict[str, int]
     """Held by this rank, by parameter."""
     odd: list[str]
@@ -183,7 +182,7 @@ def is_odd(name: str, parameter: nn.Parameter, grad: torch.Tensor, padded: Padde
     if isinstance(parameter, DTensor) and (not isinstance(grad, DTensor) or grad.placements != parameter.placements):
         return True
     return any(
-        local_of(tensor).count_nonzero() != own_part(name, tensor, padded)[1].count_nonzero()
+        local_of(tensor).count_nonzero() != own_part(name, tensor, padded).tensor.count_nonzero()
         for tensor in (parameter, grad)
     )
 
@@ -197,10 +196,11 @@ def differences(case: Case, outcomes: list[Outcome]) -> dict[str, float]:
     for outcome in outcomes:
         assert outcome.gradients.keys() == grads.keys()
         worst["loss"] = max(worst["loss"], *(abs(a - b) for a, b in zip(losses, outcome.losses, strict=True)))
-        for name, (box, grad) in outcome.gradients.items():
-            assert box.whole == grads[name].shape
-            within(box, missing[name]).zero_()
-            gap = (grad - within(box, grads[name])).abs().max().item() if grad.numel() else 0.0
+        for name, piece in outcome.gradients.items():
+            assert piece.shape == grads[name].shape
+            within(piece, missing[name]).zero_()
+            grad = piece.tensor
+            gap = (grad - within(piece, grads[name])).abs().max().item() if grad.numel() else 0.0
             worst[name] = max(worst.get(name, 0.0), gap)
     assert not any(rest.any() for rest in missing.values()), "some elements are held by no rank"
     return {name: value for name, value in worst.items() if value > 1e-9}

@@ -1,11 +1,15 @@
-"""Boxes: the parts of a tensor that ranks hold, by their place in the whole. Torch-free."""
+"""Pieces: the part of a tensor that one rank holds, and its place in the whole. No torch at import."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Box"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Box", "Piece"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,3 +47,14 @@ class Box:
             slice(start - outer_start, start - outer_start + size)
             for start, size, outer_start in zip(self.offsets, self.shape, outer.offsets, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements of one tensor that lie on this rank."""
+
+    tensor: torch.Tensor
+    """Plain; shares its memory with the tensor that it is a piece of."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box

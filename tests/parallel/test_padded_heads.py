@@ -1,0 +1,79 @@
+"""Heads that the ranks cannot share in equal parts: filled up with zeros that neither training nor checkpoints see."""
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.config import load
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.training import assemble, primitives
+from nxdt_core.training.state import TrainState
+
+STEPS = 4
+PADDED = (
+    "trainer.devices=4",
+    "distributed_strategy.tensor_model_parallel_size=2",
+    "distributed_strategy.sequence_parallel=true",
+    "distributed_strategy.pad_heads=true",
+)
+
+
+def configuration(directory, overrides):
+    return load(
+        "recipe:llama-tiny",
+        [
+            "trainer.accelerator=cpu",
+            f"exp_manager.exp_dir={directory}",
+            "model.num_layers=2",
+            "model.hidden_size=24",
+            "model.head_dim=8",
+            "model.num_attention_heads=3",
+            "model.num_kv_heads=3",
+            "model.ffn_hidden_size=32",
+            "data.seq_length=16",
+            "data.global_batch_size=4",
+            "data.micro_batch_size=1",
+            *overrides,
+        ],
+    )
+
+
+def train(directory, overrides, resume):
+    """Losses of some steps; saves after them, or goes on from what was saved before them."""
+    config = configuration(directory, overrides)
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine)
+    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    storage, state = assemble.storage(config), TrainState()
+    if resume:
+        manifest = checkpoint.latest(storage, warn=print)
+        primitives.load_checkpoint(storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state)
+    ids = torch.randint(272, (4, 17), generator=torch.Generator().manual_seed(5))
+    place = engine.rank_info
+    rows = [row for row in range(4) if row * place.dp_size // 4 == place.dp_rank]
+    batches = [Batch(input_ids=ids[row : row + 1, :-1], labels=ids[row : row + 1, 1:]) for row in rows]
+    objective, schedule = assemble.objective(config), assemble.schedule(config)
+    losses = [
+        float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
+        for _ in range(STEPS)
+    ]
+    if not resume:
+        primitives.save_checkpoint(storage, config=config, engine=engine, model=model, optimizer=optimizer, state=state)
+    shapes = {name: tuple(held.shape) for name, held in model.state_dict().items()}
+    engine.shutdown()
+    return losses, shapes
+
+
+def test_three_heads_on_two_ranks_train_as_on_one_and_their_checkpoints_fit_both(ranks, tmp_path):
+    one, four = tmp_path / "one", tmp_path / "four"
+    ((reference, shapes),) = ranks(1).run(train, one, (), False)
+    padded = ranks(4).run(train, four, PADDED, False)
+    for losses, held in padded:
+        torch.testing.assert_close(losses, reference, rtol=0, atol=1e-5)
+        assert held == shapes
+    ((expected, _),) = ranks(1).run(train, one, (), True)
+    assert expected[-1] < expected[0] < reference[-1]
+    ((from_padded, _),) = ranks(1).run(train, four, (), True)
+    torch.testing.assert_close(from_padded, expected, rtol=0, atol=1e-5)
+    for losses, _ in ranks(4).run(train, one, PADDED, True):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
