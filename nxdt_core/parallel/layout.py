@@ -46,6 +46,8 @@ class LayoutOptions:
     recompute_names: tuple[str, ...] = ()
     compile_backend: str | None = None
     """None: run as it is written."""
+    static_shapes: bool = False
+    """Compile for each shape anew."""
 
     @classmethod
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
@@ -58,6 +60,7 @@ class LayoutOptions:
             recompute_granularity=run.model.activations_checkpoint_granularity,
             recompute_names=run.model.activations_checkpoint_recompute or (),
             compile_backend=profile.compile_backend if run.model.compile else None,
+            static_shapes=profile.static_shapes,
         )
 
 
@@ -148,7 +151,7 @@ def _apply_rest(
     if options.compile_backend is not None:
         from nxdt_core.parallel.compile import compile_layers
 
-        compile_layers(module, plan, backend=options.compile_backend)
+        compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)
     if needs_sharding(mesh, precision):
         experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
         apply_data_parallel(module, plan, mesh, precision, experts)
