@@ -13,6 +13,8 @@ from nxdt_core.nn.mlp import GatedSiLU
 __all__ = ["SwiGLUExperts", "grouped_linear"]
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TRACED_GROUPED_DTYPES = (torch.bfloat16,)
+"""Those for which ``torch.compile`` can trace it; the loop that stands in breaks the graph."""
 _GROUPED_ALIGNMENT_BYTES = 16
 """``F.grouped_mm`` refuses rows of any other multiple, and float64 (torch 2.13)."""
 
@@ -68,19 +70,22 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tens
     """
     if counts is None:
         return torch.bmm(rows, weights.transpose(1, 2))
+    if rows.is_meta:  # nobody knows whose rows they are; sizes, kept tensors and arithmetic are those of any matrix
+        return functional.linear(rows, weights[0])
     kind = rows.device.type
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:  # autocast does not know grouped_mm
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), weights.to(dtype)
     if _grouped_mm_takes(weights):
         return functional.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
-    parts = zip(rows.split_with_sizes(counts.tolist()), weights.unbind(0), strict=True)
+    parts = zip(torch.split(rows, counts.tolist()), weights.unbind(0), strict=True)
     return torch.cat([functional.linear(part, weight) for part, weight in parts])
 
 
 def _grouped_mm_takes(weights: torch.Tensor) -> bool:
+    dtypes = _TRACED_GROUPED_DTYPES if torch.compiler.is_compiling() else _GROUPED_DTYPES
     sides_bytes = [side * weights.element_size() for side in weights.shape[1:]]
-    return weights.dtype in _GROUPED_DTYPES and not any(size % _GROUPED_ALIGNMENT_BYTES for size in sides_bytes)
+    return weights.dtype in dtypes and not any(size % _GROUPED_ALIGNMENT_BYTES for size in sides_bytes)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

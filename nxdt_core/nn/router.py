@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,7 +128,9 @@ class TopKRouter(nn.Module):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
+        kind = hidden.device.type
+        known = torch.amp.is_autocast_available(kind)  # the meta device has none
+        with torch.autocast(kind, enabled=False) if known else nullcontext():
             return functional.linear(hidden.to(dtype), self.weight.to(dtype))
 
     def _choose(self, logits: torch.Tensor, probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

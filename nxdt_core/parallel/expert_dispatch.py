@@ -42,7 +42,7 @@ class AllToAllDispatcher(LocalDispatcher):
         sent = counts.view(self.group.size(), -1)  # [ranks, experts of one rank]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        outgoing, incoming = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        outgoing, incoming = _splits(sent, received, len(rows))
         arrived = all_to_all(rows, incoming, outgoing, self.group)  # by rank of origin, then by expert
         numbers = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
         placement = Placement.ordered(numbers.repeat_interleave(received.flatten(), output_size=sum(incoming)))
@@ -65,3 +65,16 @@ class AllToAllDispatcher(LocalDispatcher):
     def finish(self, mixed: torch.Tensor) -> torch.Tensor:
         """The sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
         return sum_over_ranks(mixed, self.tensor_group, sequence_parallel=self.sequence_parallel)
+
+
+def _splits(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Rows that go to each rank and that come from each, on the host; ``sent`` and ``received`` [ranks, experts].
+
+    On the meta device, where a run is planned, nobody knows: ``rows`` are then shared out equally.
+    """
+    if sent.is_meta:
+        ranks = len(sent)
+        equal = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
+        return equal, equal
+    outgoing, incoming = torch.stack((sent.sum(1), received.sum(1))).tolist()
+    return outgoing, incoming

@@ -244,3 +244,20 @@ def test_no_gradient_without_grad_mode():
     module = mixture(balance_coefficient=0.3)
     with torch.no_grad():
         assert not module(torch.randn(1, 4, 8, dtype=torch.float64)).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_a_traced_mixture_computes_the_same(capacity_factor, dtype):
+    module = mixture(
+        hidden=16, ffn=16, dtype=dtype, capacity_factor=capacity_factor, balance_coefficient=0.3, z_coefficient=0.05
+    )
+    hidden = torch.randn(2, 4, 16).to(dtype).requires_grad_()
+    grad = torch.randn_like(hidden)
+    with aux_loss_scale(0.25):
+        plain = module(hidden)
+        traced = torch.compile(module, backend="aot_eager")(hidden)
+    torch.testing.assert_close(traced, plain)
+    expected = gradients(module, hidden, (plain * grad).sum())
+    for name, value in gradients(module, hidden, (traced * grad).sum()).items():
+        torch.testing.assert_close(value, expected[name])

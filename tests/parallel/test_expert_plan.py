@@ -1,0 +1,44 @@
+"""Planning a run with experts: no values, hence no routing, and still every size."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxdt_core.builtins.objective_causal_lm import CausalLM
+from nxdt_core.parallel.estimate.run import estimate
+from nxdt_core.parallel.estimate.workload import Workload
+from nxdt_core.parallel.layout import LayoutOptions
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.testing.moe_config import MoEConfig, MoEModelConfig
+from nxdt_core.testing.moe_model import MoEBuilder
+
+
+def planned(capacity_factor, **sizes):
+    config = MoEModelConfig(moe=MoEConfig(num_experts=8, capacity_factor=capacity_factor))
+    return estimate(
+        Workload(
+            builder=MoEBuilder(config),
+            objective=CausalLM(None),
+            precision=PrecisionPolicy(name="fp32"),
+            state_bytes=8,
+            sizes=MeshSizes(**sizes),
+            options=LayoutOptions(),
+            micro_batch_size=2,
+            global_batch_size=16,
+            seq_length=32,
+        )
+    )
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_experts_and_their_traffic_are_in_the_plan(capacity_factor):
+    one = planned(capacity_factor).fullest
+    many = planned(capacity_factor, dp_shard=4, ep=4, tp=2).fullest
+    experts = 2 * 8 * 3 * 32 * 32  # layers, experts, matrices
+    whole = 2 * 8 * 32 + 5 * 32  # routers and norms, on each tensor parallel rank
+    assert many.parameters == experts // 8 + whole + (one.parameters - experts - whole) // 2
+    rows_bytes = 2 * 32 * 2 * 32 * 4  # micro-batch, sequence, top_k, hidden, float32
+    trips = 2 * 2 * 2 * 2  # layers, micro-batches, there and back, forward and backward
+    counts_bytes = 0 if capacity_factor else 2 * 2 * 8 * 8
+    assert many.sent["ep"] == 3 * (trips * rows_bytes + counts_bytes) // 4  # three of four parts leave
