@@ -5,6 +5,7 @@ Each rank calls the command line's ``main``, as ``torchrun -m nxdt_core`` and ``
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -56,6 +57,11 @@ def rank():
 
 
 def train(arguments):
+    return main(arguments)
+
+
+def train_with_plugin(directory, arguments):
+    sys.path.insert(0, directory)
     return main(arguments)
 
 
@@ -220,10 +226,10 @@ def test_different_plugins_are_refused_by_name(pool, tmp_path):
 
 @pytest.mark.parametrize("broken", [0, 1])
 @pytest.mark.parametrize("fault", ["raise ValueError('a made-up bug')", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_a_rank_that_breaks_takes_the_other_down_and_is_told_once(pool, tmp_path, broken, fault, monkeypatch):
+def test_a_rank_that_breaks_takes_the_other_down_and_is_told_once(pool, tmp_path, broken, fault):
     (tmp_path / "faulty.py").write_text(FAULTY.format(rank=broken, fault=fault))
     arguments = command(tmp_path, f"plugins.local=[{tmp_path / 'faulty.py'}]", "trainer.callbacks=[faulty]")
-    written, codes = failing(pool, train, arguments)
+    written, codes = failing(pool, train_with_plugin, str(tmp_path), arguments)
     host = os.uname().nodename
     if "raise" in fault:
         assert codes == {0: "1", 1: "1"}
