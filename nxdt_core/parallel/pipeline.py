@@ -77,9 +77,10 @@ class PipelineRunner:
             stream=self._stream,
             forward_context=forward_context,
             zero_stage=mesh.sizes.zero_stage,
+            keeps_sends=schedule != "1f1b",
         )
         self._loss: Callable[[torch.Tensor, Batch], torch.Tensor] | None = None
-        self._prepared: tuple[tuple[int, HiddenLike], StockSchedule] | None = None
+        self._prepared: tuple[tuple[int, HiddenLike], list[StreamedStage], StockSchedule] | None = None
 
     @property
     def holds_last(self) -> bool:
@@ -111,8 +112,10 @@ class PipelineRunner:
         losses: list[torch.Tensor] = []
         try:
             with self._stream.of(batches, forward_kwargs), _without_stock_log():
-                stock = self._stock_schedule(len(batches))
+                stages, stock = self._stock_schedule(len(batches))
                 stock.step(target=torch.arange(len(batches)), losses=losses, return_outputs=False)
+                for stage in stages:
+                    stage.finish_sends()
         except RuntimeError as error:
             # Stock wraps what a stage raises; what a user can mend, and lack of memory, must stay recognisable.
             if isinstance(error.__cause__, (NxdtError, torch.OutOfMemoryError)):
@@ -154,7 +157,7 @@ class PipelineRunner:
         source = rank_of_stage(self._settings.stages - 1, self._pp, self._schedule)
         return broadcast_from(value, source, self._group, self._settings.device)
 
-    def _stock_schedule(self, micro_batches: int) -> StockSchedule:
+    def _stock_schedule(self, micro_batches: int) -> tuple[list[StreamedStage], StockSchedule]:
         """Built anew where the number or shape of micro-batches changes, which costs milliseconds."""
         key = micro_batches, self._stream.hidden_like(0)
         if self._prepared is None or self._prepared[0] != key:
@@ -165,8 +168,8 @@ class PipelineRunner:
             ]
             gathers = self._settings.zero_stage < 3
             stock = make_schedule(self._schedule, stages, micro_batches, self._loss_of_stage, gather_at_start=gathers)
-            self._prepared = key, stock
-        return self._prepared[1]
+            self._prepared = key, stages, stock
+        return self._prepared[1:]
 
     def _loss_of_stage(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None

@@ -1,7 +1,8 @@
 """One stage under the stock schedules: stock ``PipelineStage``, with two things of its own.
 
-Memory: stock allocates two buffers of hidden states for every micro-batch of a step and keeps them for good; here a
-buffer lives from its receive to its backward, of which a schedule has at most a few in flight.
+Memory: stock allocates two buffers of hidden states for every micro-batch of a step and keeps them for good, and its
+looped schedules keep all that they sent until the end of the step. Here what was received lives until its backward,
+and what was sent until it has gone, of which there are a few at a time, however many micro-batches a step has.
 
 FSDP2: stock accumulates unsharded gradients and reduces them once, after the last micro-batch. That is ZeRO-1; for
 ZeRO-2 and -3 gradients are reduced after each backward here.
@@ -10,6 +11,7 @@ ZeRO-2 and -3 gradients are reduced after each backward here.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +28,10 @@ from nxdt_core.parallel.stream import MicroBatchStream
 __all__ = ["StageSettings", "StreamedStage"]
 
 
+_SENDS_IN_FLIGHT = 4
+"""Of a stage; for more it waits. Peers receive in the order of sending, so that the oldest is the next to go."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
     """What all stages of a rank share."""
@@ -36,6 +42,8 @@ class StageSettings:
     stream: MicroBatchStream
     forward_context: Callable[[], AbstractContextManager[Any]]
     zero_stage: int
+    keeps_sends: bool
+    """Whether the schedule keeps what it sends to the end of the step, so that stages send themselves."""
 
 
 @final
@@ -58,6 +66,7 @@ class StreamedStage(PipelineStage):
         )
         self._settings = settings
         self._drops = drops
+        self._sends: deque[dist.Work] = deque()
         self._reduces_each = isinstance(module, FSDPModule) and settings.zero_stage >= 2
 
     # Inputs
@@ -115,6 +124,30 @@ class StreamedStage(PipelineStage):
     def _allocate(self, infos: tuple[Any, ...], chunk: int) -> None:
         for info in infos:
             info.buffer = self._settings.stream.buffer(chunk)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The send of a micro-batch's output; none where it is under way already."""
+        return self._sent(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The send of the gradient of a micro-batch's input; none where it is under way already."""
+        return self._sent(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def finish_sends(self) -> None:
+        """Wait until all that was sent has gone."""
+        while self._sends:
+            self._sends.popleft().wait()
+
+    def _sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if not self._settings.keeps_sends:
+            return ops
+        for op in ops:
+            work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
+            assert work is not None
+            self._sends.append(work)
+        while len(self._sends) > _SENDS_IN_FLIGHT:
+            self._sends.popleft().wait()
+        return []
 
     # Backward
 

@@ -7,57 +7,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import count
 
 from nxdt_core.errors import MicroBatchesDoNotFit, ZeroBubbleCannot
 from nxdt_core.protocols.mesh import Schedule
 
 __all__ = [
-    "MicroBatchRule",
     "check_micro_batches",
     "check_whole_backward",
-    "micro_batches_needed",
+    "micro_batches_fit",
     "rank_of_stage",
     "stages_of_rank",
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchRule:
-    """Numbers of micro-batches that fill a schedule."""
+def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+    """Whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
 
-    least: int
-    multiple_of: int = 1
-
-    def allows(self, micro_batches: int) -> bool:
-        """Whether a step may have so many."""
-        return micro_batches >= self.least and micro_batches % self.multiple_of == 0
-
-    def nearest(self, micro_batches: int) -> int:
-        """The smallest allowed number that is not below ``micro_batches``."""
-        return max(self.least, -(-micro_batches // self.multiple_of) * self.multiple_of)
-
-    def __str__(self) -> str:
-        return f"a multiple of {self.multiple_of}" if self.multiple_of > 1 else f"at least {self.least}"
-
-
-def micro_batches_needed(schedule: Schedule, pp: int) -> MicroBatchRule:
-    """What ``schedule`` over ``pp`` ranks asks of the number of micro-batches that a rank has in a step."""
+    The stock 1F1B takes one a stage at least; the interleaved one works in rounds of one size, of ``pp`` or more; ZBV
+    takes any number. With few, ranks mostly wait: :func:`nxdt_core.parallel.schedules.bubble_fraction` says how long.
+    """
+    if pp == 1 or schedule == "zbv":
+        return micro_batches >= 1
     if schedule == "interleaved":
-        return MicroBatchRule(least=pp, multiple_of=pp)
-    return MicroBatchRule(least=2 * pp if schedule == "zbv" else pp)
+        return micro_batches >= 1 and micro_batches % max(1, micro_batches // pp) == 0
+    return micro_batches >= pp
 
 
 def check_micro_batches(schedule: Schedule, *, pp: int, micro_batches: int) -> None:
     """Refuse what the schedule cannot run.
 
     Raises:
-        MicroBatchesDoNotFit: with the number that is nearest.
+        MicroBatchesDoNotFit: with the nearest number above that fits.
     """
-    rule = micro_batches_needed(schedule, pp)
-    if pp > 1 and not rule.allows(micro_batches):
+    if not micro_batches_fit(schedule, pp, micro_batches):
+        wants = {"1f1b": f"at least {pp}", "interleaved": f"rounds of one size, of {pp} or more,", "zbv": "at least 1"}
+        example = next(number for number in count(micro_batches) if micro_batches_fit(schedule, pp, number))
         raise MicroBatchesDoNotFit(
-            schedule=schedule, pp=pp, micro_batches=micro_batches, rule=str(rule), example=rule.nearest(micro_batches)
+            schedule=schedule, pp=pp, micro_batches=micro_batches, rule=wants[schedule], example=example
         )
 
 

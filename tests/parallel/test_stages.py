@@ -1,6 +1,7 @@
 """Pipeline cuts and schedules: what each stage has, how long ranks wait, and what is refused in words. One process."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +18,11 @@ from nxdt_core.errors import (
     UnknownPipelineCut,
     ZeroBubbleCannot,
 )
-from nxdt_core.parallel.schedules import Operation, bubble_fraction, schedule_operations
+from nxdt_core.parallel.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
 from nxdt_core.parallel.stages import cut_stage, stage_layers, stages_of_rank
 from nxdt_core.protocols.pipeline_schedules import (
     check_micro_batches,
     check_whole_backward,
-    micro_batches_needed,
     rank_of_stage,
 )
 from nxdt_core.protocols.plan import ParallelPlan
@@ -127,19 +127,33 @@ def test_stages_are_dealt_out_or_folded():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "wrong", "right", "said"),
+    ("schedule", "pp", "fitting"),
     [
-        ("1f1b", 3, 4, "at least 4 micro-batches"),
-        ("interleaved", 6, 8, "a multiple of 4 micro-batches"),
-        ("zbv", 7, 8, "at least 8 micro-batches"),
+        ("1f1b", 4, {4, 5, 6, 7, 8, 9, 10, 11}),
+        ("interleaved", 4, {1, 2, 3, 4, 5, 6, 7, 8, 10}),
+        ("interleaved", 2, {1, 2, 3, 4, 6, 8, 10}),
+        ("zbv", 4, set(range(1, 12))),
     ],
 )
-def test_micro_batches_that_do_not_fill_a_schedule_are_refused_with_the_numbers(schedule, wrong, right, said):
-    with pytest.raises(MicroBatchesDoNotFit, match=f"PP 4 needs {said} a step, and there are {wrong}") as refused:
-        check_micro_batches(schedule, pp=4, micro_batches=wrong)
-    assert refused.value.example == right == micro_batches_needed(schedule, 4).nearest(wrong)
-    check_micro_batches(schedule, pp=4, micro_batches=right)
-    check_micro_batches(schedule, pp=1, micro_batches=1)
+def test_micro_batches_are_refused_exactly_where_the_stock_schedule_refuses_them(schedule, pp, fitting):
+    for number in range(1, 12):
+        stub = SimpleNamespace(num_stages=2 * pp, group_size=pp, group_rank=0, submod=nn.Identity())
+        stages = [stub] * (1 if schedule == "1f1b" else 2)
+        stub.num_stages = pp * len(stages)
+        if number in fitting:
+            check_micro_batches(schedule, pp=pp, micro_batches=number)
+            make_schedule(schedule, stages, number, None)
+        else:
+            with pytest.raises(MicroBatchesDoNotFit, match=f"with PP {pp} wants .* and there are {number} ") as refused:
+                check_micro_batches(schedule, pp=pp, micro_batches=number)
+            assert refused.value.example == min(fitted for fitted in {*fitting, 12} if fitted >= number)
+            with pytest.raises(ValueError, match="microbatches"):
+                make_schedule(schedule, stages, number, None)
+
+
+def test_one_pipeline_rank_takes_any_number_of_micro_batches():
+    for schedule in ("1f1b", "interleaved", "zbv"):
+        check_micro_batches(schedule, pp=1, micro_batches=1)
 
 
 def test_zero_bubble_refuses_what_needs_backward_in_one_piece():
@@ -150,7 +164,14 @@ def test_zero_bubble_refuses_what_needs_backward_in_one_piece():
     check_whole_backward("interleaved", recompute=True, compiled=True)
 
 
-LAYOUTS = [("1f1b", 2, 1, 8), ("1f1b", 4, 1, 4), ("interleaved", 2, 2, 4), ("interleaved", 4, 3, 8), ("zbv", 3, 2, 7)]
+LAYOUTS = [
+    ("1f1b", 2, 1, 8),
+    ("1f1b", 4, 1, 4),
+    ("interleaved", 2, 2, 4),
+    ("interleaved", 4, 3, 8),
+    ("zbv", 3, 2, 7),
+    ("zbv", 4, 2, 1),
+]
 
 
 @pytest.mark.parametrize(("schedule", "pp", "vpp", "micro_batches"), LAYOUTS)
