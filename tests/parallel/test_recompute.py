@@ -198,10 +198,11 @@ def test_it_composes_with_fully_shard(ranks, reshard):
 def gradients_under_sequence_parallelism(names: tuple[str, ...]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Local gradients by parameter without and with recomputation of tensor blocks."""
     mlp = "layers.*.mlp"
+    columns = {f"{mlp}.gate_proj": "column", f"{mlp}.up_proj": "column"}
     plan = replace(
         PLAN,
-        tensor={f"{mlp}.gate_proj": "column", f"{mlp}.up_proj": "column", f"{mlp}.down_proj": "row"},
-        tensor_blocks=(mlp,),
+        tensor={**columns, f"{mlp}.down_proj": "row", "last": "vocab_head"},
+        tensor_blocks=(mlp, "last"),
     )
     found: list[dict[str, torch.Tensor]] = []
     with process_group():
@@ -210,9 +211,10 @@ def gradients_under_sequence_parallelism(names: tuple[str, ...]) -> dict[str, tu
         for granularity in (None, "selective"):
             torch.manual_seed(0)
             model = Stack().eval()
+            model.last = nn.Linear(16, 8, bias=False)
             apply_tensor_parallel(model, plan, mesh, sequence_parallel=True)
             apply_recompute(model, plan, granularity=granularity, names=names)
-            model(part).square().sum().backward()
+            model(part).to_local().square().sum().backward()
             local = {name: parameter.grad for name, parameter in model.named_parameters()}
             found.append({name: getattr(grad, "_local_tensor", grad) for name, grad in local.items()})
     return {name: (value, found[1][name]) for name, value in found[0].items()}
@@ -221,5 +223,5 @@ def gradients_under_sequence_parallelism(names: tuple[str, ...]) -> dict[str, tu
 @pytest.mark.parametrize("names", [("MLP",), ("Block",), ("Activation", "MLP")], ids=" in ".join)
 def test_it_composes_with_tensor_and_sequence_parallelism(ranks, names):
     for found in ranks(2).run(gradients_under_sequence_parallelism, names):
-        assert len(found) == 12
+        assert len(found) == 13
         assert all(torch.equal(one, other) for one, other in found.values())
