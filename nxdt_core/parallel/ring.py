@@ -20,9 +20,6 @@ from nxdt_core.parallel.context_documents import DocumentChunks
 
 __all__ = ["ring_attention"]
 
-_KEYS, _GRADIENTS = 0, 1
-"""Tags of the two streams of messages between the same pair of ranks."""
-
 
 def ring_attention(
     query: torch.Tensor,
@@ -85,7 +82,7 @@ class _Ring(torch.autograd.Function):
             if source != rank:
                 if travelling is not None:
                     total += travelling.arrived()
-                travelling = _Hop(total, group, _GRADIENTS)
+                travelling = _Hop(total, group)
         if travelling is not None:
             own += travelling.arrived()
         grad_key, grad_value = _unpacked(own, key)
@@ -99,23 +96,26 @@ def _circulated(
     rank, ranks = group.rank(), group.size()
     packed = torch.cat((key, value), -1)  # one message a hop
     for step in range(ranks):
-        following = _Hop(packed, group, _KEYS) if step + 1 < ranks else None
+        following = _Hop(packed, group) if step + 1 < ranks else None
         yield (rank - step) % ranks, *_unpacked(packed, key)
         if following is not None:
             packed = following.arrived()
 
 
 class _Hop:
-    """``tensor`` on its way to the next rank, and that of the rank before on its way here."""
+    """``tensor`` on its way to the next rank, and that of the rank before on its way here.
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
+    Several may be on their way at once: all ranks start them in one order, by which backends match them.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         rank, ranks = group.rank(), group.size()
         self._sent = tensor  # kept until it has left
         self._received = torch.empty_like(tensor)
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks, tag=tag),
-                dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % ranks, tag=tag),
+                dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks),
+                dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % ranks),
             ]
         )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -153,22 +154,29 @@ def test_recomputation_gives_the_same_gradients(ranks, method):
 
 
 class Sizes(TorchDispatchMode):
-    """Shapes of all floating-point tensors that operations return."""
+    """Shapes of all floating-point tensors that operations return, and which of their storages live on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[torch.Size] = set()
+        self._storages: list[tuple[int, StorageWeakRef]] = []
+
+    def living(self) -> int:
+        """Bytes of the largest storage that is still there."""
+        return max(size for size, storage in self._storages if not storage.expired())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 self.seen.add(tensor.shape)
+                self._storages.append((tensor.untyped_storage().nbytes(), StorageWeakRef(tensor.untyped_storage())))
         return result
 
 
-def held(method: str) -> tuple[list[tuple[int, ...]], set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """Shapes that autograd saves, and those that appear at any time in forward and in backward."""
+def held(method: str) -> tuple[list[tuple[int, ...]], int, set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Shapes that autograd saves, bytes of the largest tensor that outlives forward, and shapes that appear at any time
+    in forward and in backward."""
     saved: list[tuple[int, ...]] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,26 +190,28 @@ def held(method: str) -> tuple[list[tuple[int, ...]], set[tuple[int, ...]], set[
         leaves = [t.requires_grad_() for t in qkv]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Sizes() as forward:
             output = core(*leaves)
+        living = forward.living()
         with Sizes() as backward:
             output.backward(grad)
-    return saved, {tuple(s) for s in forward.seen}, {tuple(s) for s in backward.seen}
+    return saved, living, {tuple(s) for s in forward.seen}, {tuple(s) for s in backward.seen}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_autograd_saves_shards_alone(ranks, method):
+def test_shards_alone_are_kept_for_backward(ranks, method):
     local = SEQ // 3
-    for saved, _, _ in ranks(3).run(held, method):
+    for saved, living, _, _ in ranks(3).run(held, method):
         shared = (BATCH, 2, local, WIDTH)
         own = (BATCH, HEADS, local, WIDTH)
         assert sorted(saved) == sorted([own, shared, shared, own, own[:3]])  # query, key, value, output, log-sum-exp
+        assert living == torch.Size(own).numel() * 4  # the output; nor is anything larger kept in another way
 
 
 def test_the_ring_never_holds_a_whole_sequence(ranks):
-    for _, forward, backward in ranks(3).run(held, "ring"):
+    for _, _, forward, backward in ranks(3).run(held, "ring"):
         shard = BATCH * HEADS * (SEQ // 3) * WIDTH  # as many as of key and value together
         for shape in forward | backward:
             assert SEQ not in shape, shape
             assert torch.Size(shape).numel() <= shard, shape
-    for _, forward, backward in ranks(3).run(held, "gather"):  # which shows that they would be seen
+    for _, _, forward, backward in ranks(3).run(held, "gather"):  # which shows that they would be seen
         assert any(SEQ in shape for shape in forward)
         assert any(SEQ in shape for shape in backward)
