@@ -29,7 +29,7 @@ REPLICATED = Layout(dp=2, zero=0)
         (Layout(pp=2), REPLICATED, "rank 0: holds layers.2.attention.k_proj.weight, layers.2.attention.o_proj.weight"),
         (Layout(pp=2, zbv=True), Layout(pp=2), "rank 0: holds layers.1."),
         (Layout(cp=2, cp_method="ring"), Layout(dp=2), "layers.0 gives out whole sequences"),
-        (Layout(cp=2, cp_method="ring"), Layout(cp=2, cp_method="gather"), "whole sequences are kept for backward"),
+        (Layout(cp=2, cp_method="gather"), Layout(dp=2), "whole sequences are kept for backward"),
         (Layout(dp=2, ep=2, moe=True), Layout(dp=2, zero=0, moe=True), "layers.0.moe.experts.gate_proj: 32768 bytes"),
         (Layout(dp=4), Layout(dp=4, replicas=2), "optimizer state: 256256 bytes instead of 128128"),
     ],

@@ -141,7 +141,7 @@ def _activations(shares: Shares, held: Held) -> Iterator[str]:
         width = shares.width(name)
         if width is not None and any(shape[-1] != width for shape in shapes):
             yield f"{name} gives out {sorted(shapes)}, not {width} features"
-    if layout.cp_method == "ring":
+    if layout.cp > 1:
         # Experts keep [rows, features], as many rows as they were given: now and then 24.
         least = 3 if layout.moe else 1
         whole = sorted(shape for shape in held.activations.saved if SEQ in shape and len(shape) >= least)
