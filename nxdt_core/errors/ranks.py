@@ -1,4 +1,4 @@
-"""Errors of starting many ranks, of their agreement and of their end: codes ``NXDT-P04…``."""
+"""Errors of starting many ranks, of their agreement and of their end: codes ``NXDT-P004`` and ``NXDT-P04…``."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class NodePlaceMissing(NxdtError):
 class NotEnoughDevices(NxdtError):
     """More ranks on a machine than it has devices."""
 
-    code = "NXDT-P050"
+    code = "NXDT-P004"
     happened = "{wanted} ranks on {host} would need a device each, and torch finds {found} of type {device_type!r}."
     remedy = (
         "Set trainer.devices to {found} or fewer (and more trainer.num_nodes), or trainer.accelerator to another type; "
