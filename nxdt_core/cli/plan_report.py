@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.table import print_facts, print_table
+from nxdt_core.cli.table import human_size, print_facts, print_table
 
 if TYPE_CHECKING:
     from nxdt_core.parallel.estimate import RankEstimate
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["print_report"]
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 _TIGHT = 0.9
 """Share of a device's memory above which an estimate leaves too little for fragments, kernels and libraries."""
 
@@ -49,17 +49,17 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     found, work = plan.estimate, plan.work
     yield "run", plan.config.source
     yield "layout", " · ".join(_layout(plan))
-    trained = "" if found.trained == found.parameters else f", {_count(found.trained)} of them trained"
-    yield "model", f"{_count(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP a token"
+    trained = "" if found.trained == found.parameters else f", {_billions(found.trained)} of them trained"
+    yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP a token"
     yield (
         "step",
-        f"{work.global_batch_size} sequences of {work.seq_length} = {_count(found.tokens_per_step)} tokens,"
+        f"{work.global_batch_size} sequences of {work.seq_length} = {_count(found.tokens_per_step).strip()} tokens,"
         f" {_count(found.flops_per_step)}FLOP; {_plural(found.micro_batches, 'micro-batch', 'micro-batches')}"
         f" of {work.micro_batch_size} a rank",
     )
     if work.sizes.pp > 1:
         yield "pipeline", f"{work.sizes.schedule}; ranks wait {found.bubble:.1%} of a step for one another"
-    yield "checkpoint", f"{found.checkpoint_bytes / _GIB:,.1f} GiB, weights and optimizer state"
+    yield "checkpoint", f"{human_size(found.checkpoint_bytes)}, weights and optimizer state"
 
 
 def _layout(plan: RunPlan) -> Iterator[str]:
@@ -93,19 +93,20 @@ def _title(rank: RankEstimate, plan: RunPlan) -> str:
 
 
 def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -> None:
+    unit, size = _unit(max(rank.memory.total for rank in shown))
     rows = [("layers", *(str(rank.layers) for rank in shown), "")]
-    rows.append(("parameters", *(_count(rank.parameters).strip() for rank in shown), "that a rank computes with"))
+    rows.append(("parameters", *(_billions(rank.parameters) for rank in shown), "that a rank computes with"))
     for part in fields(shown[0].memory):
         sizes = [getattr(rank.memory, part.name) for rank in shown]
         if any(sizes):
-            rows.append((part.name, *map(_gib, sizes), _PARTS[part.name]))
+            rows.append((part.name, *map(size, sizes), _PARTS[part.name]))
     fullest = plan.estimate.fullest
     totals = [
-        click.style(_gib(rank.memory.total), bold=True, fg="yellow" if rank is fullest and len(shown) > 1 else None)
+        click.style(size(rank.memory.total), bold=True, fg="yellow" if rank is fullest and len(shown) > 1 else None)
         for rank in shown
     ]
     rows.append((click.style("total", bold=True), *totals, "at the fullest moment of a step"))
-    print_table(("GIB", *titles, "WHAT"), rows, right=titles)
+    print_table((unit, *titles, "WHAT"), rows, right=titles)
 
 
 def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
@@ -116,12 +117,13 @@ def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
         "pp": "to other pipeline stages",
         "dp": "weights and gradients, data parallel",
     }
+    unit, size = _unit(max(max(rank.sent.values(), default=0) for rank in shown))
     rows = [
-        (dimension, *(_gib(rank.sent.get(dimension, 0)) for rank in shown), what)
+        (dimension, *(size(rank.sent.get(dimension, 0)) for rank in shown), what)
         for dimension, what in words.items()
         if any(rank.sent.get(dimension) for rank in shown)
     ]
-    print_table(("GIB SENT", *titles, "BY A RANK IN A STEP"), rows, right=titles)
+    print_table((f"{unit} SENT", *titles, "BY A RANK IN A STEP"), rows, right=titles)
 
 
 def _verdict(plan: RunPlan) -> str:
@@ -129,19 +131,26 @@ def _verdict(plan: RunPlan) -> str:
     needed = fullest.memory.total
     largest = max(_PARTS, key=lambda part: int(getattr(fullest.memory, part)))
     who = f"pipeline rank {fullest.pp_rank} is the fullest: it" if plan.work.sizes.pp > 1 else "each rank"
-    need = f"{who} needs {needed / _GIB:.1f} GiB, most of it {largest}"
+    need = f"{who} needs {human_size(needed)}, most of it {largest}"
     if plan.memory_bytes is None:
         return f"{need}; --memory-gib compares it with a device"
     share = needed / plan.memory_bytes
     words, colour = ("fits", "green") if share <= _TIGHT else ("tight", "yellow")
     if not plan.fits:
         words, colour = "does not fit", "red"
-    has = f"a device has {plan.memory_bytes / _GIB:.1f} GiB ({share:.0%})"
+    has = f"a device has {human_size(plan.memory_bytes)} ({share:.0%})"
     return f"{click.style(words, fg=colour, bold=True)}: {need}; {has}"
 
 
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:,.2f}"
+def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:
+    """One unit for a table, by its largest entry: its name, and how to write a size in it."""
+    name, unit = ("GIB", _GIB) if largest_bytes >= _GIB else ("MIB", _MIB)
+    return name, lambda size_bytes: f"{size_bytes / unit:,.2f}"
+
+
+def _billions(number: int) -> str:
+    """As people say the sizes of models: ``70.6B``."""
+    return _count(number).replace(" ", "").replace("G", "B")
 
 
 def _plural(count: int, one: str, many: str) -> str:

@@ -11,9 +11,9 @@ from torch import nn
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.placement import local_of, owns, sharded_over
 
-__all__ = ["clip", "global_norm", "sum_gradients", "sum_over"]
+__all__ = ["BUCKET_BYTES", "clip", "global_norm", "sum_gradients", "sum_over"]
 
-_BUCKET_BYTES = 128 * 2**20
+BUCKET_BYTES = 128 * 2**20
 """Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
 
 
@@ -22,10 +22,7 @@ def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[torch.Tensor]) -
     if group is None:
         return
     for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.all_reduce(flat, group=group)
-        parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+        _sum_bucket(group, bucket)
 
 
 def sum_gradients(
@@ -90,12 +87,20 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float
         torch._foreach_mul_(same, scale.to(same[0].dtype))
 
 
+def _sum_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor]) -> None:
+    """A function of its own, so that the flat copy is gone before that of the next bucket is made."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for same in _by_dtype(tensors):
         bucket: list[torch.Tensor] = []
         filled = 0
         for tensor in same:
-            if bucket and filled + tensor.nbytes > _BUCKET_BYTES:
+            if bucket and filled + tensor.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, filled = [], 0
             bucket.append(tensor)

@@ -41,8 +41,8 @@ class AcceleratorKernels(TorchFunctionMode):
         return _REPLACED.get(func, func)(*args, **kwargs)
 
     def end_forward(self) -> None:
-        """Forget the copies of weights that autocast keeps until its block ends; backward's recomputation keeps none
-        beyond its own block."""
+        """Forget the copies of weights that autocast keeps until its block, which is that of forward, ends; what is
+        recomputed keeps none beyond its own."""
         self._casts = None
 
     def _cast(self, value: Any) -> Any:
@@ -62,7 +62,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        # Heads lie side by side in memory, so that joining them again is no copy.
+        *batch, heads, rows, _ = query.shape
+        output = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-3, -2)
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, row_sums, mask)
         return output

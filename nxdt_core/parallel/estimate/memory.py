@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 from nxdt_core.parallel.estimate.trace import GradientUse, MicroBatchTrace
 from nxdt_core.parallel.estimate.weights import ParameterCounts
+from nxdt_core.parallel.gradients import BUCKET_BYTES
 from nxdt_core.parallel.schedules import Operation
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 
@@ -48,6 +48,8 @@ class Storage:
     zero_stage: int
     sharded: bool
     """Whether FSDP2 holds the parameters."""
+    replicated: bool
+    """Whether other ranks hold the same ones, unless they are sharded."""
     accumulates: bool
     """Whether a step has several micro-batches."""
     state_bytes: float
@@ -94,8 +96,8 @@ def fullest_moment(
     """
     computing = Memory(**_computing(counts, storage), **_in_flight(order, traces, received))
     if storage.gradient_use == "fresh":
-        computing = _replace(computing, gradients=_peak_gradients(traces))
-    return max(computing, _reducing(counts, storage), _updating(counts, storage), key=lambda moment: moment.total)
+        computing = replace(computing, gradients=_peak_gradients(traces))
+    return max(computing, _reducing(counts, storage), key=lambda moment: moment.total)
 
 
 def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
@@ -124,22 +126,19 @@ def _between_steps(counts: ParameterCounts, storage: Storage) -> tuple[int, int]
 
 
 def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
-    """FSDP2 reduces the root's gradients last, out of a flat copy, when the activations are gone."""
-    if not storage.sharded:
-        return Memory()
+    """Gradients are reduced out of flat copies when the activations are gone: by FSDP2 those of the root as the last,
+    without it all of them, a bucket at a time."""
     weights, optimizer = _between_steps(counts, storage)
+    if not storage.sharded:
+        gradients = counts.trained * storage.gradient_bytes
+        flat = min(gradients, BUCKET_BYTES) if storage.replicated else 0
+        return Memory(weights=weights, gradients=gradients, optimizer=optimizer, communication=flat)
     return Memory(
         weights=weights + counts.root * storage.compute_bytes,
         gradients=(counts.trained_stored + counts.root) * storage.gradient_bytes,
         optimizer=optimizer,
         communication=counts.root * storage.gradient_bytes,
     )
-
-
-def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
-    """The optimizer's update, when nothing else is left."""
-    weights, optimizer = _between_steps(counts, storage)
-    return Memory(weights=weights, gradients=counts.trained_stored * storage.gradient_bytes, optimizer=optimizer)
 
 
 def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace], received: int) -> dict[str, int]:
@@ -169,7 +168,3 @@ def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace]
 
 def _peak_gradients(traces: Mapping[int, MicroBatchTrace]) -> int:
     return sum(trace.peak["gradients"] for trace in traces.values())
-
-
-def _replace(memory: Memory, **parts: Any) -> Memory:
-    return Memory(**{part.name: parts.get(part.name, getattr(memory, part.name)) for part in fields(memory)})

@@ -83,6 +83,7 @@ def estimate(work: Workload) -> Estimate:
         policy=work.precision,
         zero_stage=sizes.zero_stage,
         sharded=needs_sharding(ParallelMesh(sizes, None), work.precision),
+        replicated=sizes.fsdp * sizes.dp_replicate > 1,
         accumulates=work.micro_batches > 1,
         state_bytes=work.state_bytes,
     )

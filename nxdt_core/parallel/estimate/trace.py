@@ -86,6 +86,7 @@ def trace_micro_batch(
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
         output = stage(first, given.position_ids, given.document_ids)
+        kernels.end_forward()
         kept = live.total
         held_back = [output] if holds_output else []
         live.phase = "workspace"
@@ -94,7 +95,6 @@ def trace_micro_batch(
             live.phase = "logits"
             output.register_hook(lambda grad: live.enter("workspace"))
             output = loss(output)
-        kernels.end_forward()
         _backward(output)
         held_back.clear()
     for parameter in parameters:

@@ -1,0 +1,134 @@
+"""``nxdt plan``: what it prints, refuses and promises to scripts."""
+
+import json
+
+import pytest
+
+HEAVY = ("torch", "numpy", "pytorch_lightning", "transformers")
+NETWORK = ("pytorch_lightning", "transformers", "tokenizers", "huggingface_hub", "requests", "httpx")
+
+
+@pytest.fixture
+def planned(nxdt):
+    """Plan without anything that could download, and read the JSON."""
+
+    def run(*args):
+        done = nxdt("plan", *args, "--json", without=NETWORK)
+        assert done.stderr == ""
+        return done.returncode, json.loads(done.stdout)
+
+    return run
+
+
+def test_a_70b_model_on_512_ranks(planned):
+    status, found = planned("recipe:llama3-70b", "--world-size", "512")
+    assert status == 0
+    assert found["parameters"] == 70_553_706_496
+    assert found["mesh"] == {"pp": 4, "dp_replicate": 1, "dp_shard": 16, "cp": 1, "tp": 8, "ep": 1}
+    assert found["micro_batches"] * 16 == 1024
+    assert found["tokens_per_step"] == 1024 * 8192
+    assert found["flops_per_step"] == found["flops_per_token"] * found["tokens_per_step"]
+    assert found["pipeline_bubble"] == pytest.approx(3 / (64 + 3))
+    assert found["checkpoint_bytes"] == 12 * found["parameters"]
+    assert [rank["layers"] for rank in found["ranks"]] == [20] * 4
+    assert sum(rank["parameters"] for rank in found["ranks"]) == pytest.approx(found["parameters"] / 8, rel=0.001)
+    assert found["fullest_pp_rank"] == 0
+    assert found["memory_bytes"] is None or found["fits"] is not None
+
+
+def test_json_has_the_promised_shape(planned):
+    _, found = planned("recipe:llama3-8b")
+    assert found["world_size"] == 128
+    assert found["parameters"] == found["trained_parameters"] == 8_030_261_248
+    (rank,) = found["ranks"]
+    assert list(rank) == [
+        "pp_rank",
+        "stages",
+        "layers",
+        "parameters",
+        "stored_parameters",
+        "memory_bytes",
+        "sent_bytes_per_step",
+    ]
+    parts = dict(rank["memory_bytes"])
+    total = parts.pop("total")
+    assert list(parts) == [
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "workspace",
+        "communication",
+    ]
+    assert total == sum(parts.values())
+    assert total < 80 * 2**30
+    assert set(rank["sent_bytes_per_step"]) == {"tp", "dp"}
+
+
+def test_the_report_names_parts_ranks_and_the_fullest(nxdt):
+    done = nxdt("plan", "recipe:llama-tiny", "distributed_strategy.pipeline_model_parallel_size=2", "--world-size", "4")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines() if line}
+    assert "4 ranks · PP 2 · DP 2 · ZeRO-1 · fp32" in done.stdout
+    assert rows["MIB"][1:5] == ["PP", "0", "PP", "1"]
+    assert rows["layers"][1:3] == ["2", "2"]
+    numbers = [float(rows[part][1]) for part in ("weights", "gradients", "optimizer", "activations", "workspace")]
+    assert float(rows["total"][1]) == pytest.approx(sum(numbers), abs=0.05)
+    assert {"pp", "dp"} <= rows.keys()
+    assert "pipeline rank 0 is the fullest" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("gib", "status", "word"), [("1", 0, "fits"), ("0.0095", 0, "tight"), ("0.004", 1, "does not fit")]
+)
+def test_the_verdict_compares_with_a_devices_memory(nxdt, gib, status, word):
+    done = nxdt("plan", "recipe:llama-tiny", "--memory-gib", gib)
+    assert done.returncode == status
+    assert done.stdout.splitlines()[-1].startswith(f"{word}: each rank needs ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--world-size", "500"), "do not divide into groups of TP 8 x PP 4"),
+        (("data.global_batch_size=1000",), "does not divide by data.micro_batch_size"),
+        (
+            (
+                "distributed_strategy.pipeline_model_parallel_size=16",
+                "--world-size",
+                "2048",
+                "data.global_batch_size=128",
+            ),
+            "micro-batches",
+        ),
+        (("model.num_layers=81",), "81 layers do not divide"),
+        (("model.num_leyers=80",), "num_layers"),
+    ],
+    ids=["world", "batch", "schedule", "layers", "key"],
+)
+def test_what_would_not_start_is_refused_before_torch_is_imported(nxdt, arguments, sentence):
+    done = nxdt("plan", "recipe:llama3-70b", *arguments, without=HEAVY)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_recompute_name_that_the_model_does_not_have_is_refused(nxdt):
+    recompute = ("activations_checkpoint_granularity=selective", "activations_checkpoint_recompute=[NoSuchThing]")
+    done = nxdt("plan", "recipe:llama-tiny", *(f"model.{key}" for key in recompute))
+    assert done.returncode == 2
+    assert "NoSuchThing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", [("--world-size", "0"), ("--memory-gib", "0"), ("--memory-gib", "much")])
+def test_an_option_that_means_nothing_is_refused(nxdt, option):
+    done = nxdt("plan", "recipe:llama-tiny", *option, without=HEAVY)
+    assert done.returncode == 2
+    assert option[0] in done.stderr
+
+
+@pytest.mark.parametrize("recipe", ["llama3-8b", "llama3-70b"])
+def test_a_recipe_that_waits_for_data_is_checked_without_it(nxdt, recipe):
+    assert nxdt("config", "check", f"recipe:{recipe}", without=HEAVY).returncode == 0

@@ -1,0 +1,117 @@
+"""The estimate of each rank's memory against the live bytes of real ranks at their fullest moment, within 15 %."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nxdt_core.config import load
+from nxdt_core.nn import loss
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.training import assemble, primitives
+from nxdt_core.training.plan import plan
+from nxdt_core.training.state import TrainState
+
+WITHIN = 0.15
+STRATEGY = "distributed_strategy."
+SIZES = (
+    "model.num_layers=8",
+    "model.hidden_size=768",
+    "model.ffn_hidden_size=2048",
+    "model.num_attention_heads=12",
+    "model.num_kv_heads=4",
+    "model.vocab_size=4096",
+    "data.seq_length=64",
+    "data.micro_batch_size=2",
+    "data.global_batch_size=8",
+    "data.reset_attention_mask=false",
+    "trainer.accelerator=cpu",
+    "trainer.devices=2",
+)
+LAYOUTS = {
+    "no ZeRO": (f"{STRATEGY}zero1=false",),
+    "ZeRO-1": (),
+    "ZeRO-2": (f"{STRATEGY}zero_stage=2",),
+    "ZeRO-3": (f"{STRATEGY}zero_stage=3",),
+    "tensor and sequence": (f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}sequence_parallel=true"),
+    "context": (f"{STRATEGY}context_parallel_size=2",),
+    "pipeline": (f"{STRATEGY}pipeline_model_parallel_size=2",),
+    "interleaved": (
+        f"{STRATEGY}pipeline_model_parallel_size=2",
+        f"{STRATEGY}virtual_pipeline_model_parallel_size=2",
+    ),
+}
+
+
+class LivePeak(TorchDispatchMode):
+    """The highest sum of the sizes of all storages, looked at after each kernel: FSDP2 empties storages and keeps them,
+    so that counting their births and deaths would not do."""
+
+    def __init__(self):
+        super().__init__()
+        gc.collect()
+        self.peak = 0
+        self.storages = {}
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor):
+                self.note(thing)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.note(leaf)
+        self.peak = max(self.peak, self.total())
+        return result
+
+    def note(self, tensor):
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            self.storages[storage._cdata] = weakref.ref(storage)
+
+    def total(self):
+        alive = {key: storage for key, ref in self.storages.items() if (storage := ref()) is not None}
+        self.storages = {key: self.storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
+
+
+def peak_of_a_step(overrides):
+    """Bytes of this rank at the fullest moment of its second step, and of its optimizer's state."""
+    config = load("recipe:llama-tiny", overrides)
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine, materialise=False)
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
+    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    data = config.run.data
+    count = data.global_batch_size // data.micro_batch_size // engine.rank_info.dp_size
+    ids = torch.zeros(data.micro_batch_size, data.seq_length, dtype=torch.int64)
+    arguments = ([Batch(input_ids=ids, labels=ids)] * count, assemble.objective(config), assemble.schedule(config))
+    primitives.train_step(model, optimizer, *arguments, TrainState())
+    with LivePeak() as live:
+        primitives.train_step(model, optimizer, *arguments, TrainState())
+    states = [value for state in optimizer.inner.state.values() for value in state.values() if value.dim()]
+    peak = live.peak, sum(value.nbytes for value in states), config.run.seed
+    engine.shutdown()
+    return peak
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_ranks_peak_is_what_was_planned(layout, ranks, monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", loss._CHUNK_ELEMENTS_IN_CACHE)  # as the real ranks, on the host
+    overrides = [*SIZES, *LAYOUTS[layout]]
+    made = plan(load("recipe:llama-tiny", overrides))
+    found = ranks(2).run(peak_of_a_step, overrides, timeout_s=300)
+    for rank, (peak, state, _) in enumerate(found):
+        planned = made.estimate.ranks[rank if made.work.sizes.pp > 1 else 0].memory
+        print(layout, rank, planned.total / peak, planned)
+        assert planned.total == pytest.approx(peak, rel=WITHIN)
+        assert planned.optimizer == pytest.approx(state, rel=0.01)
