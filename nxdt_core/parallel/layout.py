@@ -28,6 +28,7 @@ from nxdt_core.parallel.tensor import apply_tensor_parallel, partial_parameters,
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.pipeline_schedules import check_whole_backward
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -98,6 +99,8 @@ def lay_out(
     Raises:
         NxdtError: the model's plan does not allow the layout.
     """
+    recompute, compiled = options.recompute_granularity is not None, options.compile_backend is not None
+    check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled)
     with torch.device("meta"):
         whole = builder.build()
         plan, rules = builder.plan(), list(builder.init_rules())

@@ -18,14 +18,18 @@ from nxdt_core.errors import (
     UnknownPipelineCut,
     ZeroBubbleCannot,
 )
+from nxdt_core.parallel.layout import LayoutOptions, lay_out
+from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
 from nxdt_core.parallel.stages import cut_stage, stage_layers, stages_of_rank
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.pipeline_schedules import (
     check_micro_batches,
     check_whole_backward,
     rank_of_stage,
 )
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
 
 LAYERS = [f"layers.{number}" for number in range(6)]
 
@@ -162,6 +166,9 @@ def test_zero_bubble_refuses_what_needs_backward_in_one_piece():
     with pytest.raises(ZeroBubbleCannot, match="compiled"):
         check_whole_backward("zbv", recompute=False, compiled=True)
     check_whole_backward("interleaved", recompute=True, compiled=True)
+    mesh = ParallelMesh(MeshSizes(pp=2, vpp=2, schedule="zbv"), None)
+    with pytest.raises(ZeroBubbleCannot, match="activation recomputation"):
+        lay_out(llama(), mesh, LayoutOptions(recompute_granularity="full"), PrecisionPolicy(name="fp32"))
 
 
 LAYOUTS = [
