@@ -1,8 +1,11 @@
 """The pieces of launching, one by one: variables, verdicts, the hub's connections, agreement over the hosts."""
 
 import os
+import signal
 import socket
+import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from nxdt_core.parallel.environment import Place, first_host, place_from_environ
 from nxdt_core.parallel.process_group import Ranks
 from nxdt_core.parallel.store import connect_store
 from nxdt_core.testing.ranks import RankPool, process_group
+from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.signals import StopSignals
 from nxdt_core.training.launch.hub import Hub
 from nxdt_core.training.launch.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.training.launch.node import node_from_environment
@@ -308,6 +313,44 @@ def test_one_process_gives_back_what_it_is_given():
     assert ranks.broadcast_object("x") == ranks.on_rank_zero(lambda: "x") == "x"
     assert [ranks.largest_before(15), ranks.last_answer()] == [15, 0]
     ranks.stop()
+
+
+# Signals
+
+
+class TwoRanks:
+    """Agreement of two ranks of which the other has nothing to say."""
+
+    world_size = 2
+
+    def __init__(self):
+        self.before = 0
+
+    def largest_before(self, value):
+        answer, self.before = self.before, value
+        return answer
+
+    def last_answer(self):
+        return self.before
+
+
+def test_a_request_that_comes_twice_at_once_is_one_and_a_later_one_is_urgent():
+    """A scheduler signals every process of a job, and an agent among them passes its own signal on."""
+    signals, trainer = StopSignals(Console(1, speaks=False), TwoRanks()), SimpleNamespace(should_stop=False)
+    signals.on_train_start(trainer, None)
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        signals.on_train_batch_end(trainer, None, None, None, 0)
+        assert not trainer.should_stop, "the other rank does not know yet"
+        signals.on_train_batch_end(trainer, None, None, None, 1)
+        assert trainer.should_stop
+        assert signals.received == signal.SIGTERM
+        time.sleep(1.1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signals.teardown(trainer, None, "fit")
 
 
 # Memory
