@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.plugins.environments.lightning_environment import LightningEnvironment
+from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig, render_show
