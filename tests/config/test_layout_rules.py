@@ -121,6 +121,10 @@ IMPOSSIBLE = {
         "each data parallel rank has 5 micro-batches a step, and the schedule interleaved over 2 pipeline ranks needs"
         " rounds of one size, and 5 do not divide into 2.",
     ),
+    "zbv recomputed": (
+        layout(2, **{PP: 2, SCHEDULE: "zbv"}) | {"model.activations_checkpoint_granularity": "full"},
+        "the schedule zbv takes the backward of layers apart, and would recompute each of them many times.",
+    ),
     "zbv compiled": (
         layout(2, **{PP: 2, SCHEDULE: "zbv"}) | {"model.compile": True},
         "the schedule zbv takes the backward of layers apart, and that of a compiled layer is one piece.",

@@ -12,6 +12,7 @@ __all__ = ["STAGE_RULES"]
 
 _SCHEDULE = "distributed_strategy.pipeline_schedule"
 _LAYERS, _CUTS, _COMPILE = "model.num_layers", "model.pipeline_cuts", "model.compile"
+_RECOMPUTE = "model.activations_checkpoint_granularity"
 
 
 def layers_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
@@ -95,9 +96,27 @@ def schedule_compiles(checked: Checked) -> Iterator[ImpossibleCombination]:
         )
 
 
+def schedule_recomputes(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """ZBV looks at a layer's graph twice, and each look would compute the layer anew."""
+    sizes = mesh_sizes(checked)
+    if sizes is not None and sizes.schedule == "zbv" and checked.values.get(_RECOMPUTE):
+        yield ImpossibleCombination(
+            **checked.place(_RECOMPUTE, _SCHEDULE),
+            reason="the schedule zbv takes the backward of layers apart, and would recompute each of them many times",
+            advice=f"Set {_RECOMPUTE} to null, or choose 1f1b or interleaved.",
+        )
+
+
 def _stages(pp: int, vpp: int) -> str:
     return f"PP {pp} x {vpp} a device = {pp * vpp} stages"
 
 
-STAGE_RULES = (layers_divide, cuts_match_stages, schedule_knows_stages, schedule_has_micro_batches, schedule_compiles)
+STAGE_RULES = (
+    layers_divide,
+    cuts_match_stages,
+    schedule_knows_stages,
+    schedule_has_micro_batches,
+    schedule_compiles,
+    schedule_recomputes,
+)
 """In the order in which they are tried."""
