@@ -48,11 +48,6 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
     _quieten_lightning()
     strategy = NxdtStrategy(config)
     strategy.start()
-    with memory_errors_explained(strategy.engine.device, strategy.engine.ranks):
-        return _train(config, strategy, requests)
-
-
-def _train(config: ResolvedConfig, strategy: NxdtStrategy, requests: StopRequests | None) -> RunSummary:
     ranks = strategy.engine.ranks
     console = Console(
         config.run.trainer.max_steps, speaks=strategy.is_global_zero, bar=config.run.trainer.enable_progress_bar
@@ -93,7 +88,8 @@ def _train(config: ResolvedConfig, strategy: NxdtStrategy, requests: StopRequest
         use_distributed_sampler=False,
     )
     try:
-        trainer.fit(module, data, ckpt_path=_start(module, start, console))
+        with memory_errors_explained(config, module):
+            trainer.fit(module, data, ckpt_path=_start(module, start, console))
     except SystemExit as left:  # what Lightning makes of a second Ctrl-C
         if isinstance(left.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None

@@ -189,7 +189,7 @@ class NxdtStrategy(Strategy):
         return not self.engine.ranks.any_rank(not decision) if all else self.engine.ranks.any_rank(decision)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember it: the groups stay, since others may wait in them, and leaving them would look like the cause."""
+        """Remember it: the groups stay. Leaving them waits for ranks that are stuck in them, or fails those, too."""
         self._broken = True
 
     def teardown(self) -> None:

@@ -114,6 +114,7 @@ def train_with_signal_on_one_rank(arguments, metrics):
 def fit_in_a_users_trainer(arguments):
     """Losses of four steps in a Trainer of one's own."""
     import pytorch_lightning as pl
+    import torch
 
     from nxdt_core.config import load
     from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
@@ -124,8 +125,8 @@ def fit_in_a_users_trainer(arguments):
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             self.seen.append(float(pl_module.last.loss.loss))
-            import torch
-
+            if "BREAKS" in os.environ:
+                raise ZeroDivisionError
             self.mean_rank = float(trainer.strategy.reduce(torch.tensor(float(trainer.global_rank))))
             self.ranks = pl_module.all_gather(torch.tensor(trainer.global_rank)).tolist()
 
@@ -145,6 +146,16 @@ def fit_in_a_users_trainer(arguments):
     )
     trainer.fit(NxdtModule(config), NxdtDataModule(config))
     return losses.seen, losses.mean_rank, losses.ranks, trainer.is_global_zero
+
+
+def break_in_a_users_trainer(arguments):
+    """Whether a rank is still in its process group after an error."""
+    import torch.distributed as dist
+
+    os.environ["BREAKS"] = "yes"
+    with pytest.raises(ZeroDivisionError):
+        fit_in_a_users_trainer(arguments)
+    return dist.is_initialized()
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +197,11 @@ def test_a_users_own_trainer_on_two_ranks(pool, tmp_path, one_process):
         assert mean_rank == 0.5
         assert ranks == [0, 1]
     assert [first for *_, first in found] == [True, False]
+
+
+def test_a_rank_that_breaks_stays_in_the_process_group(pool, tmp_path):
+    """Leaving would wait for ranks that are stuck there, or fail them before the error is told."""
+    assert pool.run(break_in_a_users_trainer, command(tmp_path), timeout_s=90) == [True, True]
 
 
 def test_a_signal_to_one_rank_stops_both_at_one_step(pool, tmp_path, metric_rows):

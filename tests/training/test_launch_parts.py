@@ -29,7 +29,7 @@ from nxdt_core.training.launch.hub import Hub
 from nxdt_core.training.launch.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.training.launch.node import node_from_environment
 from nxdt_core.training.launch.verdict import decide
-from nxdt_core.training.memory import memory_errors_explained
+from nxdt_core.training.memory import MemoryUse, compare, memory_errors_explained
 
 USUAL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SLURM = {
@@ -356,21 +356,35 @@ def test_a_request_that_comes_twice_at_once_is_one_and_a_later_one_is_urgent():
 # Memory
 
 
+class Module:
+    """What is asked of a module when memory ends."""
+
+    engine = SimpleNamespace(device=torch.device("cpu"), ranks=Ranks(Place(host="here", rank=3, world_size=4)))
+
+
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_running_out_of_memory_is_told_with_rank_and_figures(error):
-    ranks = Ranks(Place(host="here", rank=3, world_size=4))
     with (
         pytest.raises(OutOfMemory, match=r"Rank 3 on here ran out of memory on cpu: .* GiB"),
-        memory_errors_explained(torch.device("cpu"), ranks),
+        memory_errors_explained(None, Module()),
     ):
         raise error
 
 
 def test_other_errors_pass():
-    with (
-        pytest.raises(RuntimeError, match="shapes"),
-        memory_errors_explained(torch.device("cpu"), Ranks(Place(host="here"))),
-    ):
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors_explained(None, Module()):
         raise RuntimeError("shapes do not match")
+
+
+def test_the_part_that_exceeded_the_estimate_is_named():
+    gib = 2**30
+    estimated = MemoryUse(held=4 * gib, step=10 * gib)
+    assert compare(MemoryUse(held=4 * gib, step=30 * gib), estimated) == (
+        " Of that, 4.0 GiB weights, gradients and optimizer state (estimated: 4.0) and "
+        "30.0 GiB activations and buffers (estimated: 10.0): activations and buffers exceeded the estimate."
+    )
+    assert "weights, gradients and optimizer state exceeded" in compare(MemoryUse(held=9 * gib, step=gib), estimated)
+    assert "the device is too small" in compare(MemoryUse(held=4 * gib, step=2 * gib), estimated)
+    assert compare(MemoryUse(held=1, step=1), None) == ""
