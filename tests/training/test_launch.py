@@ -9,7 +9,9 @@ import time
 
 import pytest
 
-from nxdt_core.training import train
+from nxdt_core import checkpoint
+from nxdt_core.config import load
+from nxdt_core.training import assemble, train
 
 SMALL = (
     "model.num_layers=2",
@@ -126,8 +128,6 @@ def state(pid):
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, metric_rows):
     """Losses of four steps in this process."""
-    from nxdt_core.config import load
-
     where = tmp_path_factory.mktemp("one")
     config = load("recipe:llama-tiny", words(where, "trainer.max_steps=4")[1:])
     train(config)
@@ -182,8 +182,9 @@ def test_a_mistake_that_all_ranks_make_is_told_once_without_names(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "to"), [(signal.SIGINT, "launcher"), (signal.SIGTERM, "rank 1")])
-def test_all_ranks_stop_at_one_step_wherever_the_signal_goes(tmp_path, metric_rows, number, to):
-    process = start(words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", "name=stopped"))
+def test_all_ranks_stop_and_save_at_one_step_wherever_the_signal_goes(tmp_path, metric_rows, number, to):
+    saving = ("name=stopped", "exp_manager.create_checkpoint_callback=true")
+    process = start(words(tmp_path, *saving, "trainer.devices=2", "trainer.max_steps=100000"))
     wait_for_rows(tmp_path / "stopped" / "metrics.jsonl", 3, process)
     if to == "launcher":
         process.send_signal(number)
@@ -191,9 +192,14 @@ def test_all_ranks_stop_at_one_step_wherever_the_signal_goes(tmp_path, metric_ro
         os.kill(max(ranks_of(process)), number)
     status, out, err = finish(process)
     assert status == 128 + number, err
-    assert err.count(f"{signal.Signals(number).name}: stopping") == 1
+    assert err.count(f"{number.name}: stopping") == 1
     assert "Traceback" not in err
-    assert f"{max(metric_rows(tmp_path / 'stopped'))} of 100000" in out
+    last = max(metric_rows(tmp_path / "stopped"))
+    assert f"{last} of 100000" in out
+    more = ("exp_manager.resume_if_exists=true", f"trainer.max_steps={last + 1}")
+    resumed = load("recipe:llama-tiny", words(tmp_path, *saving, *more)[1:])
+    assert checkpoint.latest(assemble.storage(resumed), warn=print).step == last
+    assert train(resumed).step == last + 1, "one process goes on from what two have saved"
 
 
 def test_a_second_signal_ends_all_at_once(tmp_path):
