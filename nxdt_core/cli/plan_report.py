@@ -69,6 +69,8 @@ def _layout(plan: RunPlan) -> Iterator[str]:
     yield from (f"{name} {size}" for name, size in named.items() if size > 1)
     if work.options.sequence_parallel:
         yield "sequence parallel"
+    if sizes.dp_replicate > 1:
+        yield f"{sizes.dp_replicate} replicas"
     if sizes.dp > 1:
         yield f"ZeRO-{sizes.zero_stage}" if sizes.zero_stage else "no ZeRO"
     yield work.precision.name

@@ -14,6 +14,7 @@ __all__ = [
     "HFNotWritable",
     "HFUnsupported",
     "KeyMapIncomplete",
+    "ModelReadsValues",
     "NoInitRule",
     "SequenceTooLongForModel",
     "UnknownRecomputeName",
@@ -160,3 +161,12 @@ class UnknownRecomputeName(NxdtError):
     def _view(self) -> dict[str, Any]:
         advice = f"Choose from {listing(self.known)}." if self.known else "Leave it out: this model's plan names none."
         return {**super()._view(), "unknown": listing(self.names), "advice": advice}
+
+
+class ModelReadsValues(NxdtError):
+    """A plan sends shapes through a model, and the model asks for values."""
+
+    code = "NXDT-M054"
+    happened = "The model cannot be planned: its forward or its loss reads values of tensors ({reason})."
+    remedy = "Let it assume the most where a tensor's is_meta is true; training is not concerned."
+    reason: str

@@ -1,6 +1,8 @@
 """``nxdt plan``: what it prints, refuses and promises to scripts."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +134,9 @@ def test_an_option_that_means_nothing_is_refused(nxdt, option):
 @pytest.mark.parametrize("recipe", ["llama3-8b", "llama3-70b"])
 def test_a_recipe_that_waits_for_data_is_checked_without_it(nxdt, recipe):
     assert nxdt("config", "check", f"recipe:{recipe}", without=HEAVY).returncode == 0
+
+
+def test_the_documentation_shows_what_is_printed(nxdt):
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    command, shown = re.search(r"^\$ nxdt (plan recipe:llama3-70b .*)\n((?:.*\n)*?)```$", page, re.MULTILINE).groups()
+    assert nxdt(*command.split()).stdout == shown

@@ -4,8 +4,10 @@ from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
+from nxdt_plugin_llama.modeling import Llama
 
 from nxdt_core.config import load
+from nxdt_core.errors import ModelReadsValues
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.training.plan import plan
@@ -74,6 +76,12 @@ def test_pipeline_ranks_have_their_layers_and_micro_batches_in_flight():
     assert planned(f"{PP}=2", f"{STRATEGY}virtual_pipeline_model_parallel_size=2", world=2).bubble < 1 / 9
 
 
+def test_no_rank_makes_a_gradient_of_the_whole_vocabulary():
+    memory = fullest(f"{TP}=2", "model.vocab_size=65536", "data.seq_length=8", world=2).memory
+    of_the_head = 65536 * 64 * 4 / 2
+    assert of_the_head < memory.workspace + memory.logits < 1.6 * of_the_head
+
+
 def test_sequence_parallelism_shares_the_activations_between_blocks():
     layout = (f"{TP}=2", "data.reset_attention_mask=false")
     without = fullest(*layout, world=2)
@@ -137,6 +145,25 @@ def test_a_plan_leaves_no_process_group_behind_and_refuses_one_that_is_there():
         with pytest.raises(RuntimeError, match="process group"), fake_mesh(sizes):
             pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda ids: ids.sum().item(), lambda ids: ids.tolist(), lambda ids: ids.nonzero(), lambda ids: bool(ids.any())],
+)
+def test_a_model_that_reads_values_is_told_and_a_bug_is_not(monkeypatch, read):
+    plain = Llama.forward
+
+    def forward(self, input_ids, *more):
+        read(input_ids)
+        return plain(self, input_ids, *more)
+
+    monkeypatch.setattr(Llama, "forward", forward)
+    with pytest.raises(ModelReadsValues, match="is_meta"):
+        planned()
+    monkeypatch.setattr(Llama, "forward", lambda self, ids, *more: self.norm(ids.float()) @ ids.float())
+    with pytest.raises(RuntimeError):
+        planned()
 
 
 def test_ten_thousand_ranks_take_no_longer():

@@ -1,4 +1,4 @@
-"""The estimate of each rank's memory against the live bytes of real ranks at their fullest moment, within 15 %."""
+"""The estimate of each rank's memory against the live bytes of real ranks at their fullest moment."""
 
 import gc
 import weakref
@@ -16,7 +16,8 @@ from nxdt_core.training import assemble, primitives
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
 
-WITHIN = 0.15
+WITHIN = 0.08
+"""The promise is 0.15; seen was 0.005, and 0.05 above for ZeRO-3, whose gathering ahead depends on timing."""
 STRATEGY = "distributed_strategy."
 SIZES = (
     "model.num_layers=8",
@@ -44,6 +45,7 @@ LAYOUTS = {
         f"{STRATEGY}pipeline_model_parallel_size=2",
         f"{STRATEGY}virtual_pipeline_model_parallel_size=2",
     ),
+    "zero bubble": (f"{STRATEGY}pipeline_model_parallel_size=2", f"{STRATEGY}pipeline_schedule=zbv"),
 }
 
 
@@ -99,7 +101,7 @@ def peak_of_a_step(overrides):
     with LivePeak() as live:
         primitives.train_step(model, optimizer, *arguments, TrainState())
     states = [value for state in optimizer.inner.state.values() for value in state.values() if value.dim()]
-    peak = live.peak, sum(value.nbytes for value in states), config.run.seed
+    peak = live.peak, sum(value.nbytes for value in states)
     engine.shutdown()
     return peak
 
@@ -110,8 +112,8 @@ def test_every_ranks_peak_is_what_was_planned(layout, ranks, monkeypatch):
     overrides = [*SIZES, *LAYOUTS[layout]]
     made = plan(load("recipe:llama-tiny", overrides))
     found = ranks(2).run(peak_of_a_step, overrides, timeout_s=300)
-    for rank, (peak, state, _) in enumerate(found):
+    for rank, (peak, state) in enumerate(found):
         planned = made.estimate.ranks[rank if made.work.sizes.pp > 1 else 0].memory
-        print(layout, rank, planned.total / peak, planned)
+        print(f"{layout}, rank {rank}: planned {planned.total / peak:.4f} of what was measured")
         assert planned.total == pytest.approx(peak, rel=WITHIN)
         assert planned.optimizer == pytest.approx(state, rel=0.01)

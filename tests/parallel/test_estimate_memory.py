@@ -7,6 +7,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from nxdt_core.config import load
+from nxdt_core.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.nn import loss
 from nxdt_core.parallel.estimate.live import LiveBytes
 from nxdt_core.protocols.batch import Batch
@@ -58,8 +59,8 @@ class Run:
         ids = torch.randint(self.config.selected("model").config.vocab_size, (rows, length + 1))
         return Batch(input_ids=ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous())
 
-    def step(self):
-        batches = [self.batch()]
+    def step(self, micro_batches=1):
+        batches = [self.batch() for _ in range(micro_batches)]
         primitives.train_step(self.model, self.optimizer, batches, self.objective, self.schedule, TrainState())
 
     def parameters(self):
@@ -144,3 +145,20 @@ def test_recomputing_changes_nothing_but_activations_and_what_comes_of_them():
     whole, recomputed = (memory_of(f"model.activations_checkpoint_granularity={name}") for name in ("null", "full"))
     assert recomputed.activations < whole.activations / 5
     assert dataclasses.replace(recomputed, **changing) == dataclasses.replace(whole, **changing)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="this machine has no accelerator")
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_an_accelerators_own_count_is_what_was_planned(precision, micro_batches):
+    sizes = (
+        "model.max_position_embeddings=1024",
+        "data.seq_length=1024",
+        f"data.global_batch_size={2 * micro_batches}",
+    )
+    config = config_of(*sizes, f"precision.type={precision}", "trainer.accelerator=auto")
+    run = Run(config)
+    run.step(micro_batches)
+    reset_max_memory(run.engine.device)
+    run.step(micro_batches)
+    assert plan(config).estimate.fullest.memory.total == pytest.approx(max_memory_bytes(run.engine.device), rel=WITHIN)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nxdt_core.errors import ModelReadsValues
 from nxdt_core.nn.loss import vocabulary_loss
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
@@ -69,7 +72,7 @@ def _trace(
 
     module.train()
     views = _localise(module)
-    with vocabulary_loss(vocabulary_parallel_cross_entropy_sum):
+    with vocabulary_loss(vocabulary_parallel_cross_entropy_sum), _values_refused():
         return trace_micro_batch(
             module,
             StageInput(
@@ -84,6 +87,18 @@ def _trace(
             views=views,
             dimensions=_dimensions(mesh),
         )
+
+
+@contextmanager
+def _values_refused() -> Iterator[None]:
+    """Where an operator needs values, torch speaks of the meta tensor, or has not implemented it for the device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error).lower():
+            raise
+        reason = re.split(r"\.\s|\n|, as |;", str(error), maxsplit=1)[0].rstrip(".")
+        raise ModelReadsValues(reason=reason) from error
 
 
 def _localise(module: nn.Module) -> list[nn.Parameter]:

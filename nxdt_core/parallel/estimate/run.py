@@ -73,6 +73,7 @@ def estimate(work: Workload) -> Estimate:
 
     Raises:
         NxdtError: the model's plan does not allow the layout.
+        ModelReadsValues: the model cannot run without values.
     """
     sizes = work.sizes
     with torch.device("meta"):
