@@ -14,6 +14,7 @@ from nxdt_core.errors import (
     NoCheckpointToResume,
     NxdtError,
     RunAlreadyHasCheckpoints,
+    StepNotFinite,
     VocabularyTooSmall,
 )
 from nxdt_core.training import assemble, train
@@ -24,6 +25,7 @@ KEYS = {
     "consumed_tokens",
     "loss",
     "grad_norm",
+    "skipped_steps",
     "lr",
     "tokens_per_s",
     "mfu",
@@ -227,12 +229,32 @@ def test_another_model_cannot_resume_this_ones_checkpoint(small_run):
         train(small_run("trainer.max_steps=2", "model.ffn_hidden_size=128"))
 
 
-def test_a_broken_loss_is_null_in_the_file_not_nan(small_run):
-    config = small_run("trainer.max_steps=4", "model.optim.lr=1e30", "trainer.gradient_clip_val=null")
-    train(config)
+BROKEN = ("trainer.max_steps=4", "model.optim.lr=1e30", "trainer.gradient_clip_val=null")
+"""The first update makes weights that give no finite gradient."""
+
+
+def test_a_run_stops_at_a_step_that_is_not_finite_and_its_weights_never_saw_it(small_run):
+    config = small_run(*BROKEN, "checkpoint.every_n_train_steps=1")
+    with pytest.raises(StepNotFinite) as error:
+        train(config)
+    assert (error.value.step, error.value.skipped) == (2, 1)
+    store = assemble.storage(config)
+    newest = checkpoint.latest(store, warn=print)
+    assert newest.step == 1
+    assert all(tensor.isfinite().all() for tensor in checkpoint.load_model(store, newest).values())
+
+
+def test_a_run_may_go_on_and_counts_what_it_left_out_with_null_for_nan_in_the_file(small_run):
+    config = small_run(*BROKEN, "trainer.nonfinite=skip")
+    assert train(config).step == 4
     text = (config.run_dir / "metrics.jsonl").read_text()
     assert "NaN" not in text
-    assert [json.loads(line)["loss"] for line in text.splitlines()][-1] is None
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 2, 3]
+    assert rows[-1]["grad_norm"] is None
+    store = assemble.storage(config)
+    weights = checkpoint.load_model(store, checkpoint.latest(store, warn=print))
+    assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_the_summary_names_the_checkpoint_that_holds_what_was_trained(small_run):
