@@ -118,6 +118,7 @@ def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
         "ep": "expert parallel",
         "pp": "to other pipeline stages",
         "dp": "weights and gradients, data parallel",
+        "other": "",
     }
     unit, size = _unit(max(max(rank.sent.values(), default=0) for rank in shown))
     rows = [

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from nxdt_plugin_llama.modeling import Llama
 
 from nxdt_core.config import load
-from nxdt_core.errors import ModelReadsValues
+from nxdt_core.errors import ModelReadsValues, UnknownAccelerator
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.training.plan import plan
@@ -164,6 +164,13 @@ def test_a_model_that_reads_values_is_told_and_a_bug_is_not(monkeypatch, read):
     monkeypatch.setattr(Llama, "forward", lambda self, ids, *more: self.norm(ids.float()) @ ids.float())
     with pytest.raises(RuntimeError):
         planned()
+
+
+def test_a_run_can_be_planned_for_devices_that_are_not_here():
+    for accelerator in ("cuda", "neuron"):
+        assert planned(f"trainer.accelerator={accelerator}") == planned()
+    with pytest.raises(UnknownAccelerator, match="abacus"):
+        planned("trainer.accelerator=abacus")
 
 
 def test_ten_thousand_ranks_take_no_longer():

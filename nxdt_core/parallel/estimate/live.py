@@ -91,7 +91,7 @@ class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, dimensions: Mapping[str, str]) -> None:
-        """``dimensions``: dimension by name of a process group."""
+        """``dimensions``: dimension by name of a process group; the rest is counted as ``other``."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.sent: Counter[str] = Counter()
         self._dimensions = dimensions
@@ -112,7 +112,7 @@ class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         group = _group(args)
         ranks = group.size()
         size = sum(leaf.nbytes for leaf in tree_leaves(args[position]))
-        self.sent[self._dimensions.get(group.group_name, "world")] += round(size * whole(ranks))
+        self.sent[self._dimensions.get(group.group_name, "other")] += round(size * whole(ranks))
 
 
 def _share(ranks: int) -> float:

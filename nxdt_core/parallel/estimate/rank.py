@@ -115,7 +115,8 @@ def _localise(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
-    """Mesh dimension by name of its process group."""
-    dims: tuple[Dimension, ...] = ("tp", "cp", "ep", "fsdp", "efsdp", "dp_replicate", "pp")
-    groups = {dim: mesh.group(dim) for dim in reversed(dims)}
-    return {group.group_name: dim for dim, group in groups.items() if group is not None}
+    """Mesh dimension by name of its process group; one that is known under two names counts under the narrower."""
+    dims: tuple[Dimension, ...] = ("dp_replicate", "fsdp", "efsdp", "pp", "ep", "cp", "tp")
+    groups = {dim: mesh.group(dim) for dim in dims}
+    data = ("dp_replicate", "fsdp", "efsdp")
+    return {group.group_name: "dp" if dim in data else dim for dim, group in groups.items() if group is not None}
