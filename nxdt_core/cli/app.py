@@ -10,7 +10,6 @@ import click
 
 from nxdt_core._version import __version__
 from nxdt_core.cli.lazy import LazyCommand, LazyGroup
-from nxdt_core.cli.verb import write_examples
 from nxdt_core.errors import NxdtError
 
 __all__ = ["COMMANDS", "main", "root"]
@@ -59,10 +58,6 @@ class Root(LazyGroup):
             with formatter.section("Commands of plugins"):
                 formatter.write_dl([(name, entry.summary) for name, entry in contributed.items()])
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
-        write_examples(_EXAMPLES, formatter)
-
     def _contributed(self) -> dict[str, LazyCommand]:
         from nxdt_core.cli.contributed import contributed_commands
 
@@ -72,6 +67,7 @@ class Root(LazyGroup):
 root = Root(
     name="nxdt",
     lazy=COMMANDS,
+    examples=_EXAMPLES,
     help="Train large language models from parts that anyone can swap.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

@@ -26,7 +26,15 @@ class Verb(click.Command):
 
 
 class Suggesting(click.Group):
-    """A group that names the command which was probably meant."""
+    """A group with examples, which names the command that was probably meant."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples below the commands."""
+        write_examples(self.examples, formatter)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -48,17 +56,9 @@ class VerbGroup(Suggesting):
 
     command_class = Verb
 
-    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = tuple(examples)
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of definition."""
         return list(self.commands)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples below the commands."""
-        write_examples(self.examples, formatter)
 
 
 def write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:

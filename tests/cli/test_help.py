@@ -6,6 +6,7 @@ import click
 import pytest
 
 from nxdt_core.cli.app import COMMANDS, root
+from nxdt_core.cli.checkpoint import VERBS as VERBS_OF_CHECKPOINT
 
 
 def verbs(command=root, path=("nxdt",)):
@@ -46,7 +47,7 @@ def test_every_option_is_explained(path):
 
 
 def test_summaries_shown_without_importing_are_those_of_the_commands():
-    for name, entry in COMMANDS.items():
+    for name, entry in {**COMMANDS, **VERBS_OF_CHECKPOINT}.items():
         assert entry.load().get_short_help_str(limit=100) == entry.summary, name
 
 
