@@ -8,7 +8,7 @@ of what it holds; the first commits once all are done, or none does.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,6 +52,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     facts: CheckpointFacts,
     ranks: RankAgreement | None = None,
+    before_commit: Callable[[], None] | None = None,
 ) -> Manifest:
     """Save everything under ``step`` and commit it. A step that is committed already is replaced.
 
@@ -66,6 +67,8 @@ def save_checkpoint(
         state: of this rank: JSON-able tree with plain tensors as leaves: positions, random states, schedules.
         facts: what goes into the manifest beside; that of rank 0 counts.
         ranks: of the run; None for a process that is alone.
+        before_commit: called on rank 0 once every file is durable, directly before the manifest is written. What it
+            raises fails the save on all ranks, and nothing is committed.
 
     Raises:
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes; nothing was written.
@@ -103,7 +106,7 @@ def save_checkpoint(
             files={name: entry for each in written for name, entry in each.files.items()},
             tensors=merge(listings, [each.parts for each in written], SECTIONS),
         )
-        on_first_rank(ranks, lambda: _commit(storage, manifest, replaces[0], ranks), where=where)
+        on_first_rank(ranks, lambda: _commit(storage, manifest, replaces[0], ranks, before_commit), where=where)
     except BaseException:
         if rank == 0:
             withdraw(storage, step, attempt)
@@ -177,11 +180,17 @@ def _write(
 
 
 def _commit(
-    storage: CheckpointStorage, manifest: Manifest, replaces: bytes | None, ranks: RankAgreement | None
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    replaces: bytes | None,
+    ranks: RankAgreement | None,
+    before_commit: Callable[[], None] | None,
 ) -> None:
     with explained_os_errors(f"{storage.uri}/{step_name(manifest.step)}"):
         if ranks is not None and ranks.world_size > 1:
             _check_visible(storage, manifest)
+        if before_commit is not None:
+            before_commit()
         commit(storage, manifest, replaces)
 
 

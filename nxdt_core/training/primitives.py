@@ -141,6 +141,7 @@ def save_checkpoint(
     optimizer: ParallelOptimizer | None,
     state: TrainState,
     extra: dict[str, Any] | None = None,
+    before_commit: Callable[[], None] | None = None,
 ) -> Manifest:
     """Commit weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
 
@@ -154,6 +155,7 @@ def save_checkpoint(
         optimizer: None saves weights and counters only.
         state: counters and data position.
         extra: further JSON-able state of the caller's loop; tensors are allowed as leaves.
+        before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks.
     """
     return checkpoint.save_checkpoint(
         storage,
@@ -169,6 +171,7 @@ def save_checkpoint(
             mesh=dict(engine.rank_info.mesh),
         ),
         ranks=engine.ranks,
+        before_commit=before_commit,
     )
 
 

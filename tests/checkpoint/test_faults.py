@@ -194,3 +194,18 @@ def test_denied_reading_is_an_error_and_not_an_empty_store(save: Any) -> None:
     denied = FaultyStorage(storage, 0, forever=True, error=lambda: PermissionError(errno.EACCES, "no"))
     with pytest.raises(StorageDenied):
         latest(denied, warn=lambda line: None)
+
+
+def test_what_is_asked_before_the_commit_prevents_it(save: Any) -> None:
+    storage = MemoryStorage()
+    save(storage, 1)
+    seen: list[set[str]] = []
+
+    def refuse() -> None:
+        seen.append({info.key.rpartition("/")[2] for info in storage.list("step-00000002/")})
+        raise StorageDenied(where="memory", reason="it belongs to another run")
+
+    with pytest.raises(StorageDenied, match="another run"):
+        save(storage, 2, before_commit=refuse)
+    assert "rank-00000.json.digests" in seen[0], "all files are there when it is asked"
+    assert [status.step for status in list_checkpoints(storage)] == [1]
