@@ -78,6 +78,7 @@ def nxdt_step_ms(config: ResolvedConfig) -> float:
 def bare_step_ms(config: ResolvedConfig, steps: int) -> float:
     """The loop that a person would write: forward, loss, backward, clip, step."""
     engine = assemble.engine(config)
+    engine.start()
     model = engine.initialize_model(
         assemble.model_builder(config), precision=assemble.precision(config), seed=config.run.seed
     ).local_modules()[0]

@@ -29,6 +29,8 @@ class TorchEngine:
 
     mesh: ParallelMesh
     """Known after :meth:`start`."""
+    rank_info: RankInfo
+    """This process's place; known before :meth:`start`."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self._run = config.run
@@ -37,15 +39,14 @@ class TorchEngine:
             config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
         )
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
+        self.rank_info = self._place()
 
     def start(self) -> None:
         """Join the process group, if there is more than one process, and build the mesh."""
         self.ranks.start(self.device, timeout_s=self._run.distributed_strategy.timeout_s)
         self.mesh = ParallelMesh.build(self._sizes, self.device.type)
 
-    @property
-    def rank_info(self) -> RankInfo:
-        """This process's place; known before :meth:`start`."""
+    def _place(self) -> RankInfo:
         mesh = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
         return RankInfo(
             rank=self.ranks.rank,

@@ -8,72 +8,80 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.placement import local_of, owns, sharded_over
+from nxdt_core.parallel.mesh import Dimension, ParallelMesh
+from nxdt_core.parallel.placement import local_of, sharded_over
 
-__all__ = ["BUCKET_BYTES", "clip", "global_norm", "sum_gradients", "sum_over"]
+__all__ = ["BUCKET_BYTES", "GradientSums", "clip", "global_norm", "sum_over"]
 
 BUCKET_BYTES = 128 * 2**20
 """Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
 
 
-def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[torch.Tensor]) -> None:
+def sum_over(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Add up ``tensors`` over the ranks of ``group``, in place, many in one call."""
-    if group is None:
-        return
     for bucket in _buckets(tensors):
         _sum_bucket(group, bucket)
 
 
-def sum_gradients(
-    parameters: Mapping[str, nn.Parameter],
-    mesh: ParallelMesh,
-    *,
-    tensor_partial: Collection[str],
-    replica_partial: Collection[str],
-    data_reduced: bool,
-) -> None:
-    """Make every gradient that of the whole global batch.
+class GradientSums:
+    """The sums that make every gradient that of the whole global batch: which parameters over which ranks.
 
     Args:
         parameters: of this rank.
         mesh: of the run.
         tensor_partial: names whose gradient is a partial sum on each tensor parallel rank.
         replica_partial: names of heads that several tensor parallel ranks hold; each has seen its own queries.
-        data_reduced: FSDP2 has summed over data and context parallel ranks already.
+        data_reduced: FSDP2 sums over data and context parallel ranks.
     """
-    by_name = {name: local_of(p.grad) for name, p in parameters.items() if p.grad is not None}
-    if not data_reduced:
-        experts = [name for name in by_name if "ep" in sharded_over(parameters[name])]
-        dense = [name for name in by_name if name not in set(experts)]
-        sum_over(mesh.group("fsdp"), [by_name[name] for name in dense])
-        sum_over(mesh.group("efsdp"), [by_name[name] for name in experts])
-        sum_over(mesh.group("dp_replicate"), list(by_name.values()))
-    # In the order of the parameters, which all ranks share: that of a set of names differs between processes.
-    sum_over(mesh.group("tp"), [grad for name, grad in by_name.items() if name in tensor_partial])
-    replicas = [grad for name, grad in by_name.items() if name in replica_partial]
-    if replicas:
-        sum_over(mesh.group("tp_kv_replica"), replicas)
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: ParallelMesh,
+        *,
+        tensor_partial: Collection[str],
+        replica_partial: Collection[str],
+        data_reduced: bool,
+    ) -> None:
+        # In the order of the parameters, which all ranks share: that of a set of names differs between processes.
+        chosen: dict[Dimension, list[nn.Parameter]] = {}
+        if not data_reduced:
+            experts = {name for name, parameter in parameters.items() if "ep" in sharded_over(parameter)}
+            chosen["fsdp"] = [parameter for name, parameter in parameters.items() if name not in experts]
+            chosen["efsdp"] = [parameter for name, parameter in parameters.items() if name in experts]
+            chosen["dp_replicate"] = list(parameters.values())
+        chosen["tp"] = [parameter for name, parameter in parameters.items() if name in tensor_partial]
+        chosen["tp_kv_replica"] = [parameter for name, parameter in parameters.items() if name in replica_partial]
+        self._sums = [(mesh.group(dimension), summed) for dimension, summed in chosen.items() if summed]
+
+    def add_up(self) -> None:
+        """Sum in place."""
+        for group, parameters in self._sums:
+            if group is not None:
+                sum_over(group, [local_of(p.grad) for p in parameters if p.grad is not None])
 
 
 def global_norm(
-    parameters: Iterable[nn.Parameter], mesh: ParallelMesh, *, device: torch.device, dtype: torch.dtype
+    parameters: Iterable[nn.Parameter],
+    world: dist.ProcessGroup | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """2-norm of the whole gradient over all ranks and stages, each element counted once.
 
     Args:
-        parameters: of this rank, a tied copy left out.
-        mesh: of the run.
+        parameters: those whose elements this rank speaks for (:func:`nxdt_core.parallel.placement.owns`).
+        world: all ranks; None for one that is alone.
         device: of the result.
         dtype: of the result and of its summation, the same on all ranks.
 
     Returns:
         A device scalar, equal on all ranks bit for bit.
     """
-    owned = [local_of(p.grad) for p in parameters if p.grad is not None and owns(p, mesh)]
-    norms = [norm for same in _by_dtype(owned) for norm in torch._foreach_norm(same, 2, dtype)]
+    grads = [local_of(p.grad) for p in parameters if p.grad is not None]
+    norms = [norm for same in _by_dtype(grads) for norm in torch._foreach_norm(same, 2, dtype)]
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device, dtype=dtype)
-    world = mesh.group("world")
     if world is not None:
         dist.all_reduce(squares, group=world)
     return squares.sqrt()

@@ -16,6 +16,7 @@ from torch import nn
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.devices import DeviceProfile
 from nxdt_core.nn.init import draw, rule_for
+from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.parallel.context import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
 from nxdt_core.parallel.expert import apply_expert_parallel, expert_modules
@@ -152,8 +153,6 @@ def _apply_rest(
         apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
     if options.compile_backend is not None:
-        from nxdt_core.parallel.compile import compile_layers
-
         compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)
     if needs_sharding(mesh, precision):
         experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()

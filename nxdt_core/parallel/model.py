@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from nxdt_core.errors import WeightsDoNotFit
 from nxdt_core.parallel.context import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
-from nxdt_core.parallel.gradients import clip, global_norm, sum_gradients
+from nxdt_core.parallel.gradients import GradientSums, clip, global_norm
 from nxdt_core.parallel.layout import Stages
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.padding import PaddedDim, real_part
@@ -45,6 +46,14 @@ class TorchModel:
         self._mesh = mesh
         self._numerics = numerics
         self._parameters = StageParameters(stages.modules, stages.plan.tied)
+        self._spoken_for = self._parameters.spoken_for(mesh)
+        self._sums = GradientSums(
+            self._parameters.by_name,
+            mesh,
+            tensor_partial=stages.tensor_partial,
+            replica_partial=stages.replica_partial,
+            data_reduced=stages.sharded,
+        )
         self._tied = tied_copies(
             dict(zip(stages.numbers, stages.modules, strict=True)), stages.plan, stage_count=mesh.sizes.stages
         )
@@ -91,13 +100,12 @@ class TorchModel:
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Loss without gradients, in evaluation mode."""
         batch = self._begin(micro_batches, objective, training=False)
-        with torch.no_grad(), batch.running():
+        with self._forward_only(), batch.running():
             if self._pipeline is not None:
                 self._pipeline.forward(batch.micro_batches, _inputs, batch.loss)
             else:
                 for micro_batch in batch.on_device():
                     batch.loss(self._logits(micro_batch), micro_batch)
-        self._free_gathered()
         return batch.result()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -110,14 +118,13 @@ class TorchModel:
         length = input_ids.shape[1]
         padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
         batch = shard_sequence(Batch(input_ids=padded, labels=padded), self._mesh)
-        with torch.no_grad():
+        with self._forward_only():
             if self._pipeline is not None:
                 found = self._pipeline.forward([batch], _inputs, lambda logits, _: _whole(logits))
                 logits = self._pipeline.broadcast_from_last(found[0] if found else None)
             else:
                 logits = _whole(self._logits(batch.to(self._numerics.device)))
             logits = unshard_sequence(logits, self._mesh)
-        self._free_gathered()
         return logits[:, :length]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -163,18 +170,13 @@ class TorchModel:
 
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
-        by_name, numerics = self._parameters.by_name, self._numerics
-        sum_gradients(
-            by_name,
-            self._mesh,
-            tensor_partial=self._stages.tensor_partial,
-            replica_partial=self._stages.replica_partial,
-            data_reduced=self._stages.sharded,
-        )
+        numerics = self._numerics
+        self._sums.add_up()
         sum_tied_gradients(self._tied, self._tied_group)
-        norm = global_norm(self._parameters.counted, self._mesh, device=numerics.device, dtype=numerics.figures)
+        world = self._mesh.group("world")
+        norm = global_norm(self._spoken_for, world, device=numerics.device, dtype=numerics.figures)
         if max_norm is not None:
-            clip(by_name.values(), norm, max_norm)
+            clip(self._parameters.by_name.values(), norm, max_norm)
         return norm
 
     def weights_changed(self) -> None:
@@ -207,8 +209,14 @@ class TorchModel:
             tokens //= self._mesh.sizes.tp
         return (rows, tokens, self.plan.pipeline.hidden_size), self._numerics.hidden
 
-    def _free_gathered(self) -> None:
-        """Forward alone leaves gathered weights behind, which the optimizer's update would not reach."""
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        """No gradients. Where FSDP2 and pipelines keep what forward made, a caller's inference mode is left, since no
+        backward can use its tensors; and gathered weights are freed, since the optimizer's update would not reach them.
+        """
+        keeps = self._stages.sharded or self._pipeline is not None
+        with torch.inference_mode(False) if keeps else nullcontext(), torch.no_grad():
+            yield
         for module in self._stages.modules if self._stages.sharded else ():
             for part in module.modules():
                 if isinstance(part, FSDPModule):

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.placement import owns
+
 __all__ = ["StageParameters"]
 
 
@@ -36,7 +39,6 @@ class StageParameters:
             elif found[owner] is not parameter:
                 self.twins.append((found[owner], parameter))
 
-    @property
-    def counted(self) -> list[nn.Parameter]:
-        """Parameters that the norm counts."""
-        return [parameter for name, parameter in self.by_name.items() if name not in self.copies]
+    def spoken_for(self, mesh: ParallelMesh) -> list[nn.Parameter]:
+        """Parameters whose elements this rank counts in sums over all ranks."""
+        return [p for name, p in self.by_name.items() if name not in self.copies and owns(p, mesh)]

@@ -14,8 +14,10 @@ __all__ = ["local_of", "owns", "piece_of", "sharded_over"]
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's elements as a plain tensor that shares their memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local()
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:

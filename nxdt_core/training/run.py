@@ -78,8 +78,7 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
         check_val_every_n_epoch=None,
         limit_val_batches=_val_batches(config, data),
         num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
-        # FSDP2 gathers weights in the first forward, and backward cannot use what inference mode made.
-        inference_mode=config.run.trainer.inference_mode and ranks.world_size == 1,
+        inference_mode=config.run.trainer.inference_mode,
         logger=[_built(selected, config.run_dir) for selected in config.loggers] if strategy.is_global_zero else False,
         callbacks=_callbacks(config, own, console, metrics, signals),
         enable_checkpointing=False,

@@ -8,9 +8,7 @@ from nxdt_core.builtins.optimizer_config import AdamWConfig
 from nxdt_core.builtins.optimizers import adamw
 from nxdt_core.errors import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.parallel.gradients import clip, global_norm
-from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
-from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
 PLAN = ParallelPlan(norms=("norm.weight", "layers.*.norm.weight"), no_weight_decay=("*.bias",))
@@ -32,9 +30,7 @@ def optimizer_over(groups, build):
     parameters = [parameter for group in groups for parameter in group["params"]]
 
     def norm(max_norm):
-        found = global_norm(
-            parameters, ParallelMesh(MeshSizes(), None), device=torch.device("cpu"), dtype=torch.float32
-        )
+        found = global_norm(parameters, None, device=torch.device("cpu"), dtype=torch.float32)
         if max_norm is not None:
             clip(parameters, found, max_norm)
         return found

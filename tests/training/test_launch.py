@@ -12,20 +12,9 @@ import pytest
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.training import assemble, train
+from tests.training.small import SMALL
 
-SMALL = (
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "data.seq_length=32",
-    "data.global_batch_size=8",
-    "data.micro_batch_size=2",
-    "trainer.accelerator=cpu",
-    "trainer.log_every_n_steps=1",
-    "trainer.val_check_interval=null",
-    "model.optim.sched.max_steps=40",
-    "exp_manager.create_checkpoint_callback=false",
-)
+ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false")
 UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "SLURM_PROCID")
 
 FAULTY = """
@@ -53,7 +42,7 @@ def nxdt_callbacks():
 
 
 def words(tmp_path, *more):
-    return ["recipe:llama-tiny", *SMALL, f"exp_manager.exp_dir={tmp_path}", *more]
+    return ["recipe:llama-tiny", *ARGUMENTS, f"exp_manager.exp_dir={tmp_path}", *more]
 
 
 def environment(**more):

@@ -13,22 +13,9 @@ import pytest
 
 from nxdt_core.cli import main
 from nxdt_core.testing.ranks import RankPool, RanksFailed
+from tests.training.small import SMALL
 
-SMALL = (
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "data.seq_length=32",
-    "data.global_batch_size=8",
-    "data.micro_batch_size=2",
-    "trainer.accelerator=cpu",
-    "trainer.log_every_n_steps=1",
-    "trainer.val_check_interval=null",
-    "model.optim.sched.max_steps=40",
-    "exp_manager.create_checkpoint_callback=false",
-    "trainer.devices=2",
-    "trainer.max_steps=4",
-)
+ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false", "trainer.devices=2", "trainer.max_steps=4")
 
 FAULTY = """
 import os, signal, time
@@ -54,7 +41,7 @@ def nxdt_callbacks():
 
 
 def command(where, *more):
-    return ["train", "recipe:llama-tiny", *SMALL, f"exp_manager.exp_dir={where}", *more]
+    return ["train", "recipe:llama-tiny", *ARGUMENTS, f"exp_manager.exp_dir={where}", *more]
 
 
 def rank():

@@ -1,0 +1,66 @@
+"""Evaluation between training steps leaves no trace, also under a caller's inference mode."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from nxdt_core.builtins.objective_causal_lm import CausalLM
+from nxdt_core.config import load
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.training import assemble, primitives
+from nxdt_core.training.state import TrainState
+
+SEQ = 16
+STRATEGY = "distributed_strategy."
+LAYOUTS = {
+    "dp2": (),
+    "dp2-zero3": (f"{STRATEGY}zero_stage=3",),
+    "tp2-sp": (f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}sequence_parallel=true"),
+    "pp2": (f"{STRATEGY}pipeline_model_parallel_size=2",),
+    "cp2": (f"{STRATEGY}context_parallel_size=2",),
+}
+
+
+def train(overrides, evaluate, inference_mode):
+    """Losses of three steps, with an evaluation before each of them."""
+    config = load(
+        "recipe:llama-tiny",
+        [
+            "trainer.accelerator=cpu",
+            "trainer.devices=2",
+            "model.num_layers=2",
+            "model.hidden_size=32",
+            "model.ffn_hidden_size=48",
+            f"data.seq_length={SEQ}",
+            "data.global_batch_size=4",
+            "data.micro_batch_size=1",
+            *overrides,
+        ],
+    )
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine)
+    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    objective, schedule, state = CausalLM(), assemble.schedule(config), TrainState()
+    ids = torch.randint(272, (4, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    own = ids.chunk(engine.rank_info.dp_size)[engine.rank_info.dp_rank]
+    batches = [Batch(input_ids=row[None, :-1], labels=row[None, 1:]) for row in own]
+    losses = []
+    for _ in range(3):
+        with torch.inference_mode() if inference_mode else nullcontext():
+            if evaluate:
+                losses.append(float(model.run_eval(batches, objective).loss))
+        step = primitives.train_step(model, optimizer, batches, objective, schedule, state)
+        losses.append(float(step.loss.loss))
+    engine.shutdown()
+    return losses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks, layout):
+    (alone, _) = ranks(2).run(train, LAYOUTS[layout], False, False)
+    for inference_mode in (False, True):
+        (found, _) = ranks(2).run(train, LAYOUTS[layout], True, inference_mode)
+        assert found[1::2] == alone
+        assert found[0::2] == pytest.approx(alone, abs=1e-5)
