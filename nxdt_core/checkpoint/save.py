@@ -40,7 +40,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["save_checkpoint"]
+__all__ = ["encode_state", "save_checkpoint", "save_listed"]
 
 
 def save_checkpoint(
@@ -77,15 +77,52 @@ def save_checkpoint(
         CheckpointConflict: another run committed the same step meanwhile.
         CheckpointFilesMissing: rank 0 does not see what others wrote.
     """
-    where, rank = f"{storage.uri}/{step_name(step)}", rank_of(ranks)
+    rank = rank_of(ranks)
     prepared: list[_Share] = []
 
     def prepare() -> Listing:
-        encode_facts(facts)
         prepared.append(_prepare(model, optimizer, state, rank))
         return prepared[0].listing
 
-    listings = together(ranks, prepare, where=where)
+    return save_listed(
+        storage,
+        step=step,
+        prepare=prepare,
+        write=lambda writer, mine: _write(writer, prepared[0], mine, rank),
+        facts=facts,
+        ranks=ranks,
+        before_commit=before_commit,
+    )
+
+
+def save_listed(
+    storage: CheckpointStorage,
+    *,
+    step: int,
+    prepare: Callable[[], Listing],
+    write: Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]],
+    facts: CheckpointFacts,
+    ranks: RankAgreement | None = None,
+    before_commit: Callable[[], None] | None = None,
+) -> Manifest:
+    """As :func:`save_checkpoint`, for tensors that need not be in memory all at once. Collective.
+
+    Args:
+        storage: where to; every rank reaches the same store.
+        step: the number of optimizer steps done.
+        prepare: checks everything before anything is written, and returns what this rank can write.
+        write: writes, of that, the tensors that were given to this rank; returns where each lies.
+        facts: what goes into the manifest beside; that of rank 0 counts.
+        ranks: of the run; None for a process that is alone.
+        before_commit: as of :func:`save_checkpoint`.
+    """
+    where, rank = f"{storage.uri}/{step_name(step)}", rank_of(ranks)
+
+    def check_and_list() -> Listing:
+        encode_facts(facts)
+        return prepare()
+
+    listings = together(ranks, check_and_list, where=where)
     mine = assign(listings)[rank]
     replaces: list[bytes | None] = []
 
@@ -96,8 +133,14 @@ def save_checkpoint(
         return new_attempt(), datetime.now(UTC).isoformat(timespec="seconds")
 
     attempt, created = together(ranks, begin, where=where)[0]
+
+    def write_share() -> _Written:
+        with explained_os_errors(where):
+            writer = AttemptWriter(storage, attempt_prefix(step, attempt))
+            return _Written(parts=write(writer, mine), files=writer.entries)
+
     try:
-        written = together(ranks, lambda: _write(storage, step, attempt, prepared[0], mine, rank), where=where)
+        written = together(ranks, write_share, where=where)
         manifest = Manifest(
             step=step,
             attempt=attempt,
@@ -141,7 +184,7 @@ def _prepare(
 ) -> _Share:
     """Check everything of this rank, before anything is written anywhere."""
     state_tensors: dict[str, torch.Tensor] = {}
-    encoded = _encode_state(state, state_tensors, rank)
+    encoded = encode_state(state, state_tensors, rank)
     pieces: dict[Place, Piece] = {}
     listing: dict[Place, Held] = {}
     for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
@@ -151,7 +194,7 @@ def _prepare(
     return _Share(pieces, listing, encoded)
 
 
-def _encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> bytes:
+def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> bytes:
     """The JSON of ``state``; its tensors are put into ``tensors`` under names that begin with the rank."""
 
     def put_tensor(at: str, value: object) -> str | None:
@@ -164,19 +207,15 @@ def _encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], ra
     return json.dumps(encode_tree(state, put_tensor=put_tensor), separators=(",", ":"), allow_nan=False).encode()
 
 
-def _write(
-    storage: CheckpointStorage, step: int, attempt: str, share: _Share, mine: AbstractSet[Place], rank: int
-) -> _Written:
+def _write(writer: AttemptWriter, share: _Share, mine: AbstractSet[Place], rank: int) -> dict[Place, TensorPart]:
     """Write this rank's state and those of its pieces that it was given to write."""
-    with explained_os_errors(f"{storage.uri}/{step_name(step)}"):
-        writer = AttemptWriter(storage, attempt_prefix(step, attempt))
-        parts: dict[Place, TensorPart] = {}
-        for section in SECTIONS:
-            chosen = {name: piece for (of, name), piece in share.pieces.items() if of == section and (of, name) in mine}
-            parts |= {(section, name): part for name, part in write_pieces(writer, section, chosen, rank=rank).items()}
-        with writer.file(state_name(rank)) as stream:
-            stream.write(share.state)
-    return _Written(writer.entries, parts)
+    parts: dict[Place, TensorPart] = {}
+    for section in SECTIONS:
+        chosen = {name: piece for (of, name), piece in share.pieces.items() if of == section and (of, name) in mine}
+        parts |= {(section, name): part for name, part in write_pieces(writer, section, chosen, rank=rank).items()}
+    with writer.file(state_name(rank)) as stream:
+        stream.write(share.state)
+    return parts
 
 
 def _commit(
