@@ -211,11 +211,10 @@ class TorchModel:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """No gradients. Where FSDP2 and pipelines keep what forward made, a caller's inference mode is left, since no
-        backward can use its tensors; and gathered weights are freed, since the optimizer's update would not reach them.
+        """No gradients. Where FSDP2 gathers weights, a caller's inference mode is left, since no backward can use what is
+        made in it; and they are freed, since the optimizer's update would not reach them.
         """
-        keeps = self._stages.sharded or self._pipeline is not None
-        with torch.inference_mode(False) if keeps else nullcontext(), torch.no_grad():
+        with torch.inference_mode(False) if self._stages.sharded else nullcontext(), torch.no_grad():
             yield
         for module in self._stages.modules if self._stages.sharded else ():
             for part in module.modules():
