@@ -211,8 +211,8 @@ class TorchModel:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """No gradients. Where FSDP2 gathers weights, a caller's inference mode is left, since no backward can use what is
-        made in it; and they are freed, since the optimizer's update would not reach them.
+        """No gradients. Where FSDP2 gathers weights, a caller's inference mode is left, since no backward can use what
+        is made in it; and they are freed, since the optimizer's update would not reach them.
         """
         with torch.inference_mode(False) if self._stages.sharded else nullcontext(), torch.no_grad():
             yield
