@@ -69,6 +69,15 @@ from nxdt_core.errors.data import (
     TokenizerLibraryMissing,
     TooFewTokens,
 )
+from nxdt_core.errors.exchange import (
+    ArchitectureUnread,
+    ExportDamaged,
+    ExportPlaceTaken,
+    ForeignConfigMissing,
+    ForeignFormatUnknown,
+    ImportPlaceTaken,
+    WeightsPickled,
+)
 from nxdt_core.errors.experts import ExpertsDoNotDivide, ModelWithoutExperts
 from nxdt_core.errors.launch import (
     AcceleratorMissing,
@@ -146,6 +155,7 @@ from nxdt_core.errors.training import (
 __all__ = [
     "AcceleratorMissing",
     "AmbiguousComponent",
+    "ArchitectureUnread",
     "AttentionCoreMissing",
     "AttentionCoreUnknown",
     "BadBatchSize",
@@ -186,12 +196,17 @@ __all__ = [
     "EmptyDataset",
     "EmptyTextFile",
     "ExpertsDoNotDivide",
+    "ExportDamaged",
+    "ExportPlaceTaken",
+    "ForeignConfigMissing",
+    "ForeignFormatUnknown",
     "HFExchangeUnsupported",
     "HFFileDamaged",
     "HFFileMissing",
     "HFNotWritable",
     "HFUnsupported",
     "HeadsDoNotDivide",
+    "ImportPlaceTaken",
     "ImpossibleCombination",
     "JsonTextMissing",
     "KeyMapIncomplete",
@@ -256,6 +271,7 @@ __all__ = [
     "UnsavableState",
     "VocabularyTooSmall",
     "WeightsDoNotFit",
+    "WeightsPickled",
     "WorldDoesNotDivide",
     "WorldSizeMismatch",
     "WrongValue",

@@ -1,0 +1,101 @@
+"""Errors of exporting checkpoints to other formats and importing from them: codes ``NXDT-S07…``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.errors.base import NxdtError, listing
+
+__all__ = [
+    "ArchitectureUnread",
+    "ExportDamaged",
+    "ExportPlaceTaken",
+    "ForeignConfigMissing",
+    "ForeignFormatUnknown",
+    "ImportPlaceTaken",
+    "WeightsPickled",
+]
+
+
+class ForeignFormatUnknown(NxdtError):
+    """What shall be imported is nothing that is known."""
+
+    code = "NXDT-S070"
+    happened = "'{path}' is no checkpoint that can be imported: {reason}."
+    remedy = "Name one of: {known}."
+    path: str
+    reason: str
+    formats: list[str]
+    """Each in a few words."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "known": "; ".join(self.formats)}
+
+
+class ForeignConfigMissing(NxdtError):
+    """A foreign checkpoint does not say which model it is."""
+
+    code = "NXDT-S071"
+    happened = "'{path}' ({format}) does not say which model its weights are of."
+    remedy = "Name the configuration of that model: nxdt checkpoint import SRC DST --config my_run.yaml."
+    path: str
+    format: str
+
+
+class ArchitectureUnread(NxdtError):
+    """No installed plugin reads an architecture of Hugging Face."""
+
+    code = "NXDT-S072"
+    happened = "No installed plugin reads {listed} of '{path}'."
+    remedy = "Install a plugin that does; those here read {readable}. Or name a configuration with --config."
+    path: str
+    architectures: list[str]
+    available: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        listed = f"the architecture {listing(self.architectures)}" if self.architectures else "the unnamed architecture"
+        return {**super()._view(), "listed": listed, "readable": listing(self.available) or "none"}
+
+
+class WeightsPickled(NxdtError):
+    """A Hugging Face directory of the older kind, whose weights are pickles."""
+
+    code = "NXDT-S073"
+    happened = "The weights in '{path}' are pickles ({file}), which can run code when they are read; they never are."
+    remedy = (
+        'Where you trust them, convert them once: python -c "from transformers import AutoModelForCausalLM as M; '
+        "M.from_pretrained('{path}').save_pretrained('{path}-safetensors')\", and import that directory."
+    )
+    path: str
+    file: str
+
+
+class ExportPlaceTaken(NxdtError):
+    """An export would mix with what lies there."""
+
+    code = "NXDT-S074"
+    happened = "'{path}' is not empty: {reason}."
+    remedy = "Export to another place, or delete what lies there; an export that was interrupted goes on by itself."
+    path: str
+    reason: str
+
+
+class ImportPlaceTaken(NxdtError):
+    """An import would replace a checkpoint, or stand beside those of a run."""
+
+    code = "NXDT-S075"
+    happened = "'{uri}' holds a checkpoint of step {step} already."
+    remedy = "Import to another place, or delete that one first."
+    uri: str
+    step: int
+
+
+class ExportDamaged(NxdtError):
+    """A file of an interrupted export is not what was written."""
+
+    code = "NXDT-S076"
+    happened = "The file '{path}' of an interrupted export has {found} bytes instead of {wanted}."
+    remedy = "Delete it, and run the same command again."
+    path: str
+    found: int
+    wanted: int
