@@ -39,8 +39,12 @@ def prepare_step(storage: CheckpointStorage, step: int) -> bytes | None:
     return data
 
 
-def commit(storage: CheckpointStorage, manifest: Manifest, replaces: bytes | None) -> None:
+def commit(
+    storage: CheckpointStorage, manifest: Manifest, replaces: bytes | None, *, data: bytes | None = None
+) -> None:
     """Write the manifest: as a new object, or in the place of the manifest ``replaces``.
+
+    ``data`` are the bytes of the manifest where they exist: a copy keeps what a later version put into it.
 
     A store may fail after it has done its work (a lost answer, a repeated request): what counts is whose attempt
     is committed in the end.
@@ -50,7 +54,7 @@ def commit(storage: CheckpointStorage, manifest: Manifest, replaces: bytes | Non
         StorageError, OSError: the store failed, and this attempt is not committed as far as can be seen.
     """
     key = manifest_key(manifest.step)
-    data = encode_manifest(manifest)
+    data = data or encode_manifest(manifest)
     failure: Exception | None = None
     try:
         written = _replace(storage, key, data, replaces) if replaces else storage.put_if_absent(key, data)

@@ -67,15 +67,24 @@ class VerifiedFile:
         self._storage = storage
         self._key = manifest.prefix + name
         self._where = f"{storage.uri}/{self._key}"
+        self._digests_where = digests_name(self._where)
         if name not in manifest.files:
             raise CheckpointDamaged(where=self._where, reason="the manifest does not list it")
         self._entry = manifest.files[name]
-        self._digests = self._read_digests()
+        self.digests_file = self._read_digests_file()
+        """The bytes of the file of its digests."""
+        self._digests = self._decode_digests()
 
     def verify(self) -> None:
         """Read the whole file and compare every block with its digest."""
+        for _ in self.blocks():
+            pass
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The whole file in order, block after block; each is verified, and overwritten by the next."""
         self._check_size()
-        self._visit(0, len(self._digests.blocks), [])
+        for _, block in self._visit(0, len(self._digests.blocks)):
+            yield block
 
     def read(self, ranges: Sequence[Wanted]) -> None:
         """Fill all ``ranges``. A block that any of them touches is read once, also where many touch it."""
@@ -86,10 +95,11 @@ class VerifiedFile:
         if any(left.end > right.start for left, right in pairwise(wanted)):
             raise self._damaged("the manifest names the same bytes twice")
         for first, last in _runs(wanted, self._digests.block_bytes):
-            self._visit(first, last, wanted)
+            for offset, block in self._visit(first, last):
+                _scatter(block, offset, wanted)
 
-    def _visit(self, first: int, last: int, wanted: Sequence[Wanted]) -> None:
-        """Read the blocks ``[first, last)`` in one stream, compare each, and copy what is wanted of it."""
+    def _visit(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
+        """Read the blocks ``[first, last)`` in one stream; each with its offset, once it equals its digest."""
         block_bytes, size = self._digests.block_bytes, self._entry.size_bytes
         start, end = first * block_bytes, min(last * block_bytes, size)
         buffer = memoryview(bytearray(min(block_bytes, end - start)))
@@ -102,25 +112,28 @@ class VerifiedFile:
                         raise self._damaged("it is shorter than its digests say")
                     if block_digest(block) != self._digests.blocks[number]:
                         raise self._damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
-                    _scatter(block, offset, wanted)
+                    yield offset, block
         except FileNotFoundError as error:
             raise self._damaged("it is missing") from error
 
-    def _read_digests(self) -> BlockDigests:
-        key, entry = digests_name(self._key), self._entry
-        where = f"{self._storage.uri}/{key}"
+    def _read_digests_file(self) -> bytes:
+        where, entry = self._digests_where, self._entry
         try:
-            with self._storage.open_read(key) as stream:
+            with self._storage.open_read(digests_name(self._key)) as stream:
                 data = stream.read(entry.digests_bytes + 1)
         except FileNotFoundError as error:
             raise CheckpointDamaged(where=where, reason="it is missing") from error
         if len(data) != entry.digests_bytes or digest(data) != entry.digests_digest:
             raise CheckpointDamaged(where=where, reason="it differs from its digest in the manifest")
+        return data
+
+    def _decode_digests(self) -> BlockDigests:
+        where = self._digests_where
         try:
-            digests = BlockDigests.decode(data)
+            digests = BlockDigests.decode(self.digests_file)
         except ValueError as error:
             raise CheckpointDamaged(where=where, reason=str(error)) from error
-        if digests.size_bytes != entry.size_bytes:
+        if digests.size_bytes != self._entry.size_bytes:
             raise CheckpointDamaged(where=where, reason="it and the manifest give different sizes")
         return digests
 

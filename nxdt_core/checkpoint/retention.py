@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.layout import manifest_key, step_prefix
 from nxdt_core.checkpoint.status import list_checkpoints, verify
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["delete_step", "prune"]
+__all__ = ["PrunePlan", "delete_step", "plan_prune", "prune"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """What :func:`prune` would do. Steps ascend."""
+
+    keep: tuple[int, ...]
+    """Committed steps that stay."""
+    delete: tuple[int, ...]
+    """Steps that go, whatever their state; empty where none of those to keep is sound."""
+    sound: bool
+    """Whether one of those to keep verifies."""
+
+
+def plan_prune(storage: CheckpointStorage, keep_last: int, *, deep: bool = True) -> PrunePlan:
+    """What :func:`prune` would delete; nothing is deleted. Arguments are those of :func:`prune`."""
+    if keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}; the last checkpoint is never deleted")
+    found = list_checkpoints(storage)
+    good = [status.step for status in found if status.state == "committed"]
+    kept, older = good[-keep_last:], good[:-keep_last]
+    sound = any(not verify(storage, step, deep=deep) for step in reversed(kept))
+    while older and not sound:
+        kept.insert(0, older.pop())
+        sound = not verify(storage, kept[0], deep=deep)
+    doomed = [status.step for status in found if status.step < kept[0]] if sound else []
+    return PrunePlan(keep=tuple(kept), delete=tuple(doomed), sound=sound)
 
 
 def prune(storage: CheckpointStorage, keep_last: int, *, deep: bool = True) -> list[int]:
@@ -26,22 +55,11 @@ def prune(storage: CheckpointStorage, keep_last: int, *, deep: bool = True) -> l
     Returns:
         The steps that were deleted, ascending.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}; the last checkpoint is never deleted")
-    found = list_checkpoints(storage)
-    good = [status.step for status in found if status.state == "committed"]
-    kept, older = good[-keep_last:], good[:-keep_last]
-    sound = any(not verify(storage, step, deep=deep) for step in reversed(kept))
-    while older and not sound:
-        kept.insert(0, older.pop())
-        sound = not verify(storage, kept[0], deep=deep)
-    if not sound:
-        return []
-    doomed = [status.step for status in found if status.step < kept[0]]
+    plan = plan_prune(storage, keep_last, deep=deep)
     with explained_os_errors(storage.uri):
-        for step in doomed:
+        for step in plan.delete:
             delete_step(storage, step)
-    return doomed
+    return list(plan.delete)
 
 
 def delete_step(storage: CheckpointStorage, step: int) -> None:

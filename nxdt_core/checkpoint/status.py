@@ -5,6 +5,7 @@ Cheap: names, sizes and manifests (one listing and one small read a step). Deep:
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from nxdt_core.checkpoint.committed import read_manifest
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import VerifiedFile
 from nxdt_core.checkpoint.layout import digests_name, manifest_key, step_name, step_of, step_prefix
-from nxdt_core.checkpoint.manifest import Manifest
+from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
+from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["CheckpointStatus", "find_checkpoint", "latest", "list_checkpoints", "verify"]
+__all__ = ["CheckpointStatus", "Depth", "find_checkpoint", "find_problems", "latest", "list_checkpoints", "verify"]
 
 State = Literal["committed", "unfinished", "damaged"]
 
@@ -37,6 +39,10 @@ class CheckpointStatus:
     """Of everything below the step's directory, leftovers of other attempts included."""
     problem: str = ""
     """What is wrong with it, naming the file."""
+    created: str = ""
+    """Time of the save in UTC, ISO 8601; empty where no manifest can be read."""
+    facts: CheckpointFacts | None = None
+    """What the run said of itself, where a manifest can be read."""
 
 
 def list_checkpoints(storage: CheckpointStorage) -> list[CheckpointStatus]:
@@ -50,6 +56,11 @@ def list_checkpoints(storage: CheckpointStorage) -> list[CheckpointStatus]:
         return [_status(storage, step, sizes[step]) for step in sorted(sizes)]
 
 
+Depth = Literal["sizes", "digests", "bytes"]
+"""How closely to look. ``sizes``: the manifest, and names and sizes of all files. ``digests``: also the files of
+digests. ``bytes``: also every byte of every file."""
+
+
 def verify(storage: CheckpointStorage, step: int, *, deep: bool = True) -> list[str]:
     """All that is wrong with the checkpoint of ``step``, a sentence each, naming the file; empty where it is good.
 
@@ -58,21 +69,53 @@ def verify(storage: CheckpointStorage, step: int, *, deep: bool = True) -> list[
         step: which one.
         deep: read every file and compare every block with its digest, instead of names and sizes only.
     """
+    return find_problems(storage, step, "bytes" if deep else "sizes")
+
+
+def find_problems(
+    storage: CheckpointStorage,
+    step: int,
+    depth: Depth,
+    *,
+    threads: int = 1,
+    progress: Callable[[int], None] = lambda size_bytes: None,
+) -> list[str]:
+    """As :func:`verify`, to a chosen depth.
+
+    Args:
+        storage: where it lies.
+        step: which one.
+        depth: how closely to look.
+        threads: files that are read at the same time; each takes a block of memory.
+        progress: called from any thread with the number of bytes that were just compared.
+    """
     with explained_os_errors(f"{storage.uri}/{step_name(step)}"):
         try:
             manifest = read_manifest(storage, step)
         except (CheckpointDamaged, CheckpointNotFound, CheckpointTooNew) as error:
             return [f"{error.where}: {error.reason}"]
-        if not deep:
+        if depth != "bytes":
             sizes = {info.key: info.size_bytes for info in storage.list(step_prefix(step))}
-            return _wrong_sizes(storage, manifest, sizes)
-        problems = []
-        for name in manifest.files:
+            problems = _wrong_sizes(storage, manifest, sizes)
+            if problems or depth == "sizes":
+                return problems
+
+        stop = threading.Event()
+
+        def problem_of(name: str) -> str | None:
             try:
-                VerifiedFile(storage, manifest, name).verify()
+                file = VerifiedFile(storage, manifest, name)
+                if depth == "bytes":
+                    for block in file.blocks():
+                        if stop.is_set():
+                            break
+                        progress(len(block))
             except CheckpointDamaged as error:
-                problems.append(f"{error.where}: {error.reason}")
-        return problems
+                return f"{error.where}: {error.reason}"
+            return None
+
+        found = in_threads(problem_of, list(manifest.files), threads=threads, stop=stop)
+        return [problem for problem in found if problem is not None]
 
 
 def latest(storage: CheckpointStorage, *, warn: Callable[[str], None]) -> Manifest | None:
@@ -116,29 +159,29 @@ def find_checkpoint(storage: CheckpointStorage, step: int | None, *, warn: Calla
 
 
 def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> CheckpointStatus:
-    state, problem = _state(storage, step, sizes)
-    return CheckpointStatus(
-        step=step,
-        state=state,
-        uri=f"{storage.uri}/{step_name(step)}",
-        size_bytes=sum(sizes.values()),
-        problem=problem,
-    )
+    def status(state: State, problem: str = "", manifest: Manifest | None = None) -> CheckpointStatus:
+        return CheckpointStatus(
+            step=step,
+            state=state,
+            uri=f"{storage.uri}/{step_name(step)}",
+            size_bytes=sum(sizes.values()),
+            problem=problem,
+            created=manifest.created if manifest else "",
+            facts=manifest.facts if manifest else None,
+        )
 
-
-def _state(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> tuple[State, str]:
     if manifest_key(step) not in sizes:
-        return "unfinished", ""
+        return status("unfinished")
     try:
         manifest = read_manifest(storage, step)
     except CheckpointNotFound:  # deleted since it was listed
-        return "unfinished", ""
+        return status("unfinished")
     except CheckpointTooNew as error:
-        return "committed", f"{error.where}: {error.reason}"
+        return status("committed", f"{error.where}: {error.reason}")
     except CheckpointDamaged as error:
-        return "damaged", f"{error.where}: {error.reason}"
+        return status("damaged", f"{error.where}: {error.reason}")
     problems = _wrong_sizes(storage, manifest, sizes)
-    return ("damaged", problems[0]) if problems else ("committed", "")
+    return status("damaged", problems[0], manifest) if problems else status("committed", "", manifest)
 
 
 def _wrong_sizes(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
