@@ -15,7 +15,7 @@ import torch
 
 from nxdt_core.checkpoint.files import VerifiedFile, Wanted
 from nxdt_core.checkpoint.manifest import Manifest
-from nxdt_core.checkpoint.shards import bytes_of
+from nxdt_core.checkpoint.safetensors_layout import bytes_of
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.devices import profile_of
 from nxdt_core.errors import CheckpointDamaged
