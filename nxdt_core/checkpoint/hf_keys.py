@@ -6,15 +6,44 @@ No files here; :mod:`nxdt_core.checkpoint.hf` reads and writes them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from nxdt_core.errors import KeyMapIncomplete
-from nxdt_core.protocols.model import KeyMap
+from nxdt_core.errors import HFExchangeUnsupported, KeyMapIncomplete
+from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
+from nxdt_core.protocols.piece import Box
 
-__all__ = ["Source", "sources"]
+__all__ = ["HFTensor", "Source", "exchange_of", "sources"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFTensor:
+    """One tensor of a Hugging Face directory, made of a box of one parameter."""
+
+    name: str
+    """In the directory."""
+    parameter: str
+    """Global name of the parameter."""
+    parameter_shape: tuple[int, ...]
+    """Of the whole parameter."""
+    box: Box
+    transform: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the directory."""
+        if self.transform == "stack":
+            return self.box.shape[1:]
+        return self.box.shape[::-1] if self.transform == "transpose" else self.box.shape
+
+    def of(self, box: torch.Tensor) -> torch.Tensor:
+        """The tensor, as a view of the elements of its box."""
+        if self.transform == "stack":
+            return box.squeeze(0)
+        return box.t() if self.transform == "transpose" else box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +52,8 @@ class Source:
 
     name: str
     """The parameter's global name."""
+    shape: tuple[int, ...]
+    """The parameter's."""
     hf_names: tuple[str, ...]
     """Names in the directory, in order."""
     transform: str
@@ -38,33 +69,51 @@ class Source:
             return torch.stack(tensors)
         return tensors[0].t().contiguous() if self.transform == "transpose" else tensors[0]
 
-    def write(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The Hugging Face tensors of the parameter, by name; views where that is possible."""
-        tensors: Iterable[torch.Tensor] = (parameter,)
-        if self.transform == "concat":
-            tensors = torch.split(parameter, list(self.sections))
-        elif self.transform == "stack":
-            tensors = parameter.unbind()
-        elif self.transform == "transpose":
-            tensors = (parameter.t(),)
-        return dict(zip(self.hf_names, tensors, strict=True))
+    def tensors(self) -> Iterator[HFTensor]:
+        """The Hugging Face tensors that the parameter is written as, in order."""
+        for name, box in zip(self.hf_names, self._boxes(), strict=True):
+            yield HFTensor(
+                name=name, parameter=self.name, parameter_shape=self.shape, box=box, transform=self.transform
+            )
+
+    def _boxes(self) -> Iterator[Box]:
+        if self.transform not in ("concat", "stack"):
+            yield Box.whole(self.shape)
+            return
+        rows = self.sections if self.transform == "concat" else (1,) * self.shape[0]
+        rest = self.shape[1:]
+        for start, count in zip(accumulate(rows, initial=0), rows, strict=False):
+            yield Box((start, *(0,) * len(rest)), (count, *rest))
 
 
-def sources(builder: str, key_map: Sequence[KeyMap], shapes: dict[str, torch.Size]) -> list[Source]:
-    """One source for each parameter.
-
-    Args:
-        builder: named in errors.
-        key_map: the builder's.
-        shapes: of all parameters, by global name.
+def exchange_of(builder: ModelBuilder) -> HFExchange:
+    """The builder, seen as one that exchanges with Hugging Face.
 
     Raises:
+        HFExchangeUnsupported: it does not.
+    """
+    if not isinstance(builder, HFExchange):
+        raise HFExchangeUnsupported(builder=type(builder).__name__)
+    return builder
+
+
+def sources(builder: ModelBuilder) -> list[Source]:
+    """One source for each parameter of the builder's model; a tied one once, under its owner.
+
+    Raises:
+        HFExchangeUnsupported: the builder has no key map.
         KeyMapIncomplete: a parameter without an entry, or with one that cannot be its.
     """
-    return [_source(builder, key_map, name, shape) for name, shape in shapes.items()]
+    key_map = exchange_of(builder).hf_key_map()
+    with torch.device("meta"):
+        module = builder.build()
+    users = {user for _, user in builder.plan().tied}
+    named = module.named_parameters(remove_duplicate=False)
+    shapes = {name: tuple(parameter.shape) for name, parameter in named if name not in users}
+    return [_source(type(builder).__name__, key_map, name, shape) for name, shape in shapes.items()]
 
 
-def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: torch.Size) -> Source:
+def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int, ...]) -> Source:
     for entry in key_map:
         numbers = _wildcards(entry.name, name)
         if numbers is None:
@@ -75,18 +124,20 @@ def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: torch.Siz
         hf_names = [_filled(hf_name, numbers) for hf_name in entry.hf_names]
         if entry.transform == "stack":
             hf_names = [_filled(hf_names[0], [str(expert)]) for expert in range(shape[0])]
-        return Source(name=name, hf_names=tuple(hf_names), transform=entry.transform, sections=entry.sections)
+        return Source(
+            name=name, shape=shape, hf_names=tuple(hf_names), transform=entry.transform, sections=entry.sections
+        )
     raise KeyMapIncomplete(builder=builder, parameter=name, reason="no entry matches")
 
 
-def _misfit(entry: KeyMap, shape: torch.Size) -> str | None:
+def _misfit(entry: KeyMap, shape: tuple[int, ...]) -> str | None:
     """Why the entry cannot describe a parameter of this shape, or None."""
     if entry.transform not in ("none", "transpose", "stack", "concat"):
         return f"there is no transform {entry.transform!r}"
     if entry.transform != "concat" and len(entry.hf_names) != 1:
         return f"transform {entry.transform!r} takes one name, not {len(entry.hf_names)}"
     if entry.transform == "transpose" and len(shape) != 2:
-        return f"a tensor of shape {tuple(shape)} cannot be transposed"
+        return f"a tensor of shape {shape} cannot be transposed"
     if entry.transform == "concat" and (len(entry.sections) != len(entry.hf_names) or sum(entry.sections) != shape[0]):
         return f"sections {entry.sections} do not add up to its {shape[0]} rows"
     return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES
 from nxdt_core.devices import HOST
 
-__all__ = ["SafetensorsLayout", "TensorSpec", "bytes_of"]
+__all__ = ["DTYPES", "SafetensorsLayout", "TensorSpec", "Writable", "bytes_of", "grouped"]
 
 _SAFETENSORS_NAME: Mapping[str, str] = {
     "bool": "BOOL",
@@ -35,6 +35,8 @@ _SAFETENSORS_NAME: Mapping[str, str] = {
     "uint64": "U64",
     "float64": "F64",
 }
+DTYPES: Mapping[str, str] = {theirs: ours for ours, theirs in _SAFETENSORS_NAME.items()}
+"""Name of the torch dtype by the format's name, for every dtype that a checkpoint can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,12 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class _Stream(Protocol):
-    def write(self, data: bytes | memoryview, /) -> object: ...
+class Writable(Protocol):
+    """What takes bytes."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Write all of ``data``."""
+        ...
 
 
 class SafetensorsLayout:
@@ -81,7 +87,7 @@ class SafetensorsLayout:
         """In the order of the file."""
         return list(self._specs)
 
-    def write(self, stream: _Stream, tensors: Iterable[torch.Tensor]) -> None:
+    def write(self, stream: Writable, tensors: Iterable[torch.Tensor]) -> None:
         """Write the file; ``tensors`` come in the order of :attr:`names`, and each is forgotten once it is written.
 
         Raises:
@@ -93,6 +99,20 @@ class SafetensorsLayout:
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} instead of {spec}")
             stream.write(bytes_of(tensor.detach().resolve_neg().to(HOST).contiguous()))
             del tensor  # or it would live until the next one is there
+
+
+def grouped(specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[dict[str, TensorSpec]]:
+    """What goes into each file, in order, filled up to ``max_bytes``; a larger tensor has one to itself."""
+    group: dict[str, TensorSpec] = {}
+    filled = 0
+    for name, spec in specs.items():
+        if group and filled + spec.size_bytes > max_bytes:
+            yield group
+            group, filled = {}, 0
+        group[name] = spec
+        filled += spec.size_bytes
+    if group:
+        yield group
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

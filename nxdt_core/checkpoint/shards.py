@@ -6,7 +6,7 @@ contiguous and on the host).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from nxdt_core.checkpoint.assignment import Held
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import shard_name
 from nxdt_core.checkpoint.pieces import dtype_name
-from nxdt_core.checkpoint.safetensors_layout import SafetensorsLayout, TensorSpec
+from nxdt_core.checkpoint.safetensors_layout import SafetensorsLayout, TensorSpec, grouped
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.protocols.piece import Piece
 
@@ -60,32 +60,13 @@ def write_listed(
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, TensorPart]:
     """As :func:`write_pieces`, for tensors that ``read`` gives by their names, in that order, once they are due."""
+    specs = {name: TensorSpec(each.dtype, each.box.shape) for name, each in held.items()}
     parts: dict[str, TensorPart] = {}
-    for number, names in enumerate(_shards(held, shard_bytes)):
-        file = shard_name(section, rank, number)
-        layout = SafetensorsLayout({name: _spec(held[name]) for name in names})
+    for number, group in enumerate(grouped(specs, shard_bytes)):
+        file, layout = shard_name(section, rank, number), SafetensorsLayout(group)
         with writer.file(file) as stream:
             layout.write(stream, read(layout.names))
         for name, start in layout.starts.items():
             box = held[name].box
             parts[name] = TensorPart(file=file, start=start, offsets=box.offsets, shape=box.shape)
     return parts
-
-
-def _shards(held: Mapping[str, Held], shard_bytes: int) -> Iterator[list[str]]:
-    """Names by shard, in order, each shard filled up to ``shard_bytes``; a larger tensor has one to itself."""
-    names: list[str] = []
-    filled = 0
-    for name, each in held.items():
-        size = _spec(each).size_bytes
-        if names and filled + size > shard_bytes:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += size
-    if names:
-        yield names
-
-
-def _spec(held: Held) -> TensorSpec:
-    return TensorSpec(held.dtype, held.box.shape)

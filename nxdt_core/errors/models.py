@@ -86,7 +86,7 @@ class HFNotWritable(NxdtError):
 
     code = "NXDT-M013"
     happened = "'{directory}' is not an empty directory."
-    remedy = "Export into a new directory."
+    remedy = "Export into a new one. (An export that was interrupted goes on when the same command is repeated.)"
     directory: str
 
 

@@ -1,0 +1,137 @@
+"""The weights of a Hugging Face directory: mapped safetensors files, read tensor by tensor. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nxdt_core.checkpoint.hf_keys import Source
+from nxdt_core.checkpoint.safetensors_layout import DTYPES
+from nxdt_core.devices import HOST
+from nxdt_core.errors import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsPickled
+from nxdt_core.nn.patterns import matches_any
+
+__all__ = ["CONFIG", "INDEX", "WEIGHTS", "HFWeights", "read_json"]
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin.index.json", "pytorch_model*.bin", "consolidated*.pth")
+
+
+class HFWeights:
+    """The weights in a directory; a context, which keeps the files open."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        self._located: dict[str, tuple[Path, Any]] = {}
+        """By name: the file that holds the tensor, and the same, opened."""
+
+    def __enter__(self) -> Self:
+        try:
+            for file in self._files():
+                self._open(file)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def check(self, wanted: Sequence[Source], ignored: Sequence[str]) -> None:
+        """Compare names and shapes with what is wanted; tensors that match ``ignored`` may be there beside.
+
+        Raises:
+            WeightsDoNotFit: they differ.
+        """
+        shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
+        missing = sorted(shapes.keys() - self._located)
+        extra = sorted(name for name in self._located.keys() - shapes if not matches_any(ignored, name))
+        wrong = [
+            f"{name}: {found} instead of {shape}"
+            for name, shape in shapes.items()
+            if name in self._located and (found := tuple(self._slice(name).get_shape())) != shape
+        ]
+        if missing or extra or wrong:
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
+
+    def dtype_of(self, source: Source) -> torch.dtype:
+        """That of the parameter as :meth:`read` gives it.
+
+        Raises:
+            HFFileDamaged: a tensor has a dtype that torch or a checkpoint does not have.
+        """
+        return functools.reduce(torch.promote_types, (self._dtype(name) for name in source.hf_names))
+
+    def read(self, source: Source) -> torch.Tensor:
+        """One parameter, on the host."""
+        return source.read(self._get)
+
+    def _files(self) -> list[str]:
+        if (self._directory / INDEX).is_file():
+            index = read_json(self._directory, INDEX).get("weight_map")
+            if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+                raise HFFileDamaged(
+                    path=str(self._directory / INDEX), reason="it has no 'weight_map' of names to files"
+                )
+            return sorted({Path(file).name for file in index.values()})  # files beside it, never elsewhere
+        pickles = sorted(path.name for pattern in _PICKLES for path in self._directory.glob(pattern))
+        if pickles and not (self._directory / WEIGHTS).exists():
+            raise WeightsPickled(path=str(self._directory), file=pickles[0])
+        return [WEIGHTS]
+
+    def _open(self, file: str) -> None:
+        path = self._directory / file
+        if not path.is_file():
+            raise HFFileMissing(directory=str(self._directory), wanted=f"'{file}'")
+        try:
+            handle = self._stack.enter_context(safe_open(path, framework="pt", device=HOST.type))
+        except (SafetensorError, OSError) as error:
+            raise HFFileDamaged(path=str(path), reason=str(error)) from error
+        self._located |= dict.fromkeys(handle.keys(), (path, handle))
+
+    def _slice(self, name: str) -> Any:
+        return self._located[name][1].get_slice(name)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        found = self._slice(name).get_dtype()
+        if found not in DTYPES:
+            raise HFFileDamaged(path=str(self._located[name][0]), reason=f"'{name}' has the unknown dtype {found!r}")
+        dtype: torch.dtype = getattr(torch, DTYPES[found])
+        return dtype
+
+    def _get(self, name: str) -> torch.Tensor:
+        path, handle = self._located[name]
+        try:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise HFFileDamaged(path=str(path), reason=str(error)) from error
+        return tensor
+
+
+def read_json(directory: Path, file: str) -> dict[str, Any]:
+    """The JSON object in a file of a directory.
+
+    Raises:
+        HFFileMissing: there is no such file.
+        HFFileDamaged: it is no JSON object.
+    """
+    path = directory / file
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise HFFileMissing(directory=str(directory), wanted=f"'{file}'") from error
+    except (OSError, ValueError) as error:
+        raise HFFileDamaged(path=str(path), reason=str(error)) from error
+    if not isinstance(content, dict):
+        raise HFFileDamaged(path=str(path), reason="it is no JSON object")
+    return content

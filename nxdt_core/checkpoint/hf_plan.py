@@ -1,0 +1,139 @@
+"""Which files a Hugging Face directory will have, from shapes alone: names, sizes, and what each tensor is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nxdt_core.checkpoint.hf_files import CONFIG, INDEX, WEIGHTS
+from nxdt_core.checkpoint.hf_keys import HFTensor, exchange_of, sources
+from nxdt_core.checkpoint.safetensors_layout import SafetensorsLayout, TensorSpec, grouped
+from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.tokenizer import Tokenizer
+
+__all__ = ["MAX_SHARD_BYTES", "HFPlan", "HFShard", "plan_hf"]
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Size of a weights file beyond which another is begun, as in transformers."""
+_GENERATION_CONFIG = "generation_config.json"
+_MOST_SUPPRESSED = 1024
+"""Rows of the embedding beyond the tokenizer's ids that are padding, and are kept from being generated; where there are
+more, the tokenizer is not that of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFShard:
+    """One file of weights."""
+
+    file: str
+    tensors: Mapping[str, HFTensor]
+    specs: Mapping[str, TensorSpec]
+    """Dtype and shape in the file, by the same names."""
+
+    @property
+    def layout(self) -> SafetensorsLayout:
+        """Where each tensor lies."""
+        return SafetensorsLayout(self.specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFPlan:
+    """One directory."""
+
+    shards: tuple[HFShard, ...]
+    texts: Mapping[str, bytes]
+    """The other files by name, ``config.json`` last: without it nothing takes the directory for a model."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all elements."""
+        return sum(spec.size_bytes for shard in self.shards for spec in shard.specs.values())
+
+    def digest(self) -> str:
+        """Equal where the files would be the same, given the same weights."""
+        table = [{name: (spec.dtype, spec.shape) for name, spec in shard.specs.items()} for shard in self.shards]
+        texts = {name: content.decode("latin-1") for name, content in self.texts.items()}
+        return hashlib.sha256(json.dumps([table, texts]).encode()).hexdigest()
+
+
+def plan_hf(
+    builder: ModelBuilder,
+    held: Mapping[str, TensorSpec],
+    tokenizer: Tokenizer | None = None,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    more: Mapping[str, bytes] | None = None,
+) -> HFPlan:
+    """Plan the directory of a model.
+
+    Args:
+        builder: gives configuration and names.
+        held: dtype and whole shape of each tensor that there is, by global name; copies of tied ones are left out.
+        tokenizer: its special ids go into the configuration; without one they are null there.
+        dtype: of floating-point tensors in the directory; None keeps what they have.
+        max_shard_bytes: of one weights file; a larger tensor has a file of its own.
+        more: further files, such as the tokenizer's.
+
+    Raises:
+        HFExchangeUnsupported: the builder has no key map.
+        KeyMapIncomplete: its key map does not fit its model.
+        WeightsDoNotFit: ``held`` is not of the builder's model.
+    """
+    found = sources(builder)
+    _check(held, {source.name: source.shape for source in found}, {user for _, user in builder.plan().tied})
+    tensors = {tensor.name: tensor for source in found for tensor in source.tensors()}
+    specs = {
+        name: TensorSpec(_dtype(held[tensor.parameter].dtype, dtype), tensor.shape) for name, tensor in tensors.items()
+    }
+    groups = list(grouped(specs, max_shard_bytes))
+    shards = tuple(
+        HFShard(
+            file=WEIGHTS if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors",
+            tensors={name: tensors[name] for name in group},
+            specs=group,
+        )
+        for number, group in enumerate(groups, start=1)
+    )
+    texts: dict[str, bytes] = dict(more or {})
+    if len(shards) > 1:
+        total = sum(spec.size_bytes for spec in specs.values())
+        files = {name: shard.file for shard in shards for name in shard.tensors}
+        texts[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": files})
+    special = {f"{key}_token_id": getattr(tokenizer, f"{key}_id", None) for key in ("bos", "eos", "pad")}
+    if tokenizer is not None:
+        texts[_GENERATION_CONFIG] = _json(_generation(special, tokenizer, builder))
+    config = {**exchange_of(builder).config_to_hf(), "torch_dtype": next(iter(specs.values())).dtype, **special}
+    return HFPlan(shards=shards, texts={**texts, CONFIG: _json(config)})
+
+
+def _generation(special: Mapping[str, int | None], tokenizer: Tokenizer, builder: ModelBuilder) -> dict[str, Any]:
+    config: dict[str, Any] = {key: value for key, value in special.items() if value is not None}
+    padding = list(range(tokenizer.vocab_size, builder.vocab_size))
+    if 0 < len(padding) <= _MOST_SUPPRESSED:
+        config["suppress_tokens"] = padding
+    return config
+
+
+def _check(held: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]], users: set[str]) -> None:
+    missing = [name for name in shapes if name not in held]
+    extra = [name for name in held if name not in shapes and name not in users]
+    wrong = [
+        f"{name}: {held[name].shape} instead of {shape}"
+        for name, shape in shapes.items()
+        if name in held and held[name].shape != shape
+    ]
+    if missing or extra or wrong:
+        raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
+
+
+def _dtype(own: str, wanted: str | None) -> str:
+    return wanted if wanted is not None and own.startswith(("float", "bfloat")) else own
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
