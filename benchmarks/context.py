@@ -22,9 +22,9 @@ from torch import nn
 
 from nxdt_core.devices import HOST, profile_of
 from nxdt_core.nn.attention import CausalAttention
-from nxdt_core.parallel.context import apply_context_parallel
+from nxdt_core.parallel.context.apply import apply_context_parallel
+from nxdt_core.parallel.context.zigzag import shard_of
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.zigzag import shard_of
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import RankPool, process_group

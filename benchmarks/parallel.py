@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.parallel.schedules import bubble_fraction
+from nxdt_core.parallel.pipeline.schedules import bubble_fraction
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import assemble, primitives

@@ -47,6 +47,8 @@ class DeviceProfile:
     """Whether ``torch.optim`` has fused kernels for it."""
     point_to_point: bool = True
     """Whether two ranks can send to each other without the rest of their group."""
+    pinned_host_memory: bool = False
+    """Whether copies to the host run faster, and beside kernels, into memory that is locked in place."""
     static_shapes: bool = False
     """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
     compile_backend: str = "inductor"
@@ -54,7 +56,7 @@ class DeviceProfile:
     context_parallel_method: Literal["ring", "gather"] = "ring"
     """How context parallelism moves keys and values where the configuration does not say."""
     attention_kernel: Literal["composed", "masked_flash", "flash_or_efficient"] = "composed"
-    """Attention with a log-sum-exp (:mod:`nxdt_core.parallel.attention`), of which context parallelism is made;
+    """Attention with a log-sum-exp (:mod:`~nxdt_core.parallel.context.attention`), which context parallelism merges;
     ``composed`` is matrix products and runs anywhere."""
     peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
@@ -79,6 +81,7 @@ PROFILES: Mapping[str, DeviceProfile] = {
             process_group_backend="nccl",
             lightning_accelerator="cuda",
             fused_optimizers=True,
+            pinned_host_memory=True,
             attention_kernel="flash_or_efficient",
             peak_flops={
                 "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},

@@ -11,7 +11,7 @@ stage  gradients are reduce-scattered       weights between steps      optimizer
 3      each micro-batch                     sharded, gathered a layer  sharded
 =====  ===================================  =========================  =====================
 
-In a pipeline the stages tell FSDP2 the same (:mod:`nxdt_core.parallel.pipeline_stage`). (Rajbhandari et al. 2020,
+In a pipeline the stages tell FSDP2 the same (:mod:`nxdt_core.parallel.pipeline.stage`). (Rajbhandari et al. 2020,
 arXiv:1910.02054.)
 """
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from nxdt_core.nn.aux_loss import aux_loss_scale
 from nxdt_core.nn.loss import vocabulary_loss
-from nxdt_core.parallel.context import shard_sequence
+from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput

@@ -17,15 +17,15 @@ from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.devices import DeviceProfile
 from nxdt_core.nn.init import draw, rule_for
 from nxdt_core.parallel.compile import compile_layers
-from nxdt_core.parallel.context import apply_context_parallel
+from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
-from nxdt_core.parallel.expert import apply_expert_parallel, expert_modules
+from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.padding import PaddedDim, padded_parameters, real_part
+from nxdt_core.parallel.pipeline.stages import cut_stage, stages_of_rank
 from nxdt_core.parallel.placement import piece_of
 from nxdt_core.parallel.recompute import apply_recompute
-from nxdt_core.parallel.stages import cut_stage, stages_of_rank
-from nxdt_core.parallel.tensor import apply_tensor_parallel, partial_parameters, replicated_partials
+from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
+from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder

@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.errors import WeightsDoNotFit
-from nxdt_core.parallel.context import shard_sequence, unshard_sequence
+from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
 from nxdt_core.parallel.gradients import GradientSums, clip, global_norm
 from nxdt_core.parallel.layout import Stages
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.padding import PaddedDim, real_part
 from nxdt_core.parallel.parameters import StageParameters
-from nxdt_core.parallel.pipeline import PipelineRunner
+from nxdt_core.parallel.pipeline.runner import PipelineRunner
+from nxdt_core.parallel.pipeline.stream import HiddenLike
+from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.parallel.placement import local_of
-from nxdt_core.parallel.stream import HiddenLike
-from nxdt_core.parallel.tied import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.devices import profile_of
 from nxdt_core.errors import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.parallel.padding import PaddedDim, real_part
 from nxdt_core.parallel.placement import local_of
+from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan

@@ -47,7 +47,8 @@ class Ranks:
         self.host = place.host
         self._group: dist.ProcessGroup | None = None
         self._owns_default = False
-        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._asked: dict[str, tuple[torch.Tensor, dist.Work]] = {}
+        self._siblings: list[Ranks] = []
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -89,9 +90,7 @@ class Ranks:
                 device_id=device if device.index is not None else None,
             )
             self._owns_default = True
-        self._group = cast(
-            dist.ProcessGroup, dist.new_group(backend=profile_of(HOST).process_group_backend, timeout=timeout)
-        )
+        self._group = _host_group(timeout)
 
     def start_alone(self, device: torch.device) -> None:
         """Give a world of one process a group of its own, for what cannot do without one."""
@@ -101,9 +100,25 @@ class Ranks:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._group, self._owns_default = dist.group.WORLD, True
 
+    def sibling(self, *, timeout_s: float) -> Ranks:
+        """The same processes over a group of its own, for a thread that agrees beside this one. Collective.
+
+        It ends with this one.
+
+        Args:
+            timeout_s: longest wait within one collective.
+        """
+        other = Ranks(self.place)
+        if self.world_size > 1 and self._group is not None:
+            other._group = _host_group(timedelta(seconds=timeout_s))
+            self._siblings.append(other)
+        return other
+
     def stop(self) -> None:
         """Leave the groups that :meth:`start` made; may be called twice."""
-        group, self._group, self._asked = self._group, None, None
+        group, self._group, self._asked = self._group, None, {}
+        while self._siblings:
+            self._siblings.pop().stop()
         if group is None or not dist.is_initialized():
             return
         if self._owns_default:
@@ -158,27 +173,32 @@ class Ranks:
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
         return int(box)
 
-    def largest_before(self, value: int) -> int:
+    def largest_before(self, value: int, *, topic: str = "") -> int:
         """Give in this step's ``value`` and get the largest of the step before: all ranks get the same, and none waits.
 
         (The answer to a question of this step would hold every host until the slowest has asked.) Alone, the answer
-        is ``value`` itself.
+        is ``value`` itself. Questions of different topics do not mix.
         """
         if self._group is None:
             return value
-        answer = self.last_answer()
+        answer = self.last_answer(topic=topic)
         box = torch.tensor([value], dtype=torch.int64)
         work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._asked = (box, cast(dist.Work, work))
+        self._asked[topic] = (box, cast(dist.Work, work))
         return answer
 
-    def last_answer(self) -> int:
+    def last_answer(self, *, topic: str = "") -> int:
         """The answer that :meth:`largest_before` still owes, 0 where it owes none; waits for it."""
-        if self._asked is None:
+        if topic not in self._asked:
             return 0
-        (box, work), self._asked = self._asked, None
+        box, work = self._asked.pop(topic)
         work.wait()
         return int(box)
+
+
+def _host_group(timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks, over the hosts. Collective."""
+    return cast(dist.ProcessGroup, dist.new_group(backend=profile_of(HOST).process_group_backend, timeout=timeout))
 
 
 def check_devices(device: torch.device, wanted: int, host: str) -> None:

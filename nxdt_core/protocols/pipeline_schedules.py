@@ -25,7 +25,7 @@ def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
     """Whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
 
     The stock 1F1B takes one a stage at least; the interleaved one works in rounds of one size, of ``pp`` or more; ZBV
-    takes any number. With few, ranks mostly wait: :func:`nxdt_core.parallel.schedules.bubble_fraction` says how long.
+    takes any number. With few, ranks mostly wait: :func:`~nxdt_core.parallel.pipeline.schedules.bubble_fraction` tells.
     """
     if pp == 1 or schedule == "zbv":
         return micro_batches >= 1

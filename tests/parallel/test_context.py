@@ -23,7 +23,7 @@ from nxdt_core.errors import (
 from nxdt_core.nn.attention import AttentionSemantics, CausalAttention
 from nxdt_core.nn.init import initialize
 from nxdt_core.nn.loss import cross_entropy_sum
-from nxdt_core.parallel.context import apply_context_parallel, shard_sequence, unshard_sequence
+from nxdt_core.parallel.context.apply import apply_context_parallel, shard_sequence, unshard_sequence
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nxdt_core.devices import HOST, profile_of
-from nxdt_core.parallel.attention.block import _KERNELS, Block, GradientSums, Merged, kernel_for
-from nxdt_core.parallel.attention.composed import ComposedKernel
-from nxdt_core.parallel.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
-from nxdt_core.parallel.attention.kernel import Scoring, dense_heads
+from nxdt_core.parallel.context.attention.block import _KERNELS, Block, GradientSums, Merged, kernel_for
+from nxdt_core.parallel.context.attention.composed import ComposedKernel
+from nxdt_core.parallel.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
+from nxdt_core.parallel.context.attention.kernel import Scoring, dense_heads
 
 ROWS, KEYS, WIDTH, SCALE = 12, 20, 8, 0.3
 

@@ -15,7 +15,7 @@ from nxdt_core.parallel.estimate.live import LiveBytes, WireBytes
 from nxdt_core.parallel.estimate.memory import Storage, fullest_moment
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.parallel.estimate.weights import ParameterCounts, optimizer_bytes_per_element
-from nxdt_core.parallel.schedules import schedule_operations
+from nxdt_core.parallel.pipeline.schedules import schedule_operations
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 

@@ -17,10 +17,10 @@ from nxdt_core.nn.init import initialize
 from nxdt_core.nn.mlp import SwiGLU
 from nxdt_core.nn.moe import MixtureOfExperts
 from nxdt_core.nn.router import TopKRouter
-from nxdt_core.parallel.expert import apply_expert_parallel, expert_parameters
+from nxdt_core.parallel.context.zigzag import in_order, shard_of
+from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_parameters
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.tensor import apply_tensor_parallel, partial_parameters
-from nxdt_core.parallel.zigzag import in_order, shard_of
+from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxdt_core.errors import ExpertsDoNotDivide, ModelWithoutExperts, ShardDoesNotDivide, TensorPlanUnusable
-from nxdt_core.parallel.expert import apply_expert_parallel, expert_modules, expert_parameters
+from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules, expert_parameters
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan

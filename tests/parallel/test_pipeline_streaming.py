@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.errors import MicroBatchesDoNotFit, SequenceTooLongForModel
 from nxdt_core.nn.loss import cross_entropy_sum
-from nxdt_core.parallel.pipeline_stage import StreamedStage
-from nxdt_core.parallel.schedules import Operation, schedule_operations
+from nxdt_core.parallel.pipeline.schedules import Operation, schedule_operations
+from nxdt_core.parallel.pipeline.stage import StreamedStage
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.testing.ranks import RanksFailed, process_group

@@ -18,7 +18,7 @@ from nxdt_core.nn.mlp import SwiGLU
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.recompute import apply_recompute
-from nxdt_core.parallel.tensor import apply_tensor_parallel
+from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group

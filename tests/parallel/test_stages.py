@@ -20,8 +20,8 @@ from nxdt_core.errors import (
 )
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
-from nxdt_core.parallel.stages import cut_stage, stage_layers, stages_of_rank
+from nxdt_core.parallel.pipeline.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
+from nxdt_core.parallel.pipeline.stages import cut_stage, stage_layers, stages_of_rank
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.pipeline_schedules import (
     check_micro_batches,

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nxdt_core.nn import loss as nn_loss
 from nxdt_core.nn.loss import cross_entropy_sum, vocabulary_loss
-from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
 from nxdt_core.testing.ranks import process_group
 
 VOCAB, ROWS = 12, (3, 5)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from nxdt_core.parallel.estimate.trace import GradientUse, MicroBatchTrace
 from nxdt_core.parallel.estimate.weights import ParameterCounts
 from nxdt_core.parallel.gradients import BUCKET_BYTES
-from nxdt_core.parallel.schedules import Operation
+from nxdt_core.parallel.pipeline.schedules import Operation
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 
 __all__ = ["Memory", "Storage", "fullest_moment"]

@@ -22,7 +22,7 @@ from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.placement import local_of
-from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
 
 __all__ = ["MeasuredRank", "measure_rank"]
 

@@ -15,8 +15,8 @@ from nxdt_core.parallel.estimate.traffic import sent_in_a_step
 from nxdt_core.parallel.estimate.weights import count_unique
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.schedules import Operation, bubble_fraction, schedule_operations
-from nxdt_core.parallel.stages import stage_layers, stages_of_rank
+from nxdt_core.parallel.pipeline.schedules import Operation, bubble_fraction, schedule_operations
+from nxdt_core.parallel.pipeline.stages import stage_layers, stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["Estimate", "RankEstimate", "estimate"]

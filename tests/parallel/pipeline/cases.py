@@ -17,11 +17,11 @@ from nxdt_core.nn.init import draw, rule_for
 from nxdt_core.nn.loss import cross_entropy_sum
 from nxdt_core.parallel.data import apply_data_parallel
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.pipeline import PipelineRunner
+from nxdt_core.parallel.pipeline.runner import PipelineRunner
+from nxdt_core.parallel.pipeline.stages import cut_stage, stages_of_rank
+from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.parallel.placement import local_of, piece_of
 from nxdt_core.parallel.recompute import apply_recompute
-from nxdt_core.parallel.stages import cut_stage, stages_of_rank
-from nxdt_core.parallel.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy

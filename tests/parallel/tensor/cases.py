@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.nn.loss import vocabulary_loss
-from nxdt_core.parallel import tensor
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.padding import PaddedDim, padded_parameters, real_part
 from nxdt_core.parallel.placement import local_of, piece_of
-from nxdt_core.parallel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.parallel.tensor import apply
+from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.piece import Box, Piece
@@ -147,9 +147,9 @@ def on_ranks(cases: Sequence[Case]) -> list[Outcome]:
 def many_processes(case: Case) -> Outcome:
     mesh = ParallelMesh.build(MeshSizes(tp=case.tp, dp_shard=case.dp), "cpu")
     module, plan = built(case)
-    tensor.apply_tensor_parallel(module, plan, mesh, sequence_parallel=case.sequence_parallel, pad_heads=case.pad_heads)
-    sums = tensor.partial_parameters(module, plan, sequence_parallel=case.sequence_parallel)
-    copies, padded = tensor.replicated_partials(module), padded_parameters(module)
+    apply.apply_tensor_parallel(module, plan, mesh, sequence_parallel=case.sequence_parallel, pad_heads=case.pad_heads)
+    sums = apply.partial_parameters(module, plan, sequence_parallel=case.sequence_parallel)
+    copies, padded = apply.replicated_partials(module), padded_parameters(module)
     if case.dp > 1:
         for part in ("attention", "mlp", ""):
             shard = fully_shard(module.get_submodule(part), mesh=mesh.mesh("fsdp"))

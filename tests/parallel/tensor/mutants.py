@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from nxdt_core.parallel import tensor, tensor_layers, vocabulary, vocabulary_layers
+from nxdt_core.parallel.tensor import apply, layers, vocabulary, vocabulary_layers
 
 
 def _all_in_loss(logits, labels, weights):
@@ -16,7 +16,7 @@ def _all_in_loss(logits, labels, weights):
 
 def _sum_with_its_own_transpose(partial, group, *, sequence_parallel):
     """The sum whose gradient is summed as well, as if each rank had a loss of its own."""
-    return tensor_layers.copy_to_group(tensor_layers.reduce_from_group(partial, group), group)
+    return layers.copy_to_group(layers.reduce_from_group(partial, group), group)
 
 
 def _nothing_elsewhere(ids, rows, group):
@@ -25,26 +25,26 @@ def _nothing_elsewhere(ids, rows, group):
 
 def _bias_before_sum(self, hidden):
     partial = nn.functional.linear(hidden, self.weight.to_local(), self.bias)
-    return tensor_layers.sum_over_ranks(partial, self.group, sequence_parallel=self.sequence_parallel)
+    return layers.sum_over_ranks(partial, self.group, sequence_parallel=self.sequence_parallel)
 
 
 def _zeros_take_part(self, hidden):
     partial = nn.functional.linear(hidden, self.weight.to_local())
-    total = tensor_layers.sum_over_ranks(partial, self.group, sequence_parallel=self.sequence_parallel)
+    total = layers.sum_over_ranks(partial, self.group, sequence_parallel=self.sequence_parallel)
     return total if self.bias is None else total + self.bias
 
 
 MUTANTS: dict[str | None, Callable[[], AbstractContextManager[object]]] = {
     None: nullcontext,
-    "no f at the entry of a block": lambda: mock.patch.object(tensor_layers, "copy_to_group", lambda t, g: t),
-    "norms not summed": lambda: mock.patch.object(tensor, "partial_parameters", return_value=frozenset()),
-    "copies of heads not summed": lambda: mock.patch.object(tensor, "replicated_partials", return_value=frozenset()),
+    "no f at the entry of a block": lambda: mock.patch.object(layers, "copy_to_group", lambda t, g: t),
+    "norms not summed": lambda: mock.patch.object(apply, "partial_parameters", return_value=frozenset()),
+    "copies of heads not summed": lambda: mock.patch.object(apply, "replicated_partials", return_value=frozenset()),
     "-100 in the loss": lambda: mock.patch.object(vocabulary, "row_weights", _all_in_loss),
     "embedding's gradient summed": lambda: mock.patch.object(
         vocabulary_layers, "sum_over_ranks", _sum_with_its_own_transpose
     ),
     "embedding's ids not masked": lambda: mock.patch.object(vocabulary_layers, "rows_here", _nothing_elsewhere),
-    "bias before the sum": lambda: mock.patch.object(tensor_layers.RowLinear, "forward", _bias_before_sum),
-    "zeros take part": lambda: mock.patch.object(tensor_layers.RowLinear, "forward", _zeros_take_part),
+    "bias before the sum": lambda: mock.patch.object(layers.RowLinear, "forward", _bias_before_sum),
+    "zeros take part": lambda: mock.patch.object(layers.RowLinear, "forward", _zeros_take_part),
 }
 """What a wrong implementation would do."""

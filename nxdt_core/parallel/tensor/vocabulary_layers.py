@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from nxdt_core.errors import SequenceDoesNotDivide
-from nxdt_core.parallel.tensor_layers import local_part, sum_over_ranks
+from nxdt_core.parallel.tensor.layers import local_part, sum_over_ranks
 
 __all__ = ["SequenceEmbedding", "VocabularyEmbedding", "VocabularyHead", "rows_here"]
 

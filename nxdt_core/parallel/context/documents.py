@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxdt_core.parallel.collectives import gather_along
-from nxdt_core.parallel.zigzag import in_order
+from nxdt_core.parallel.context.zigzag import in_order
 
 __all__ = ["DocumentChunks", "DocumentsOfBatches", "Relation"]
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.amp import is_autocast_available
 
-from nxdt_core.parallel.attention.kernel import Gradients, Scoring, accumulation_dtype
+from nxdt_core.parallel.context.attention.kernel import Gradients, Scoring, accumulation_dtype
 
 __all__ = ["ComposedKernel"]
 

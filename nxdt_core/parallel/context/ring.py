@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from nxdt_core.parallel.attention.block import GradientSums, Merged
-from nxdt_core.parallel.attention.kernel import accumulation_dtype
-from nxdt_core.parallel.context_blocks import ring_blocks
-from nxdt_core.parallel.context_documents import DocumentChunks
+from nxdt_core.parallel.context.attention.block import GradientSums, Merged
+from nxdt_core.parallel.context.attention.kernel import accumulation_dtype
+from nxdt_core.parallel.context.blocks import ring_blocks
+from nxdt_core.parallel.context.documents import DocumentChunks
 
 __all__ = ["ring_attention"]
 

@@ -23,13 +23,13 @@ from nxdt_core.errors import (
 )
 from nxdt_core.nn.attention import AttentionSemantics
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.parallel.attention.kernel import dense_heads
 from nxdt_core.parallel.collectives import gather_along
-from nxdt_core.parallel.context_documents import DocumentsOfBatches
-from nxdt_core.parallel.gathered import gathered_attention
+from nxdt_core.parallel.context.attention.kernel import dense_heads
+from nxdt_core.parallel.context.documents import DocumentsOfBatches
+from nxdt_core.parallel.context.gathered import gathered_attention
+from nxdt_core.parallel.context.ring import ring_attention
+from nxdt_core.parallel.context.zigzag import in_order, shard_of
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.ring import ring_attention
-from nxdt_core.parallel.zigzag import in_order, shard_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.pipeline_stage import StageSettings, StreamedStage
-from nxdt_core.parallel.schedules import StockSchedule, make_schedule
-from nxdt_core.parallel.stage_forward import StageLinks, broadcast_from, forward_stages
-from nxdt_core.parallel.stream import ForwardArguments, HiddenLike, MicroBatchStream
+from nxdt_core.parallel.pipeline.schedules import StockSchedule, make_schedule
+from nxdt_core.parallel.pipeline.stage import StageSettings, StreamedStage
+from nxdt_core.parallel.pipeline.stage_forward import StageLinks, broadcast_from, forward_stages
+from nxdt_core.parallel.pipeline.stream import ForwardArguments, HiddenLike, MicroBatchStream
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import Schedule
 from nxdt_core.protocols.pipeline_schedules import check_micro_batches, rank_of_stage

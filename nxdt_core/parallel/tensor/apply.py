@@ -15,9 +15,9 @@ from nxdt_core.errors import TensorPlanUnusable
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.placement import sharded_over
-from nxdt_core.parallel.tensor_heads import HeadLayout
-from nxdt_core.parallel.tensor_layers import BlockEntry
-from nxdt_core.parallel.tensor_shards import TensorSharder
+from nxdt_core.parallel.tensor.heads import HeadLayout
+from nxdt_core.parallel.tensor.layers import BlockEntry
+from nxdt_core.parallel.tensor.shards import TensorSharder
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
 __all__ = ["apply_tensor_parallel", "partial_parameters", "replicated_partials"]
@@ -36,7 +36,7 @@ def apply_tensor_parallel(
         mesh: of the run.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
         pad_heads: fill up with heads of zeros what the ranks cannot share in equal parts; see
-            :func:`nxdt_core.parallel.padding.padded_parameters`.
+            :func:`nxdt_core.parallel.tensor.padding.padded_parameters`.
 
     Raises:
         HeadsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.

@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from nxdt_core.nn.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
 from nxdt_core.parallel.collectives import gather_along
+from nxdt_core.parallel.context.zigzag import chunks_of, in_order
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.zigzag import chunks_of, in_order
 
 __all__ = ["ZigZagTokens", "token_shards"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZigZagTokens:
-    """Each rank of ``group`` holds two chunks of every sequence, as :mod:`nxdt_core.parallel.zigzag` deals them."""
+    """Each rank of ``group`` holds two chunks of every sequence, as :mod:`~nxdt_core.parallel.context.zigzag` deals."""
 
     group: dist.ProcessGroup
     copies: int = 1

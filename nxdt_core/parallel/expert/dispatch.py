@@ -8,7 +8,7 @@ from torch import nn
 
 from nxdt_core.nn.dispatch import LocalDispatcher, Placement, collect, spread
 from nxdt_core.parallel.collectives import all_to_all
-from nxdt_core.parallel.tensor_layers import sum_over_ranks
+from nxdt_core.parallel.tensor.layers import sum_over_ranks
 
 __all__ = ["AllToAllDispatcher"]
 

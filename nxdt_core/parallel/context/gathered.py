@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from nxdt_core.parallel.attention.block import GradientSums, Merged
-from nxdt_core.parallel.attention.kernel import accumulation_dtype
 from nxdt_core.parallel.collectives import scatter_sum_along
-from nxdt_core.parallel.context_blocks import local_blocks, prefix_blocks
-from nxdt_core.parallel.context_documents import DocumentChunks
-from nxdt_core.parallel.zigzag import in_order, shard_of
+from nxdt_core.parallel.context.attention.block import GradientSums, Merged
+from nxdt_core.parallel.context.attention.kernel import accumulation_dtype
+from nxdt_core.parallel.context.blocks import local_blocks, prefix_blocks
+from nxdt_core.parallel.context.documents import DocumentChunks
+from nxdt_core.parallel.context.zigzag import in_order, shard_of
 
 __all__ = ["gathered_attention"]
 
@@ -34,7 +34,7 @@ def gathered_attention(
     group: dist.ProcessGroup,
     documents: DocumentChunks | None = None,
 ) -> torch.Tensor:
-    """As :func:`nxdt_core.parallel.ring.ring_attention`, by one all-gather and, in backward, one reduce-scatter."""
+    """As :func:`~nxdt_core.parallel.context.ring.ring_attention`, by one all-gather; one reduce-scatter in backward."""
     output: torch.Tensor = _Gathered.apply(query, key, value, scale, group, documents)  # type: ignore[no-untyped-call]
     return output
 

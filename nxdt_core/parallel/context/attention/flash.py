@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch.nn import functional
 
-from nxdt_core.parallel.attention.kernel import Gradients, Scoring
+from nxdt_core.parallel.context.attention.kernel import Gradients, Scoring
 
 __all__ = ["FlashOrEfficientKernel", "MaskedFlashKernel"]
 

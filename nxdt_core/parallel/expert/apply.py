@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nxdt_core.errors import ExpertsDoNotDivide, ModelWithoutExperts, ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.parallel.expert_dispatch import AllToAllDispatcher
-from nxdt_core.parallel.expert_tokens import token_shards
+from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher
+from nxdt_core.parallel.expert.tokens import token_shards
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
-from nxdt_core.parallel.tensor_layers import local_part
+from nxdt_core.parallel.tensor.layers import local_part
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["apply_expert_parallel", "expert_modules", "expert_parameters"]

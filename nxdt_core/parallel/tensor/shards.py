@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from nxdt_core.errors import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.padding import PaddedDim
-from nxdt_core.parallel.tensor_heads import HeadLayout
-from nxdt_core.parallel.tensor_layers import ColumnLinear, RowLinear
-from nxdt_core.parallel.vocabulary_layers import SequenceEmbedding, VocabularyEmbedding, VocabularyHead
+from nxdt_core.parallel.tensor.heads import HeadLayout
+from nxdt_core.parallel.tensor.layers import ColumnLinear, RowLinear
+from nxdt_core.parallel.tensor.padding import PaddedDim
+from nxdt_core.parallel.tensor.vocabulary_layers import SequenceEmbedding, VocabularyEmbedding, VocabularyHead
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
 __all__ = ["TensorSharder"]

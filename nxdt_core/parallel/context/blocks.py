@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from nxdt_core.parallel.attention.block import Block
-from nxdt_core.parallel.context_documents import DocumentChunks
-from nxdt_core.parallel.zigzag import chunks_of
+from nxdt_core.parallel.context.attention.block import Block
+from nxdt_core.parallel.context.documents import DocumentChunks
+from nxdt_core.parallel.context.zigzag import chunks_of
 
 __all__ = ["local_blocks", "prefix_blocks", "ring_blocks"]
 

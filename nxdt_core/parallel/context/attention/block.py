@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.devices import profile_of
-from nxdt_core.parallel.attention.composed import ComposedKernel
-from nxdt_core.parallel.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
-from nxdt_core.parallel.attention.kernel import AttentionKernel, Scoring, accumulation_dtype, dense_heads
+from nxdt_core.parallel.context.attention.composed import ComposedKernel
+from nxdt_core.parallel.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
+from nxdt_core.parallel.context.attention.kernel import AttentionKernel, Scoring, accumulation_dtype, dense_heads
 
 __all__ = ["Block", "GradientSums", "Merged", "kernel_for"]
 

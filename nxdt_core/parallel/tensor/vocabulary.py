@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.nn.loss import row_chunks, row_weights, whole_vocabulary_cross_entropy_sum
-from nxdt_core.parallel.vocabulary_layers import rows_here
+from nxdt_core.parallel.tensor.vocabulary_layers import rows_here
 
 __all__ = ["vocabulary_parallel_cross_entropy_sum"]
 

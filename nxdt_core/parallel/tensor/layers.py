@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.parallel.collectives import copy_to_group, gather_along, reduce_from_group, scatter_sum_along
-from nxdt_core.parallel.padding import PaddedDim
+from nxdt_core.parallel.tensor.padding import PaddedDim
 
 __all__ = ["SEQUENCE_DIM", "BlockEntry", "ColumnLinear", "RowLinear", "local_part", "sum_over_ranks"]
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from nxdt_core.parallel.stream import MicroBatchStream
+from nxdt_core.parallel.pipeline.stream import MicroBatchStream
 
 __all__ = ["StageSettings", "StreamedStage"]
 

@@ -2,7 +2,8 @@
 
 Rank r computes query heads r·n … r·n + n−1 and the key and value heads that those attend with. Where there are more
 ranks than key and value heads, neighbouring ranks hold copies of one. Where the numbers do not divide, heads of zeros
-may fill up (:mod:`nxdt_core.parallel.padding`): whole groups of them behind the last, or some behind each group's own.
+may fill up (:mod:`~nxdt_core.parallel.tensor.padding`): whole groups of them behind the last, or some behind each
+group's own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nxdt_core.errors import HeadsDoNotDivide
-from nxdt_core.parallel.padding import PaddedDim
+from nxdt_core.parallel.tensor.padding import PaddedDim
 from nxdt_core.protocols.plan import AttentionHeads
 
 __all__ = ["HeadLayout"]

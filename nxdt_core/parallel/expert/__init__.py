@@ -1,0 +1,1 @@
+"""Expert parallelism: experts over ranks, and their tokens to them."""

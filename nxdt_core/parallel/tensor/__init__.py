@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: layers, heads and the vocabulary, cut over ranks."""
