@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         load_state,
         saved_ranks,
     )
+    from nxdt_core.checkpoint.manager import CheckpointManager
     from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
+    from nxdt_core.checkpoint.report import SaveReport
     from nxdt_core.checkpoint.retention import delete_step, prune
     from nxdt_core.checkpoint.save import save_checkpoint
     from nxdt_core.checkpoint.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointFacts",
+    "CheckpointManager",
     "CheckpointStatus",
     "Manifest",
+    "SaveReport",
     "check_writable",
     "delete_step",
     "find_checkpoint",
@@ -49,8 +53,10 @@ __all__ = [
 
 _MODULES = {
     "CheckpointFacts": "manifest",
+    "CheckpointManager": "manager",
     "CheckpointStatus": "status",
     "Manifest": "manifest",
+    "SaveReport": "report",
     "check_writable": "storage",
     "delete_step": "retention",
     "find_checkpoint": "status",

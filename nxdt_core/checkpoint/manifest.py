@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from nxdt_core.checkpoint import layout
 from nxdt_core.checkpoint.digests import digest
@@ -16,10 +16,14 @@ from nxdt_core.checkpoint.state_tree import decode_tree, encode_tree
 from nxdt_core.checkpoint.tensor_index import TensorEntry, decode_index, encode_index
 from nxdt_core.errors import CheckpointDamaged, CheckpointTooNew
 
-__all__ = ["CheckpointFacts", "FileEntry", "Manifest", "decode_manifest", "encode_facts", "encode_manifest"]
+__all__ = ["CheckpointFacts", "FileEntry", "Keep", "Manifest", "decode_manifest", "encode_facts", "encode_manifest"]
 
 FORMAT = 1
 """Version of the layout and of this file; a reader refuses a greater one."""
+
+
+Keep = Literal["regular", "permanent", "ephemeral"]
+"""``regular``: as the policy says. ``permanent``: for good. ``ephemeral``: until a newer one is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,12 @@ class CheckpointFacts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     """Version by distribution."""
+    updates: int = 0
+    """Optimizer steps so far that can have changed the weights: the learning rate was above zero, the loss finite."""
+    keep: Keep = "regular"
+    """How retention treats it."""
+    fencing: int = 0
+    """Number of the ownership under which it was saved, greater for every later owner; 0: nobody owned the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ of what it holds; the first commits once all are done, or none does.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.assignment import Held, Listing, Place, assign, merge
+from nxdt_core.checkpoint.assignment import Listing, Place, merge
 from nxdt_core.checkpoint.commit import clear_other_attempts, commit, prepare_step, withdraw
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import AttemptWriter
@@ -25,14 +24,12 @@ from nxdt_core.checkpoint.layout import (
     attempt_prefix,
     digests_name,
     new_attempt,
-    state_name,
     step_name,
     step_prefix,
 )
 from nxdt_core.checkpoint.manifest import CheckpointFacts, FileEntry, Manifest, encode_facts
-from nxdt_core.checkpoint.pieces import list_pieces
-from nxdt_core.checkpoint.shards import write_pieces
-from nxdt_core.checkpoint.state_tree import encode_tree
+from nxdt_core.checkpoint.plan import SavePlan, agree_on_plan
+from nxdt_core.checkpoint.share import Share, prepare_share, write_share
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import on_first_rank, rank_of, together
 from nxdt_core.errors import CheckpointFilesMissing
@@ -40,7 +37,10 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["encode_state", "save_checkpoint", "save_listed"]
+__all__ = ["save_checkpoint", "save_listed", "save_planned"]
+
+Write = Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]]
+"""Writes the tensors that were given to this rank; returns where each lies."""
 
 
 def save_checkpoint(
@@ -78,17 +78,17 @@ def save_checkpoint(
         CheckpointFilesMissing: rank 0 does not see what others wrote.
     """
     rank = rank_of(ranks)
-    prepared: list[_Share] = []
+    prepared: list[Share] = []
 
     def prepare() -> Listing:
-        prepared.append(_prepare(model, optimizer, state, rank))
+        prepared.append(prepare_share(model, optimizer, state, rank=rank))
         return prepared[0].listing
 
     return save_listed(
         storage,
         step=step,
         prepare=prepare,
-        write=lambda writer, mine: _write(writer, prepared[0], mine, rank),
+        write=lambda writer, mine: write_share(writer, prepared[0], mine, rank=rank),
         facts=facts,
         ranks=ranks,
         before_commit=before_commit,
@@ -100,7 +100,7 @@ def save_listed(
     *,
     step: int,
     prepare: Callable[[], Listing],
-    write: Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]],
+    write: Write,
     facts: CheckpointFacts,
     ranks: RankAgreement | None = None,
     before_commit: Callable[[], None] | None = None,
@@ -116,14 +116,38 @@ def save_listed(
         ranks: of the run; None for a process that is alone.
         before_commit: as of :func:`save_checkpoint`.
     """
-    where, rank = f"{storage.uri}/{step_name(step)}", rank_of(ranks)
 
     def check_and_list() -> Listing:
         encode_facts(facts)
         return prepare()
 
-    listings = together(ranks, check_and_list, where=where)
-    mine = assign(listings)[rank]
+    plan = agree_on_plan(ranks, check_and_list, where=f"{storage.uri}/{step_name(step)}")
+    check = None if before_commit is None else lambda manifest: before_commit()
+    return save_planned(storage, step=step, plan=plan, write=write, facts=facts, ranks=ranks, before_commit=check)
+
+
+def save_planned(
+    storage: CheckpointStorage,
+    *,
+    step: int,
+    plan: SavePlan,
+    write: Write,
+    facts: CheckpointFacts,
+    ranks: RankAgreement | None = None,
+    before_commit: Callable[[Manifest], None] | None = None,
+) -> Manifest:
+    """As :func:`save_listed`, once the ranks know who writes what. Collective.
+
+    Args:
+        storage: where to; every rank reaches the same store.
+        step: the number of optimizer steps done.
+        plan: of this save; equal on all ranks but for what is theirs.
+        write: as of :func:`save_listed`.
+        facts: what goes into the manifest beside; that of rank 0 counts.
+        ranks: of the run; None for a process that is alone.
+        before_commit: as of :func:`save_checkpoint`, called with the manifest that is about to be written.
+    """
+    where, rank = f"{storage.uri}/{step_name(step)}", rank_of(ranks)
     replaces: list[bytes | None] = []
 
     def begin() -> tuple[str, str]:
@@ -137,7 +161,7 @@ def save_listed(
     def write_share() -> _Written:
         with explained_os_errors(where):
             writer = AttemptWriter(storage, attempt_prefix(step, attempt))
-            return _Written(parts=write(writer, mine), files=writer.entries)
+            return _Written(parts=write(writer, plan.mine), files=writer.entries)
 
     try:
         written = together(ranks, write_share, where=where)
@@ -147,7 +171,7 @@ def save_listed(
             created=created,
             facts=facts,
             files={name: entry for each in written for name, entry in each.files.items()},
-            tensors=merge(listings, [each.parts for each in written], SECTIONS),
+            tensors=merge(plan.listings, [each.parts for each in written], SECTIONS),
         )
         on_first_rank(ranks, lambda: _commit(storage, manifest, replaces[0], ranks, before_commit), where=where)
     except BaseException:
@@ -159,16 +183,6 @@ def save_listed(
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """What one rank brings to a save."""
-
-    pieces: Mapping[Place, Piece]
-    listing: Listing
-    state: bytes
-    """JSON of the rank's state; its tensors are among the pieces."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Written:
     """What one rank wrote."""
 
@@ -176,60 +190,18 @@ class _Written:
     parts: Mapping[Place, TensorPart]
 
 
-def _prepare(
-    model: Mapping[str, torch.Tensor | Piece],
-    optimizer: Mapping[str, torch.Tensor | Piece],
-    state: Mapping[str, Any],
-    rank: int,
-) -> _Share:
-    """Check everything of this rank, before anything is written anywhere."""
-    state_tensors: dict[str, torch.Tensor] = {}
-    encoded = encode_state(state, state_tensors, rank)
-    pieces: dict[Place, Piece] = {}
-    listing: dict[Place, Held] = {}
-    for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
-        own, held = list_pieces(section, tensors)
-        pieces |= {(section, name): piece for name, piece in own.items()}
-        listing |= {(section, name): each for name, each in held.items()}
-    return _Share(pieces, listing, encoded)
-
-
-def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> bytes:
-    """The JSON of ``state``; its tensors are put into ``tensors`` under names that begin with the rank."""
-
-    def put_tensor(at: str, value: object) -> str | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        name = f"rank-{rank:05d}{at}"
-        tensors[name] = value
-        return name
-
-    return json.dumps(encode_tree(state, put_tensor=put_tensor), separators=(",", ":"), allow_nan=False).encode()
-
-
-def _write(writer: AttemptWriter, share: _Share, mine: AbstractSet[Place], rank: int) -> dict[Place, TensorPart]:
-    """Write this rank's state and those of its pieces that it was given to write."""
-    parts: dict[Place, TensorPart] = {}
-    for section in SECTIONS:
-        chosen = {name: piece for (of, name), piece in share.pieces.items() if of == section and (of, name) in mine}
-        parts |= {(section, name): part for name, part in write_pieces(writer, section, chosen, rank=rank).items()}
-    with writer.file(state_name(rank)) as stream:
-        stream.write(share.state)
-    return parts
-
-
 def _commit(
     storage: CheckpointStorage,
     manifest: Manifest,
     replaces: bytes | None,
     ranks: RankAgreement | None,
-    before_commit: Callable[[], None] | None,
+    before_commit: Callable[[Manifest], None] | None,
 ) -> None:
     with explained_os_errors(f"{storage.uri}/{step_name(manifest.step)}"):
         if ranks is not None and ranks.world_size > 1:
             _check_visible(storage, manifest)
         if before_commit is not None:
-            before_commit()
+            before_commit(manifest)
         commit(storage, manifest, replaces)
 
 

@@ -139,6 +139,7 @@ from nxdt_core.errors.ranks import (
     RanksMissing,
     WorldSizeMismatch,
 )
+from nxdt_core.errors.saving import SameWeightsSaved, SaveTookTooLong
 from nxdt_core.errors.training import (
     CannotGenerate,
     CannotWriteRunDirectory,
@@ -240,6 +241,8 @@ __all__ = [
     "RanksMissing",
     "RingNeedsPointToPoint",
     "RunAlreadyHasCheckpoints",
+    "SameWeightsSaved",
+    "SaveTookTooLong",
     "ScheduleHasNoEnd",
     "SequenceDoesNotDivide",
     "SequenceTooLongForModel",

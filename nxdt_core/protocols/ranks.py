@@ -51,13 +51,21 @@ class RankAgreement(Protocol):
         """Whether ``flag`` is true on any rank."""
         ...
 
-    def largest_before(self, value: int) -> int:
+    def largest_before(self, value: int, *, topic: str = "") -> int:
         """Give in this step's ``value`` and get the largest of the step before, without waiting for the others.
 
-        Alone, the answer is ``value`` itself.
+        Alone, the answer is ``value`` itself. Questions of different topics do not mix.
         """
         ...
 
-    def last_answer(self) -> int:
+    def last_answer(self, *, topic: str = "") -> int:
         """Take the answer that :meth:`largest_before` still owes, so that nothing is left under way."""
+        ...
+
+    def sibling(self, *, timeout_s: float) -> RankAgreement:
+        """The same processes over a connection of its own, for a thread that agrees beside this one.
+
+        Args:
+            timeout_s: longest wait within one of its methods.
+        """
         ...

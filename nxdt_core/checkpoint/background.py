@@ -1,0 +1,82 @@
+"""One save on a thread of its own, with a deadline. Torch-free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, Literal, TypeVar
+
+from nxdt_core.errors import SaveTookTooLong
+
+__all__ = ["BackgroundJob"]
+
+T = TypeVar("T")
+
+
+class BackgroundJob(Generic[T]):
+    """Runs ``work`` at once, beside the caller.
+
+    The thread does not keep the process alive: a store that hangs cannot be interrupted, only left behind.
+
+    Args:
+        work: called with this job.
+        where: what is worked on, for messages.
+        deadline_s: how long it may take.
+    """
+
+    def __init__(self, work: Callable[[BackgroundJob[T]], T], *, where: str, deadline_s: float) -> None:
+        self._where = where
+        self._deadline_s = deadline_s
+        self._ends_at = time.monotonic() + deadline_s
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {where}", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> Literal["running", "done", "failed"]:
+        """How it stands; what goes on beyond its deadline has failed."""
+        if self._ended.is_set():
+            return "done" if self._error is None else "failed"
+        return "running" if time.monotonic() < self._ends_at else "failed"
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended, at most until its deadline."""
+        left_s = max(0.0, self._ends_at - time.monotonic())
+        self._ended.wait(left_s if timeout_s is None else min(timeout_s, left_s))
+
+    def check_deadline(self) -> None:
+        """Called by ``work``, too, before what may not happen late.
+
+        Raises:
+            SaveTookTooLong: the deadline is over.
+        """
+        if time.monotonic() > self._ends_at:
+            raise SaveTookTooLong(where=self._where, reason=f"it takes more than {self._deadline_s:g} s")
+
+    def raise_failure(self) -> None:
+        """Raise why it failed; nothing where it runs or is done. Does not wait.
+
+        Raises:
+            SaveTookTooLong: it goes on beyond its deadline.
+        """
+        if self._ended.is_set():
+            if self._error is not None:
+                raise self._error
+        else:
+            self.check_deadline()
+
+    def result(self) -> T:
+        """What ``work`` returned; for a job that is done."""
+        assert self.state == "done", "a job has a result once it is done"
+        return self._value  # type: ignore[return-value]
+
+    def _run(self, work: Callable[[BackgroundJob[T]], T]) -> None:
+        try:
+            self._value = work(self)
+        except BaseException as error:  # raised by raise_failure
+            self._error = error
+        finally:
+            self._ended.set()

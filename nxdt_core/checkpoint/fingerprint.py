@@ -1,0 +1,46 @@
+"""Whether the weights that are about to be committed are those that were committed before. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from nxdt_core.checkpoint.digests import digest
+from nxdt_core.checkpoint.layout import step_name
+from nxdt_core.checkpoint.manifest import FileEntry, Manifest
+from nxdt_core.errors import SameWeightsSaved
+
+__all__ = ["check_weights_moved", "weights_fingerprint"]
+
+
+def weights_fingerprint(files: Mapping[str, FileEntry]) -> str:
+    """A digest over the digests of the files of weights: of the same weights in the same layout it is the same.
+
+    No byte of them is read again. Empty where there is no such file.
+    """
+    rows = sorted((name, entry.digests_digest) for name, entry in files.items() if name.startswith("model/"))
+    return digest(json.dumps(rows).encode()) if rows else ""
+
+
+def check_weights_moved(before: Manifest | None, manifest: Manifest, *, uri: str) -> None:
+    """Refuse to commit the same weights under two steps between which updates were applied.
+
+    Copies that were not renewed look like this (NeMo-RL's issue 3312), and nothing else of a checkpoint shows it.
+
+    Args:
+        before: the newest committed checkpoint of the run.
+        manifest: about to be committed.
+        uri: of the store, for the message.
+
+    Raises:
+        SameWeightsSaved: they are the same.
+    """
+    if before is None:
+        return
+    updates, fingerprint = manifest.facts.updates - before.facts.updates, weights_fingerprint(manifest.files)
+    if updates > 0 and fingerprint and fingerprint == weights_fingerprint(before.files):
+        reason = (
+            f"its weights are those of {step_name(before.step)} to the bit, and {updates} update(s) with a learning "
+            f"rate above zero lie between them"
+        )
+        raise SameWeightsSaved(where=f"{uri}/{step_name(manifest.step)}", reason=reason)
