@@ -6,11 +6,12 @@ a ``tokenizer.json``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_files import import_library
+from nxdt_core.builtins.tokenizer_huggingface_files import pretrained_files
 from nxdt_core.builtins.tokenizer_huggingface_sources import Loaded, load_named, load_pair, load_path, local_path
 from nxdt_core.data.digest import digest
 from nxdt_core.errors import BadTokenizerConfig
@@ -39,6 +40,7 @@ class HuggingFaceTokenizer:
         self.bos_id: int | None = self._special("bos_token", config.bos_token, loaded)
         self.eos_id: int | None = self._special("eos_token", config.eos_token, loaded)
         self.pad_id: int | None = self._special("pad_token", config.pad_token, loaded)
+        self._loaded = loaded
         self._fingerprint = digest("huggingface", loaded.content, self.bos_id, self.eos_id)
 
     def encode(self, text: str) -> list[int]:
@@ -59,6 +61,12 @@ class HuggingFaceTokenizer:
     def fingerprint(self) -> str:
         """Digest of the tokenizer's file and of the special tokens that training puts around documents."""
         return self._fingerprint
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """The files it was made of, with the special tokens that the configuration names."""
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        tokens = {key: None if id_ is None else self._tokenizer.id_to_token(id_) for key, id_ in ids.items()}
+        return pretrained_files(self._loaded, tokens)
 
     def _special(self, key: str, configured: str | None, loaded: Loaded) -> int | None:
         token = configured if configured is not None else loaded.special_tokens.get(key)

@@ -11,9 +11,9 @@ from typing import Any
 from nxdt_core.builtins.tokenizer_files import import_library, not_found
 from nxdt_core.errors import BadTokenizerFile, TokenizerFileNotFound
 
-__all__ = ["Loaded", "load_named", "load_pair", "load_path", "local_path"]
+__all__ = ["FILE", "Loaded", "load_named", "load_pair", "load_path", "local_path", "read_record"]
 
-_FILE = "tokenizer.json"
+FILE = "tokenizer.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
 _PATTERNS = ("*.json", "*.model", "*.txt", "*.tiktoken")
 """Files of a repository on the hub that a tokenizer may consist of; all small."""
@@ -31,6 +31,10 @@ class Loaded:
     """File or name, for errors."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """``bos_token``, ``eos_token``, ``pad_token`` → the token, where the files name one."""
+    directory: Path | None = None
+    """Where further files of it lie: its chat template and what else transformers wants to know."""
+    is_json: bool = True
+    """Whether :attr:`content` is a ``tokenizer.json``."""
 
 
 def local_path(text: str) -> Path | None:
@@ -50,15 +54,21 @@ def load_path(path: Path, library: Any, *, key: str) -> Loaded:
         BadTokenizerFile: the file is no tokenizer, or the directory holds none.
     """
     if path.is_dir():
-        return load_path(path / _FILE, library, key=key) if (path / _FILE).is_file() else _convert(path)
+        return load_path(path / FILE, library, key=key) if (path / FILE).is_file() else _convert(path)
     if not path.is_file():
         raise not_found(path, key=key, wanted="tokenizer.json or directory with one")
     content = _read(path)
     try:
         tokenizer = library.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
-        raise BadTokenizerFile(path=str(path), wanted=_FILE, reason=_first_line(error)) from error
-    return Loaded(tokenizer=tokenizer, content=content, origin=str(path), special_tokens=_special_tokens(path.parent))
+        raise BadTokenizerFile(path=str(path), wanted=FILE, reason=_first_line(error)) from error
+    return Loaded(
+        tokenizer=tokenizer,
+        content=content,
+        origin=str(path),
+        special_tokens=_special_tokens(path.parent),
+        directory=path.parent,
+    )
 
 
 def load_pair(vocab_file: Path, merge_file: Path, library: Any) -> Loaded:
@@ -79,7 +89,7 @@ def load_pair(vocab_file: Path, merge_file: Path, library: Any) -> Loaded:
     special = {"bos_token": end, "eos_token": end} if tokenizer.token_to_id(end) is not None else {}
     if special:
         tokenizer.add_special_tokens([end])
-    return Loaded(tokenizer=tokenizer, content=content, origin=str(vocab_file), special_tokens=special)
+    return Loaded(tokenizer=tokenizer, content=content, origin=str(vocab_file), special_tokens=special, is_json=False)
 
 
 def load_named(name: str, library: Any) -> Loaded:
@@ -103,29 +113,40 @@ def _convert(directory: Path) -> Loaded:
     try:
         pretrained = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # converters raise whatever their formats' libraries raise
-        wanted = f"directory with a {_FILE} or with files that transformers converts"
+        wanted = f"directory with a {FILE} or with files that transformers converts"
         raise BadTokenizerFile(path=str(directory), wanted=wanted, reason=_first_line(error)) from error
-    return _from_pretrained(pretrained, str(directory))
+    return _from_pretrained(pretrained, directory)
 
 
-def _from_pretrained(pretrained: Any, origin: str) -> Loaded:
+def _from_pretrained(pretrained: Any, directory: Path) -> Loaded:
     backend = getattr(pretrained, "backend_tokenizer", None)
     if backend is None:
         reason = f"{type(pretrained).__name__} is a slow tokenizer"
-        raise BadTokenizerFile(path=origin, wanted="fast tokenizer", reason=reason)
+        raise BadTokenizerFile(path=str(directory), wanted="fast tokenizer", reason=reason)
     special = {key: str(token) for key in _SPECIAL if (token := getattr(pretrained, key, None)) is not None}
-    return Loaded(tokenizer=backend, content=backend.to_str().encode(), origin=origin, special_tokens=special)
+    return Loaded(
+        tokenizer=backend,
+        content=backend.to_str().encode(),
+        origin=str(directory),
+        special_tokens=special,
+        directory=directory,
+    )
 
 
-def _special_tokens(directory: Path) -> dict[str, str]:
-    """Special tokens that the files beside a ``tokenizer.json`` name, with the precedence of ``transformers``.
+def read_record(directory: Path) -> dict[str, Any]:
+    """What the files beside a ``tokenizer.json`` say of it, with the precedence of ``transformers``.
 
     It writes ``special_tokens_map.json`` no more; where an old one lies, it counts, unless the newer file is
     complete, that is, lists its added tokens too.
     """
     newer = _json_object(directory / "tokenizer_config.json")
     older = {} if "added_tokens_decoder" in newer else _json_object(directory / "special_tokens_map.json")
-    named = {key: _content({**newer, **older}.get(key)) for key in _SPECIAL}
+    return {**newer, **older}
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    record = read_record(directory)
+    named = {key: _content(record.get(key)) for key in _SPECIAL}
     return {key: token for key, token in named.items() if token is not None}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class SentencePieceTokenizer:
         library = import_library("sentencepiece", tokenizer="sentencepiece", extra="sentencepiece")
         content = _read(config.model)
         self._processor = _parse(library, content, config.model)
+        self._content = content
         self._fingerprint = digest("sentencepiece", content)
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int | None = _known(self._processor.bos_id())
@@ -51,6 +53,29 @@ class SentencePieceTokenizer:
     def fingerprint(self) -> str:
         """Digest of the model file."""
         return self._fingerprint
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """The model file, and what makes transformers take its Llama tokenizer for it; nothing for a model that this
+        tokenizer would read otherwise than SentencePiece does: a unigram one, or one that merges spaces. (Of text that
+        begins with a space, transformers 5 drops one.)"""
+        pieces = (i for i in range(self.vocab_size) if not self._is_special(i))
+        merges = all(self._processor.get_score(i).is_integer() for i in pieces)  # ranks; of unigrams: log-probabilities
+        if not merges or self.encode("a  b") == self.encode("a b"):
+            return {}
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        record = {
+            "tokenizer_class": "LlamaTokenizer",
+            "unk_token": self._processor.id_to_piece(self._processor.unk_id()),
+            **{key: None if id_ is None else self._processor.id_to_piece(id_) for key, id_ in ids.items()},
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "legacy": True,
+        }
+        return {"tokenizer.model": self._content, "tokenizer_config.json": json.dumps(record, indent=2).encode()}
+
+    def _is_special(self, id_: int) -> bool:
+        kinds = (self._processor.is_control, self._processor.is_unknown, self._processor.is_byte)
+        return any(is_kind(id_) for is_kind in kinds)
 
 
 def _read(path: Path) -> bytes:

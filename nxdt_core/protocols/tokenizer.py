@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Tokenizer"]
+__all__ = ["HFTokenizer", "Tokenizer"]
 
 
 @runtime_checkable
@@ -34,4 +34,13 @@ class Tokenizer(Protocol):
 
     def fingerprint(self) -> str:
         """Short digest of vocabulary and rules; part of a dataset's fingerprint."""
+        ...
+
+
+@runtime_checkable
+class HFTokenizer(Protocol):
+    """Optional for a tokenizer: one that transformers can load."""
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """The files, by name, that ``AutoTokenizer.from_pretrained`` makes the same tokenizer of."""
         ...

@@ -9,35 +9,17 @@ from typing import cast
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import HOST
 from nxdt_core.errors import CannotGenerate
 from nxdt_core.kernel import Kernel
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.training import assemble, primitives
+from nxdt_core.training.saved_config import saved_config
 
 __all__ = ["generate"]
 
 _log = logging.getLogger(__name__)
-
-_ONE_PROCESS = (
-    "trainer.devices=1",
-    "trainer.num_nodes=1",
-    "model.pipeline_cuts=null",
-    *(
-        f"distributed_strategy.{key}=1"
-        for key in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "dp_replicate",
-        )
-    ),
-    "distributed_strategy.pipeline_schedule=null",
-)
-"""The layout of a checkpoint's run matters to that run alone: any process can load any."""
 
 
 def generate(
@@ -90,7 +72,7 @@ def _load(uri: str) -> tuple[ResolvedConfig, TorchModel]:
     """The run that wrote the checkpoint, and its model with the checkpoint's weights."""
     found, step = checkpoint.locate(uri, Kernel.start())
     manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning)
-    config = load(manifest.facts.config, _ONE_PROCESS)
+    config = saved_config(manifest)
     engine = assemble.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=False)

@@ -17,6 +17,10 @@ VERBS = {
         target="nxdt_core.cli.checkpoint.verify:verify",
         summary="Read every byte of the committed checkpoints at URI and compare it with the digests.",
     ),
+    "export": LazyCommand(
+        target="nxdt_core.cli.checkpoint.export:export",
+        summary="Write the model of a checkpoint as a directory that transformers loads.",
+    ),
 }
 """The verbs, in the order of the help text."""
 

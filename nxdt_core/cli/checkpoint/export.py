@@ -1,0 +1,78 @@
+"""``nxdt checkpoint export``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.checkpoint.ranks import on_all_ranks
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
+from nxdt_core.cli.size import SIZE
+from nxdt_core.cli.table import human_size
+from nxdt_core.cli.verb import Verb, as_json, print_json
+
+if TYPE_CHECKING:
+    from nxdt_core.training.export import ExportDtype, Exported
+
+__all__ = ["export"]
+
+
+@click.command(
+    cls=Verb,
+    examples=(
+        f"nxdt checkpoint export {EXAMPLE_URI} my-model-hf",
+        f"nxdt checkpoint export {EXAMPLE_URI}/step-00000040 my-model-hf --dtype bfloat16 --max-shard-size 2GB",
+    ),
+)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--format", "format_", type=click.Choice(["hf"]), default="hf", show_default=True, help="What to write.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Dtype of the weights in DST; without it they keep theirs.",
+)
+@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="Largest file of weights.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Files to write at the same time."
+)
+@as_json
+@click.pass_context
+def export(
+    ctx: click.Context,
+    source: str,
+    target: str,
+    format_: str,
+    dtype: ExportDtype | None,
+    max_shard_size: int,
+    workers: int,
+    json_output: bool,
+) -> None:
+    """Write the model of a checkpoint as a directory that transformers loads: weights, configuration, tokenizer.
+
+    SRC is a checkpoint.uri, of which the newest committed step is taken, or one step of it. DST is a directory that is
+    empty or not there yet, or the address of another store. Memory holds one file of weights for each worker. Under
+    torchrun or srun the processes divide the files. The same command goes on with an export that was interrupted.
+    """
+    from nxdt_core.training.export import export_hf
+
+    ctx.exit(
+        on_all_ranks(
+            lambda ranks: export_hf(
+                source, target, dtype=dtype, max_shard_bytes=max_shard_size, workers=workers, ranks=ranks
+            ),
+            lambda exported: _report(exported, json_output),
+        )
+    )
+
+
+def _report(exported: Exported, json_output: bool) -> None:
+    if json_output:
+        print_json(asdict(exported))
+        return
+    size = human_size(exported.size_bytes)
+    click.echo(f"Exported {exported.source} to {exported.target}: {size} of weights.")
+    for note in exported.notes:
+        click.echo(f"note: {note}", err=True)

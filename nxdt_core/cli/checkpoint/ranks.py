@@ -1,0 +1,42 @@
+"""A verb that many processes can do together: under torchrun, Slurm, or whatever starts ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from nxdt_core.protocols.ranks import RankAgreement
+    from nxdt_core.training.launch.lifeline import Lifeline
+
+__all__ = ["on_all_ranks"]
+
+_T = TypeVar("_T")
+
+
+def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_T], None]) -> int:
+    """Call ``work`` as one of the processes that a launcher has started, or alone; rank 0 reports.
+
+    Returns:
+        The exit status. What one rank fails with ends all of them, and is told once.
+    """
+    from nxdt_core.parallel.environment import place_from_environment
+
+    place = place_from_environment()
+    if place.world_size == 1:
+        report(work(None))
+        return 0
+    from nxdt_core.devices import HOST
+    from nxdt_core.parallel.process_group import Ranks
+    from nxdt_core.training.launch.rank import as_rank
+
+    def run(lifeline: Lifeline) -> int:
+        ranks = Ranks(place)
+        ranks.start(HOST)
+        result = work(ranks)
+        if lifeline.is_first:
+            report(result)
+        ranks.stop()
+        return 0
+
+    return as_rank(place, run)
