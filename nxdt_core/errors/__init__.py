@@ -103,6 +103,15 @@ from nxdt_core.errors.models import (
     VocabularyTooSmall,
     WeightsDoNotFit,
 )
+from nxdt_core.errors.neuronx import (
+    NeuronxFileDamaged,
+    NeuronxMisfit,
+    NeuronxRanksMissing,
+    NeuronxReplicasDiffer,
+    NeuronxUnfinished,
+    NeuronxUnreadable,
+    PickleRefused,
+)
 from nxdt_core.errors.pipeline import (
     LayersDoNotDivide,
     MicroBatchesDoNotFit,
@@ -219,6 +228,12 @@ __all__ = [
     "MixedSamples",
     "ModelReadsValues",
     "ModelWithoutExperts",
+    "NeuronxFileDamaged",
+    "NeuronxMisfit",
+    "NeuronxRanksMissing",
+    "NeuronxReplicasDiffer",
+    "NeuronxUnfinished",
+    "NeuronxUnreadable",
     "NoCheckpointToResume",
     "NoInitRule",
     "NoTrainingData",
@@ -229,6 +244,7 @@ __all__ = [
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "OutOfMemory",
+    "PickleRefused",
     "PipelineCutsDoNotFit",
     "PipelinePlanMissing",
     "PluginHookFailed",
