@@ -45,14 +45,15 @@ class CheckpointStatus:
     """What the run said of itself, where a manifest can be read."""
 
 
-def list_checkpoints(storage: CheckpointStorage) -> list[CheckpointStatus]:
-    """All steps that have a file in ``storage``, ascending; an address that does not exist has none."""
+def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> list[CheckpointStatus]:
+    """All steps that have a file in ``storage``, ascending, or ``step`` alone; an address that does not exist has
+    none."""
     sizes: dict[int, dict[str, int]] = defaultdict(dict)
     with explained_os_errors(storage.uri):
-        for info in storage.list("step-"):
-            step = step_of(info.key.partition("/")[0])
-            if step is not None:
-                sizes[step][info.key] = info.size_bytes
+        for info in storage.list("step-" if step is None else step_prefix(step)):
+            found = step_of(info.key.partition("/")[0])
+            if found is not None:
+                sizes[found][info.key] = info.size_bytes
         return [_status(storage, step, sizes[step]) for step in sorted(sizes)]
 
 

@@ -50,6 +50,7 @@ from nxdt_core.errors.context import (
     ContextSequenceDoesNotDivide,
     RingNeedsPointToPoint,
 )
+from nxdt_core.errors.copies import CopyHasOtherCheckpoint, CopyOntoOtherStep, NoSoundCheckpoint
 from nxdt_core.errors.data import (
     BadBatchSize,
     BadJsonLine,
@@ -71,8 +72,6 @@ from nxdt_core.errors.data import (
 )
 from nxdt_core.errors.exchange import (
     ArchitectureUnread,
-    ExportDamaged,
-    ExportPlaceTaken,
     ForeignConfigMissing,
     ForeignFormatUnknown,
     ImportPlaceTaken,
@@ -112,6 +111,7 @@ from nxdt_core.errors.neuronx import (
     NeuronxUnreadable,
     PickleRefused,
 )
+from nxdt_core.errors.ownership import OwnershipLost, StoreInUse
 from nxdt_core.errors.pipeline import (
     LayersDoNotDivide,
     MicroBatchesDoNotFit,
@@ -198,6 +198,8 @@ __all__ = [
     "ConfigUnreadable",
     "ConflictingKeys",
     "ContextSequenceDoesNotDivide",
+    "CopyHasOtherCheckpoint",
+    "CopyOntoOtherStep",
     "DataChanged",
     "DataFileNotFound",
     "DataFileUnreadable",
@@ -206,8 +208,6 @@ __all__ = [
     "EmptyDataset",
     "EmptyTextFile",
     "ExpertsDoNotDivide",
-    "ExportDamaged",
-    "ExportPlaceTaken",
     "ForeignConfigMissing",
     "ForeignFormatUnknown",
     "HFExchangeUnsupported",
@@ -236,6 +236,7 @@ __all__ = [
     "NeuronxUnreadable",
     "NoCheckpointToResume",
     "NoInitRule",
+    "NoSoundCheckpoint",
     "NoTrainingData",
     "NodePlaceMissing",
     "NotEnoughDevices",
@@ -244,6 +245,7 @@ __all__ = [
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "OutOfMemory",
+    "OwnershipLost",
     "PickleRefused",
     "PipelineCutsDoNotFit",
     "PipelinePlanMissing",
@@ -270,6 +272,7 @@ __all__ = [
     "StorageError",
     "StorageFull",
     "StoragePathIsFile",
+    "StoreInUse",
     "TensorNotInCheckpoint",
     "TensorPlanUnusable",
     "TensorStateUnsupported",
