@@ -1,0 +1,191 @@
+"""The store of checkpoints in S3: one object a key, below the prefix of the address.
+
+An object is visible once its upload is completed, whole, and then for every reader (S3 has been strongly consistent
+since 2020); ``put_if_absent`` is a conditional PUT. Any store with these two properties will do.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, BinaryIO, cast
+
+from botocore.exceptions import ClientError
+
+from nxdt_core.protocols.checkpoint_storage import ObjectInfo
+from nxdt_plugin_s3.abandoned import sweep
+from nxdt_plugin_s3.address import Address
+from nxdt_plugin_s3.config import S3StorageConfig
+from nxdt_plugin_s3.download import Download
+from nxdt_plugin_s3.faults import code_of, may_pass, status_of
+from nxdt_plugin_s3.link import Link
+from nxdt_plugin_s3.upload import TOKEN, Upload, is_ours
+
+__all__ = ["S3Storage"]
+
+_MOST_DELETIONS = 1000
+"""Of one request, https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
+
+
+class S3Storage:
+    """Objects of a bucket: ``s3://bucket/prefix``. Nothing is asked of the server before the first use.
+
+    Raises :class:`StorageError` subclasses with codes ``NXDT-S100`` on, which name what to do.
+    """
+
+    def __init__(self, uri: str, config: S3StorageConfig | None = None) -> None:
+        self._address = Address.parse(uri)
+        self._config = config or S3StorageConfig()
+        self.uri = self._address.uri
+        self._links: dict[int, Link] = {}
+        self._locks: dict[int, threading.Lock] = {}
+        """By process: a forked one makes its own, whatever state its parent's are in."""
+
+    @contextmanager
+    def open_write(self, key: str) -> Iterator[BinaryIO]:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        name = self._address.name_of(key)
+        upload = Upload(self._link(), name, self._address.where(key), _group(key))
+        try:
+            yield cast(BinaryIO, upload)
+            upload.finish()
+        except BaseException:
+            upload.abort()
+            raise
+
+    @contextmanager
+    def open_read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[BinaryIO]:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        name = self._address.name_of(key)
+        raw = Download(self._link(), name, self._address.where(key), _group(key), start, length)
+        with io.BufferedReader(raw) as stream:
+            yield cast(BinaryIO, stream)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        name, link = self._address.name_of(key), self._link()
+        with link.explained(self._address.where(key), "Reading"):
+            try:
+                found = self._run(key, lambda: link.client.head_object(Bucket=link.bucket, Key=name))
+            except ClientError as error:
+                if status_of(error) == 404:
+                    return None
+                self._ask_for_the_reason(name)
+                raise
+        return ObjectInfo(key=key, size_bytes=found["ContentLength"], modified=found["LastModified"].timestamp())
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        found = []
+        for entry in self._entries(self._address.prefix + prefix, prefix):
+            key = self._address.key_of(entry["Key"])
+            if key and not key.endswith("/"):  # consoles make objects of such names, to show folders
+                modified = entry["LastModified"].timestamp()
+                found.append(ObjectInfo(key=key, size_bytes=entry["Size"], modified=modified))
+        yield from sorted(found, key=lambda info: info.key)  # directory buckets do not sort
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        rest = iter(keys)
+        while batch := tuple(islice(rest, _MOST_DELETIONS)):
+            names = [self._address.name_of(key) for key in batch]
+            with self._link().explained(self.uri, "Deleting"):
+                self._delete(batch[0], names)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`.
+
+        Right also where an answer is lost and the request repeated: the object then carries this call's token.
+        """
+        link, token = self._link(), secrets.token_hex(16)
+        target = {"Bucket": link.bucket, "Key": self._address.name_of(key)}
+        request = {
+            **target,
+            **link.object_arguments(),
+            **link.checksum.arguments(data),
+            "Body": data,
+            "IfNoneMatch": "*",
+            "Metadata": {TOKEN: token},
+        }
+        sent = 0
+
+        def put() -> bool:
+            nonlocal sent
+            sent += 1
+            try:
+                link.client.put_object(**request)
+            except ClientError as error:
+                if code_of(error) != "PreconditionFailed":
+                    raise
+                return sent > 1 and is_ours(link, target, token)
+            return True
+
+        with link.explained(self._address.where(key), "Writing"):
+            return bool(self._run(key, put))
+
+    def after_commit(self, prefix: str) -> None:
+        """Delete uploads below the address that killed writers left unfinished."""
+        sweep(self._link(), self._address.prefix, self._config.abandoned_after_s)
+
+    def _link(self) -> Link:
+        process = os.getpid()
+        with self._locks.setdefault(process, threading.Lock()):
+            if process not in self._links:
+                self._links[process] = Link(self._address, self._config)
+            return self._links[process]
+
+    def _run(self, key: str, request: Any) -> Any:
+        return self._link().patience.run(request, group=_group(key), where=self._address.where(key))
+
+    def _entries(self, name: str, prefix: str) -> Iterator[dict[str, Any]]:
+        """What the server lists of names that begin with ``name``, page by page."""
+        link, request = self._link(), {"Bucket": self._address.bucket, "Prefix": name}
+        with link.explained(self.uri, "Listing"):
+            while True:
+                page = self._run(prefix, lambda: link.client.list_objects_v2(**request))
+                yield from page.get("Contents", [])
+                if not page.get("IsTruncated"):
+                    return
+                request["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _delete(self, key: str, names: Sequence[str]) -> None:
+        """Delete objects with one request; those that the server could not delete just now are tried again."""
+        link, left = self._link(), names
+
+        def request() -> None:
+            nonlocal left
+            objects = {"Objects": [{"Key": name} for name in left], "Quiet": True}
+            failed = link.client.delete_objects(Bucket=link.bucket, Delete=objects).get("Errors", [])
+            if failed:
+                left = [error["Key"] for error in failed]
+                raise _worst([_of_one_object(error, len(failed)) for error in failed])
+
+        self._run(key, request)
+
+    def _ask_for_the_reason(self, name: str) -> None:
+        """An answer to HEAD has no body; the same trouble meets a request whose answer has one, and that is raised."""
+        link = self._link()
+        link.client.list_objects_v2(Bucket=link.bucket, Prefix=name, MaxKeys=1)
+
+
+def _group(key: str) -> str:
+    """Objects that share one deadline: those of a step."""
+    return key.partition("/")[0]
+
+
+def _of_one_object(error: dict[str, str], count: int) -> ClientError:
+    """The error of one object in an answer that is a success as a whole, as if it had been asked for alone."""
+    others = f", and {count - 1} more" if count > 1 else ""
+    told = {"Code": error.get("Code", ""), "Message": f"{error.get('Message', '')} ({error['Key']}{others})"}
+    status = 403 if told["Code"] == "AccessDenied" else 200
+    return ClientError({"Error": told, "ResponseMetadata": {"HTTPStatusCode": status}}, "DeleteObjects")
+
+
+def _worst(errors: Sequence[ClientError]) -> ClientError:
+    """One that trying again does not mend, where there is one."""
+    return next((error for error in errors if not may_pass(error)), errors[0])

@@ -1,0 +1,189 @@
+"""Writing one object: a single request where it fits into a part, a multipart upload with parts in parallel else.
+
+Bytes are copied once, into the buffer of the part that is being filled; a full buffer is sent as it is and comes back
+for a later part. The object appears when the upload is completed, whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import secrets
+import threading
+from concurrent.futures import Future, wait
+from typing import Any, final
+
+from nxdt_plugin_s3.errors import S3ObjectTooLarge
+from nxdt_plugin_s3.faults import FAILURES, code_of, status_of
+from nxdt_plugin_s3.link import Link
+
+__all__ = ["TOKEN", "Upload", "is_ours"]
+
+_log = logging.getLogger(__name__)
+
+TOKEN = "nxdt-write"
+"""Metadata that tells a writer whose answer was lost whether the object that exists is its own."""
+_MOST_PARTS = 10_000
+"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""
+_ABORT_ATTEMPTS = 3
+
+
+@final
+class Upload(io.RawIOBase):
+    """What a block of ``open_write`` writes to; :meth:`finish` or :meth:`abort` ends it.
+
+    Args:
+        link: to the bucket.
+        name: of the object.
+        where: its address, for messages.
+        group: whose deadline counts.
+    """
+
+    def __init__(self, link: Link, name: str, where: str, group: str) -> None:
+        self._link = link
+        self._target = {"Bucket": link.bucket, "Key": name}
+        self._where = where
+        self._group = group
+        self._token = secrets.token_hex(16)
+        self._stop = threading.Event()
+        self._buffer = bytearray()  # grows up to a whole part, so that small objects take little
+        self._filled = 0
+        self._upload: dict[str, str] = {}
+        """Bucket, key and id once it is a multipart upload."""
+        self._parts: list[Future[dict[str, Any]]] = []
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Take all of ``data``; waits while as many parts are in transfer as may be.
+
+        Raises:
+            StorageError: an earlier part could not be sent.
+        """
+        view = memoryview(data).cast("B")
+        rest, part_bytes = view, self._link.config.part_bytes
+        while rest:
+            if self._filled == part_bytes:
+                self._ship()
+                self._buffer, self._filled = self._link.take_buffer(), 0
+            chunk = rest[: part_bytes - self._filled]
+            self._fill(chunk)
+            rest = rest[len(chunk) :]
+        return len(view)
+
+    def finish(self) -> None:
+        """Make the object visible.
+
+        Raises:
+            StorageError: it could not be sent, or the server refuses it.
+        """
+        with self._link.explained(self._where, "Writing"):
+            if not self._parts:
+                self._put()
+                return
+        if self._filled:
+            del self._buffer[self._filled :]
+            self._ship()
+        with self._link.explained(self._where, "Writing"):
+            self._complete([part.result() for part in self._parts])
+
+    def abort(self) -> None:
+        """Leave nothing of the object. Never raises for the store: an upload that stays is cleaned up later."""
+        self._stop.set()
+        for part in self._parts:
+            part.cancel()
+        wait(self._parts)  # a part that arrives after the abort would stay, and be paid for
+        if not self._upload:
+            return
+        try:
+            self._run(lambda: self._link.client.abort_multipart_upload(**self._upload), max_attempts=_ABORT_ATTEMPTS)
+        except FAILURES as error:
+            if code_of(error) != "NoSuchUpload":
+                _log.info("an unfinished upload of %s is left for now: %s", self._where, error)
+
+    def _fill(self, chunk: memoryview) -> None:
+        end = self._filled + len(chunk)
+        if len(self._buffer) < end:
+            self._buffer += chunk
+        else:
+            with memoryview(self._buffer) as target:
+                target[self._filled : end] = chunk
+        self._filled = end
+
+    def _ship(self) -> None:
+        """Hand the buffer to a thread that sends it as the next part."""
+        with self._link.explained(self._where, "Writing"):
+            if not self._upload:
+                self._upload = self._begin()
+            for part in self._parts:
+                if part.done():
+                    part.result()
+        number = len(self._parts) + 1
+        if number > _MOST_PARTS:
+            reason = f"S3 takes {_MOST_PARTS} parts, which are of {self._link.config.part_bytes} bytes here"
+            raise S3ObjectTooLarge(where=self._where, reason=reason)
+        self._link.slots.acquire()
+        try:
+            part = self._link.threads.submit(self._send, number, self._buffer)
+        except BaseException:
+            self._link.slots.release()
+            raise
+        self._parts.append(part)
+        part.add_done_callback(lambda _: self._link.slots.release())
+
+    def _begin(self) -> dict[str, str]:
+        begun = self._run(
+            lambda: self._link.client.create_multipart_upload(
+                **self._target,
+                **self._link.object_arguments(),
+                ChecksumAlgorithm=self._link.checksum.algorithm,
+                Metadata={TOKEN: self._token},
+            )
+        )
+        return {**self._target, "UploadId": begun["UploadId"]}
+
+    def _send(self, number: int, buffer: bytearray) -> dict[str, Any]:
+        """One part, in a thread of the link; what the completion says of it."""
+        checksum = self._link.checksum.arguments(buffer)
+        request = {**self._upload, "PartNumber": number, "Body": buffer, **checksum}
+        sent = self._run(lambda: self._link.client.upload_part(**request))
+        self._link.give_back(buffer)
+        return {"PartNumber": number, "ETag": sent["ETag"], **checksum}
+
+    def _complete(self, parts: list[dict[str, Any]]) -> None:
+        def request() -> None:
+            try:
+                self._link.client.complete_multipart_upload(**self._upload, MultipartUpload={"Parts": parts})
+            except FAILURES as error:  # gone: completed by an earlier attempt whose answer was lost?
+                if code_of(error) != "NoSuchUpload" or not is_ours(self._link, self._target, self._token):
+                    raise
+
+        self._run(request)
+
+    def _put(self) -> None:
+        request = {
+            **self._target,
+            **self._link.object_arguments(),
+            **self._link.checksum.arguments(self._buffer),
+            "Body": self._buffer,
+        }
+        self._run(lambda: self._link.client.put_object(**request))
+
+    def _run(self, request: Any, max_attempts: int | None = None) -> Any:
+        stop = None if max_attempts else self._stop
+        return self._link.patience.run(
+            request, group=self._group, where=self._where, stop=stop, max_attempts=max_attempts
+        )
+
+
+def is_ours(link: Link, target: dict[str, str], token: str) -> bool:
+    """Whether the object that exists was written with ``token``."""
+    try:
+        found = link.client.head_object(**target)
+    except FAILURES as error:
+        if status_of(error) == 404:
+            return False
+        raise
+    return bool(found["Metadata"].get(TOKEN) == token)

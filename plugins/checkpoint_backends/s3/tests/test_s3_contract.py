@@ -1,0 +1,23 @@
+"""The store keeps the contract of stores, on a real server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from nxdt_plugin_s3.config import S3StorageConfig
+from nxdt_plugin_s3.storage import S3Storage
+
+from nxdt_core.testing.storage_contract import CheckpointStorageContract
+
+
+class TestS3Storage(CheckpointStorageContract):
+    page_size = 1000
+
+    @pytest.fixture
+    def storage(self, s3_uri: str, config: S3StorageConfig) -> S3Storage:
+        self.config = config
+        return S3Storage(s3_uri, config)
+
+    def reopen(self, storage: Any) -> S3Storage:
+        return S3Storage(storage.uri, self.config)
