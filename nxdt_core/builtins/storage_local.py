@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 from urllib.parse import unquote, urlsplit
 
+from nxdt_core.builtins.file_lock import FileLock, take_file_lock
 from nxdt_core.builtins.storage_config import LocalStorageConfig
 from nxdt_core.checkpoint.faults import explained
 from nxdt_core.errors import BadStorageKey, BadStorageUri
@@ -28,6 +29,9 @@ __all__ = ["LocalStorage"]
 
 _TEMPORARY = ".nxdt-tmp-"
 """Prefix of names that are being written; keys may not use it, and :meth:`LocalStorage.list` never shows it."""
+_LOCK = ".nxdt-lock-"
+"""Prefix of the files of locks, directly below the root; hidden and refused likewise, and never swept."""
+_HIDDEN = (_TEMPORARY, _LOCK)
 _ATTEMPTS = 100
 """Times that a directory is made again when another process removed it, empty, between two calls."""
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -118,6 +122,18 @@ class LocalStorage:
             self._sync_directory(path.parent)
             return True
 
+    def try_lock(self, key: str, note: bytes) -> FileLock | None:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.LockableStorage`."""
+        with self._explained(self._root):
+            self._make_folder(self._root)
+            return take_file_lock(self._root / f"{_LOCK}{key}", note)
+
+    def lock_note(self, key: str) -> bytes:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.LockableStorage`."""
+        with self._explained(self._root), suppress(FileNotFoundError):
+            return (self._root / f"{_LOCK}{key}").read_bytes()
+        return b""
+
     def after_commit(self, prefix: str) -> None:
         """Sweep what killed writers left below the root."""
         with suppress(OSError):
@@ -130,8 +146,8 @@ class LocalStorage:
         parts = key.split("/")
         if not key or any(part in ("", ".", "..") for part in parts) or "\0" in key or "\\" in key:
             raise BadStorageKey(where=key, reason="it must be names joined by '/', without '..' and empty ones")
-        if any(part.startswith(_TEMPORARY) for part in parts):
-            raise BadStorageKey(where=key, reason=f"names that begin with {_TEMPORARY!r} are for unfinished writes")
+        if any(part.startswith(_HIDDEN) for part in parts):
+            raise BadStorageKey(where=key, reason=f"names that begin with {_TEMPORARY!r} or {_LOCK!r} are taken")
         return self._root.joinpath(*parts)
 
     @contextmanager
@@ -233,7 +249,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
-            if entry.name.startswith(_TEMPORARY):
+            if entry.name.startswith(_HIDDEN):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(Path(entry.path))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from nxdt_core.checkpoint.manager import CheckpointManager
     from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
+    from nxdt_core.checkpoint.ownership import Ownership, own, owned
     from nxdt_core.checkpoint.report import SaveReport
     from nxdt_core.checkpoint.retention import delete_step, prune
     from nxdt_core.checkpoint.save import save_checkpoint
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointStatus",
     "Manifest",
+    "Ownership",
     "SaveReport",
     "check_writable",
     "delete_step",
@@ -44,6 +46,8 @@ __all__ = [
     "load_state",
     "locate",
     "open_storage",
+    "own",
+    "owned",
     "prune",
     "read_manifest",
     "save_checkpoint",
@@ -56,6 +60,7 @@ _MODULES = {
     "CheckpointManager": "manager",
     "CheckpointStatus": "status",
     "Manifest": "manifest",
+    "Ownership": "ownership",
     "SaveReport": "report",
     "check_writable": "storage",
     "delete_step": "retention",
@@ -69,6 +74,8 @@ _MODULES = {
     "load_state": "load",
     "locate": "storage",
     "open_storage": "storage",
+    "own": "ownership",
+    "owned": "ownership",
     "prune": "retention",
     "read_manifest": "committed",
     "save_checkpoint": "save",

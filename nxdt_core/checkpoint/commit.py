@@ -50,11 +50,16 @@ def commit(
     is committed in the end.
 
     Raises:
-        CheckpointConflict: another attempt was committed since :func:`prepare_step`.
+        CheckpointConflict: another attempt was committed since :func:`prepare_step`, or one by a later owner of the
+            store before it.
         StorageError, OSError: the store failed, and this attempt is not committed as far as can be seen.
     """
     key = manifest_key(manifest.step)
     data = data or encode_manifest(manifest)
+    later = _fencing(replaces, manifest.step)
+    if later > manifest.facts.fencing > 0:
+        reason = f"the store's owner number {later} did, and this is number {manifest.facts.fencing}"
+        raise CheckpointConflict(where=f"{storage.uri}/{key}", reason=reason)
     failure: Exception | None = None
     try:
         written = _replace(storage, key, data, replaces) if replaces else storage.put_if_absent(key, data)
@@ -92,6 +97,14 @@ def _replace(storage: CheckpointStorage, key: str, data: bytes, expected: bytes)
     with storage.open_write(key) as stream:
         stream.write(data)
     return True
+
+
+def _fencing(data: bytes | None, step: int) -> int:
+    """Number of the ownership under which the manifest ``data`` was committed, as far as this version can read it."""
+    try:
+        return decode_manifest(data, step=step, where="").facts.fencing if data else 0
+    except (CheckpointDamaged, CheckpointTooNew):
+        return 0
 
 
 def _is_committed(storage: CheckpointStorage, manifest: Manifest) -> bool:

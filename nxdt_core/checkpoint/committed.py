@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from nxdt_core.checkpoint.layout import manifest_key, step_name
+from contextlib import suppress
+
+from nxdt_core.checkpoint.layout import manifest_key, step_name, step_of
 from nxdt_core.checkpoint.manifest import Manifest, decode_manifest
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["committed_attempt", "read_manifest", "read_object"]
+__all__ = ["committed_attempt", "greatest_fencing", "read_manifest", "read_object"]
 
 
 def read_manifest(storage: CheckpointStorage, step: int) -> Manifest:
@@ -40,3 +42,14 @@ def committed_attempt(storage: CheckpointStorage, step: int) -> str | None:
         return read_manifest(storage, step).attempt
     except (CheckpointNotFound, CheckpointDamaged, CheckpointTooNew):
         return None
+
+
+def greatest_fencing(storage: CheckpointStorage) -> int:
+    """The greatest number of an ownership that a readable manifest names; 0 where none does."""
+    greatest = 0
+    for info in storage.list("step-"):
+        step = step_of(info.key.partition("/")[0])
+        if step is not None and info.key == manifest_key(step):
+            with suppress(CheckpointNotFound, CheckpointDamaged, CheckpointTooNew):
+                greatest = max(greatest, read_manifest(storage, step).facts.fencing)
+    return greatest

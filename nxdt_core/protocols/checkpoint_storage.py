@@ -12,7 +12,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-__all__ = ["CheckpointStorage", "ObjectInfo"]
+__all__ = [
+    "ArchivingStorage",
+    "CheckpointStorage",
+    "LockableStorage",
+    "LocksUnsupported",
+    "ObjectInfo",
+    "StorageLock",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,4 +79,53 @@ class CheckpointStorage(Protocol):
 
     def after_commit(self, prefix: str) -> None:
         """Called once after the manifest under ``prefix`` is committed; most stores do nothing."""
+        ...
+
+
+class LocksUnsupported(OSError):
+    """A lock of this store would bind nobody, or not everybody who reaches the store; a lease does instead."""
+
+
+class StorageLock(Protocol):
+    """A lock that is held until :meth:`release`, or until this process is dead, however it dies."""
+
+    def held(self) -> bool:
+        """Whether it still keeps others out. It does not once its file was moved away or replaced."""
+        ...
+
+    def release(self) -> None:
+        """Let others have it; may be called twice, and does nothing in a forked child."""
+        ...
+
+
+@runtime_checkable
+class LockableStorage(CheckpointStorage, Protocol):
+    """A store on which the system's own locks work."""
+
+    def try_lock(self, key: str, note: bytes) -> StorageLock | None:
+        """Take the lock ``key`` without waiting; it is no object and no listing shows it.
+
+        Args:
+            key: its name, one part.
+            note: what :meth:`lock_note` tells those who do not get it.
+
+        Returns:
+            None where another holds it, in this process or in any other.
+
+        Raises:
+            LocksUnsupported: there are no locks here that everybody sees.
+        """
+        ...
+
+    def lock_note(self, key: str) -> bytes:
+        """The note of who took the lock last; empty where nobody did, or has not written it yet."""
+        ...
+
+
+@runtime_checkable
+class ArchivingStorage(CheckpointStorage, Protocol):
+    """A store that has second copies made elsewhere."""
+
+    def archive_state(self, prefix: str) -> str:
+        """In a few words, how far the objects under ``prefix`` are copied; empty where nothing is to be said."""
         ...

@@ -1,0 +1,101 @@
+"""One lock of the operating system on one file, with a note inside of who has it.
+
+``flock`` belongs to an open file, so the kernel gives it back when the last process that has the file open is gone.
+Workers that a process forks inherit the open file and may outlive it by seconds: they close it at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from pathlib import Path
+from typing import final
+
+from nxdt_core.builtins.mounts import mount_of
+from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+
+__all__ = ["FileLock", "take_file_lock"]
+
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
+
+
+@final
+class FileLock:
+    """A lock that this process holds; see :class:`nxdt_core.protocols.checkpoint_storage.StorageLock`."""
+
+    __slots__ = ("__weakref__", "_descriptor", "_path")
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor: int | None = descriptor
+        _held.add(self)
+
+    def held(self) -> bool:
+        """Whether the path still leads to the locked file."""
+        return self._descriptor is not None and _leads_to(self._path, self._descriptor)
+
+    def release(self) -> None:
+        """Unlock. The file stays: to delete it would let two others lock two files of one name."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for lock in list(_held):
+        lock.release()  # closes the child's copy; the parent's open file keeps the lock
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def take_file_lock(path: Path, note: bytes) -> FileLock | None:
+    """Lock ``path``, made where it is missing, and write ``note`` into it; None where another holds it.
+
+    Raises:
+        LocksUnsupported: the file system has no locks, or none that other machines see.
+    """
+    mount = mount_of(path.parent)
+    if mount is not None and not mount.locks_are_shared:
+        reason = f"{mount.filesystem} is mounted without locks that other machines see"
+        raise LocksUnsupported(errno.ENOLCK, reason, str(path))
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            locked = _lock(descriptor, path)
+            mine = locked and _leads_to(path, descriptor)  # it may be replaced between opening and locking
+            if mine:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, note, 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if mine:
+            return FileLock(path, descriptor)
+        os.close(descriptor)
+        if not locked:
+            return None
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise LocksUnsupported(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+    return True
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
