@@ -6,6 +6,7 @@ Each target lies in a module of its own beside this file and is imported when a 
 from __future__ import annotations
 
 from nxdt_core.api import (
+    DataloaderComponent,
     EngineComponent,
     LoggerComponent,
     LRSchedulerComponent,
@@ -18,6 +19,18 @@ from nxdt_core.api import (
 )
 
 _HERE = "nxdt_core.builtins"
+
+
+@hookimpl
+def nxdt_dataloaders() -> list[DataloaderComponent]:
+    """None."""
+    return [
+        DataloaderComponent(
+            name="none",
+            target=f"{_HERE}.dataloader_none:NoData",
+            summary="no data: describes a model that is not trained, as imported checkpoints do",
+        )
+    ]
 
 
 @hookimpl

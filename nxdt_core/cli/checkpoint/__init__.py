@@ -10,16 +10,20 @@ __all__ = ["VERBS", "checkpoint"]
 
 VERBS = {
     "list": LazyCommand(
-        target="nxdt_core.cli.checkpoint.list:list_",
-        summary="List the checkpoints at URI: committed, unfinished and damaged ones.",
+        target="nxdt_core.cli.checkpoint.list:list_", summary="List what lies at URI, and whether it is committed."
     ),
-    "verify": LazyCommand(
-        target="nxdt_core.cli.checkpoint.verify:verify",
-        summary="Read every byte of the committed checkpoints at URI and compare it with the digests.",
-    ),
+    "inspect": LazyCommand(target="nxdt_core.cli.checkpoint.inspect:inspect", summary="Say what is in a checkpoint."),
+    "verify": LazyCommand(target="nxdt_core.cli.checkpoint.verify:verify", summary="Check that checkpoints are whole."),
+    "diff": LazyCommand(target="nxdt_core.cli.checkpoint.diff:diff", summary="Compare two checkpoints."),
+    "copy": LazyCommand(target="nxdt_core.cli.checkpoint.copy:copy", summary="Copy checkpoints to another store."),
+    "prune": LazyCommand(target="nxdt_core.cli.checkpoint.prune:prune", summary="Delete old checkpoints."),
     "export": LazyCommand(
         target="nxdt_core.cli.checkpoint.export:export",
         summary="Write the model of a checkpoint as a directory that transformers loads.",
+    ),
+    "import": LazyCommand(
+        target="nxdt_core.cli.checkpoint.import_:import_",
+        summary="Make a checkpoint of a model that another program has saved.",
     ),
 }
 """The verbs, in the order of the help text."""

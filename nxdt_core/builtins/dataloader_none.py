@@ -1,0 +1,18 @@
+"""No data at all: for a configuration that describes a model and its tokenizer, as imported checkpoints keep one."""
+
+from __future__ import annotations
+
+from nxdt_core.protocols.dataloader import DataContext, IterableDataset, MapDataset, SplitName
+
+__all__ = ["NoData"]
+
+
+class NoData:
+    """A :class:`~nxdt_core.protocols.dataloader.Dataloader` without splits; training on it is refused in words."""
+
+    def __init__(self, config: object, context: DataContext) -> None:
+        """There is nothing to configure; both are what the kind's call passes."""
+
+    def split(self, name: SplitName) -> MapDataset | IterableDataset | None:
+        """None, for every name."""
+        return None

@@ -1,0 +1,83 @@
+"""The foreign format ``hf``: a Hugging Face directory, whose weights are read through a builder's key map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nxdt_core.api import ModelComponent
+from nxdt_core.checkpoint.assignment import Held, Listing, Place
+from nxdt_core.checkpoint.hf_files import CONFIG, HFWeights, read_json
+from nxdt_core.checkpoint.hf_keys import Source, exchange_of, sources
+from nxdt_core.errors import ArchitectureUnread
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.contexts import ResolveModelContext
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.piece import Box
+
+__all__ = ["HFCheckpoint"]
+
+_TOKENIZERS = {"tokenizer.json": ("huggingface", "."), "tokenizer.model": ("sentencepiece", "tokenizer.model")}
+"""File that shows which tokenizer a directory has → our component, and what its key ``model`` names."""
+
+
+class HFCheckpoint:
+    """A :class:`~nxdt_core.checkpoint.foreign.ForeignCheckpoint`: weights alone.
+
+    Raises:
+        HFFileMissing, HFFileDamaged: of its ``config.json``.
+    """
+
+    step = 0
+    consumed_samples = 0
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._config = read_json(self._path, CONFIG)
+        self._sources: dict[str, Source] = {}
+
+    def model_config(self) -> Mapping[str, Any]:
+        """Its ``config.json``, for the plugin that reads the architecture, and its tokenizer.
+
+        Raises:
+            ArchitectureUnread: no installed plugin does.
+        """
+        self._check_architecture()
+        keys: dict[str, Any] = {"model.model_config": str(self._path)}
+        for file, (library, name) in _TOKENIZERS.items():
+            if (self._path / file).is_file():
+                return {**keys, "data.tokenizer.library": library, "data.tokenizer.model": str(self._path / name)}
+        return keys
+
+    def listing(self, builder: ModelBuilder) -> Listing:
+        """Every parameter, from the headers of the files."""
+        self._sources = {source.name: source for source in sources(builder)}
+        with HFWeights(self._path) as weights:
+            weights.check(list(self._sources.values()), exchange_of(builder).hf_ignored)
+            dtypes = {name: weights.dtype_of(source) for name, source in self._sources.items()}
+        return {
+            ("model", name): Held(
+                dtype=str(dtypes[name]).removeprefix("torch."), shape=source.shape, box=Box.whole(source.shape)
+            )
+            for name, source in self._sources.items()
+        }
+
+    def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+        """The parameters, one at a time out of mapped files."""
+        with HFWeights(self._path) as weights:
+            for _, name in places:
+                yield weights.read(self._sources[name])
+
+    def _check_architecture(self) -> None:
+        """Without a plugin that reads it, a configuration would fall back to some model that does not."""
+        named = tuple(str(name) for name in self._config.get("architectures") or ())
+        kernel = Kernel.start()
+        if kernel.hooks.nxdt_resolve_model(ResolveModelContext(model={}, hf_architectures=named)) is not None:
+            return
+        records = (component.record for component in kernel.registry.all("model_builder"))
+        readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}
+        if not readable & set(named):
+            raise ArchitectureUnread(path=str(self._path), architectures=list(named), available=sorted(readable))

@@ -1,0 +1,67 @@
+"""``nxdt checkpoint import``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.checkpoint.ranks import on_all_ranks
+from nxdt_core.cli.table import human_size
+from nxdt_core.cli.verb import Verb, as_json, print_json
+
+if TYPE_CHECKING:
+    from nxdt_core.training.foreign import Imported
+
+__all__ = ["import_"]
+
+
+@click.command(
+    "import",
+    cls=Verb,
+    examples=(
+        "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b",
+        "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b --config my_run.yaml",
+    ),
+)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--config", metavar="CONFIG", help="YAML file or recipe:NAME of the model, where SRC shall not say it.")
+@click.option("--format", "format_", help="Format of SRC, where it shall not be guessed.")
+@as_json
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.pass_context
+def import_(
+    ctx: click.Context,
+    source: str,
+    target: str,
+    config: str | None,
+    format_: str | None,
+    json_output: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Make a checkpoint of a model that another program has saved, such as a Hugging Face directory.
+
+    SRC is a directory. DST is what checkpoint.uri says: a directory, or an address of an installed store; it must hold
+    no checkpoint yet. A run starts from the weights with checkpoint.resume_from=DST checkpoint.weight_init_only=true.
+    Memory holds one tensor at a time. Under torchrun or srun the processes divide the tensors.
+    """
+    from nxdt_core.training.foreign import import_foreign
+
+    ctx.exit(
+        on_all_ranks(
+            lambda ranks: import_foreign(
+                source, target, config=config, overrides=overrides, format=format_, ranks=ranks
+            ),
+            lambda imported: _report(imported, json_output),
+        )
+    )
+
+
+def _report(imported: Imported, json_output: bool) -> None:
+    if json_output:
+        print_json(asdict(imported))
+        return
+    what = f"{imported.tensors} tensors, {human_size(imported.size_bytes)}, a model of {imported.model!r}"
+    click.echo(f"Imported {imported.source} ({imported.format}) to {imported.target}: {what}.")

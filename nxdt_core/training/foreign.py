@@ -1,0 +1,166 @@
+"""From a checkpoint of another program to a committed one of ours, tensor by tensor: ``nxdt checkpoint import``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import CheckpointFacts
+from nxdt_core.checkpoint.assignment import Listing, Place
+from nxdt_core.checkpoint.files import AttemptWriter
+from nxdt_core.checkpoint.foreign import ForeignCheckpoint, open_foreign
+from nxdt_core.checkpoint.layout import SECTIONS, state_name
+from nxdt_core.checkpoint.save import save_listed
+from nxdt_core.checkpoint.shards import write_listed
+from nxdt_core.checkpoint.share import encode_state
+from nxdt_core.checkpoint.tensor_index import TensorPart
+from nxdt_core.checkpoint.together import rank_of, together
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.errors import ForeignConfigMissing, ImportPlaceTaken
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.training import assemble
+from nxdt_core.training.state import TrainState
+
+__all__ = ["Imported", "import_foreign"]
+
+_LONGEST = 4096
+"""Tokens of a sequence in a configuration that nobody wrote, where the model has no smaller bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What an import has committed."""
+
+    source: str
+    format: str
+    target: str
+    """Address of the checkpoint."""
+    step: int
+    model: str
+    """Name of the model's component."""
+    tensors: int
+    size_bytes: int
+
+
+def import_foreign(
+    source: str,
+    target: str,
+    *,
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    format: str | None = None,
+    ranks: RankAgreement | None = None,
+) -> Imported:
+    """Commit a foreign checkpoint as one of ours, from which runs start and ``nxdt generate`` speaks.
+
+    Each rank holds one tensor at a time. Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        source: a directory of a format in :data:`nxdt_core.checkpoint.foreign.FORMATS`.
+        target: address of a store without checkpoints.
+        config: YAML file or ``recipe:NAME`` of the model; None takes what the source says of itself.
+        overrides: ``key.path=value`` each, over ``config`` or what the source says.
+        format: name of the format; None recognises it.
+        ranks: that divide the tensors; None for a process that is alone.
+
+    Raises:
+        ForeignFormatUnknown: nothing there is recognised.
+        ForeignConfigMissing: the source does not say which model it is, and ``config`` is None.
+        ArchitectureUnread, ConfigError: no plugin builds its model.
+        WeightsDoNotFit: its weights are not those of the model.
+        ImportPlaceTaken: ``target`` holds a checkpoint.
+    """
+    storage = checkpoint.open_storage(target)
+    opened: list[tuple[str, ForeignCheckpoint, ResolvedConfig]] = []
+
+    def prepare() -> None:
+        name, found = open_foreign(Path(source), format)
+        run = load(config, overrides) if config else _described(source, name, found, overrides)
+        opened.append((name, found, run))
+        if rank_of(ranks) == 0:
+            _check_empty(storage)
+
+    together(ranks, prepare, where=source)
+    name, found, run = opened[0]
+    listed: list[Listing] = []
+
+    def list_tensors() -> Listing:
+        listed.append(found.listing(assemble.model_builder(run)))
+        return listed[0]
+
+    def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+        return _write(writer, found, listed[0], mine, rank=rank_of(ranks))
+
+    facts = CheckpointFacts(
+        consumed_samples=found.consumed_samples,
+        config=run.to_dict(),
+        plugin_fingerprint=run.kernel.fingerprint(),
+    )
+    manifest = save_listed(storage, step=found.step, prepare=list_tensors, write=write, facts=facts, ranks=ranks)
+    return Imported(
+        source=source,
+        format=name,
+        target=assemble.step_uri(storage, found.step),
+        step=found.step,
+        model=run.selected("model").component.record.name,
+        tensors=sum(len(index) for index in manifest.tensors.values()),
+        size_bytes=manifest.size_bytes,
+    )
+
+
+def _described(source: str, format: str, found: ForeignCheckpoint, overrides: Sequence[str]) -> ResolvedConfig:
+    """A run without data, of the model that the checkpoint describes."""
+    keys = found.model_config()
+    if keys is None:
+        raise ForeignConfigMissing(path=source, format=format)
+    given: dict[str, Any] = {
+        "name": Path(source).absolute().name,
+        "trainer": {"max_steps": 1},
+        "exp_manager": {},
+        "data": {"name": "none", "global_batch_size": 1, "seq_length": 1},
+        "model": {"optim": {"lr": 0.0}},
+    }
+    for path, value in keys.items():
+        *parents, key = path.split(".")
+        section = given
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = value
+    described = load(given, overrides)
+    longest = assemble.model_builder(described).max_sequence_length
+    length = _LONGEST if longest is None else min(longest, _LONGEST)
+    written = described.to_dict()
+    written["model"]["model_config"] = None  # its values stand there now; the file may go
+    return load(written, [f"data.seq_length={length}", f"model.encoder_seq_length={length}", *overrides])
+
+
+def _check_empty(storage: CheckpointStorage) -> None:
+    for status in checkpoint.list_checkpoints(storage):
+        if status.state != "unfinished":
+            raise ImportPlaceTaken(uri=storage.uri, step=status.step)
+
+
+def _write(
+    writer: AttemptWriter, found: ForeignCheckpoint, listing: Listing, mine: AbstractSet[Place], *, rank: int
+) -> dict[Place, TensorPart]:
+    """Write the tensors that were given to this rank; rank 0 the state, too."""
+    parts: dict[Place, TensorPart] = {}
+    for section in SECTIONS:
+        held = {place[1]: each for place, each in listing.items() if place[0] == section and place in mine}
+
+        def read(names: Sequence[str], section: str = section) -> Any:
+            return found.read([(section, name) for name in names])
+
+        written = write_listed(writer, section, held, read, rank=rank)
+        parts |= {(section, name): part for name, part in written.items()}
+    if rank == 0:
+        train = TrainState(step=found.step, consumed_samples=found.consumed_samples)
+        state = {"train": train.to_dict(), "rng": {}, "extra": {}}
+        with writer.file(state_name(0)) as stream:
+            stream.write(encode_state(state, {}, 0))
+    return parts
