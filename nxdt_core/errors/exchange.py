@@ -8,8 +8,6 @@ from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
     "ArchitectureUnread",
-    "ExportDamaged",
-    "ExportPlaceTaken",
     "ForeignConfigMissing",
     "ForeignFormatUnknown",
     "ImportPlaceTaken",
@@ -47,7 +45,7 @@ class ArchitectureUnread(NxdtError):
 
     code = "NXDT-S072"
     happened = "No installed plugin reads {listed} of '{path}'."
-    remedy = "Install a plugin that does; those here read {readable}. Or name a configuration with --config."
+    remedy = "Install a plugin that does; those here read {readable}. Or name the model's configuration with --config."
     path: str
     architectures: list[str]
     available: list[str]
@@ -70,32 +68,11 @@ class WeightsPickled(NxdtError):
     file: str
 
 
-class ExportPlaceTaken(NxdtError):
-    """An export would mix with what lies there."""
-
-    code = "NXDT-S074"
-    happened = "'{path}' is not empty: {reason}."
-    remedy = "Export to another place, or delete what lies there; an export that was interrupted goes on by itself."
-    path: str
-    reason: str
-
-
 class ImportPlaceTaken(NxdtError):
     """An import would replace a checkpoint, or stand beside those of a run."""
 
-    code = "NXDT-S075"
+    code = "NXDT-S074"
     happened = "'{uri}' holds a checkpoint of step {step} already."
     remedy = "Import to another place, or delete that one first."
     uri: str
     step: int
-
-
-class ExportDamaged(NxdtError):
-    """A file of an interrupted export is not what was written."""
-
-    code = "NXDT-S076"
-    happened = "The file '{path}' of an interrupted export has {found} bytes instead of {wanted}."
-    remedy = "Delete it, and run the same command again."
-    path: str
-    found: int
-    wanted: int
