@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nxdt_core.checkpoint.assignment import Listing, Place
+from nxdt_core.checkpoint.neuronx.layout import is_neuronx
 from nxdt_core.errors import ForeignFormatUnknown
 from nxdt_core.protocols.model import ModelBuilder
 
@@ -82,6 +83,11 @@ FORMATS: Mapping[str, ForeignFormat] = {
         summary="a Hugging Face directory with config.json and safetensors weights",
         recognises=lambda path: (path / "config.json").is_file(),
         target="nxdt_core.checkpoint.foreign_hf:HFCheckpoint",
+    ),
+    "neuronx": ForeignFormat(
+        summary="a checkpoint of NxD Training with model/dp_rank_00_tp_rank_00_pp_rank_00.pt",
+        recognises=is_neuronx,
+        target="nxdt_core.checkpoint.neuronx.checkpoint:NeuronxCheckpoint",
     ),
 }
 """By name; the first that recognises a path is taken."""

@@ -6,8 +6,8 @@ other and begin again (0 1 0 1), on trn2 copies stand together (0 0 1 1). Query 
 that they attend to, so their order depends on it. Nothing in the files names the hardware: the order is found by
 comparing the copies. Taking the query heads of a head slot by slot undoes what NxD's converter does on trn1, and is
 right however they were dealt: heads that share a key head may change places, with their columns of the output
-projection. (NxD 0.18's converter writes for trn2 what its own layer does not compute, keys in trn1's order beside queries
-in natural order; such files tell nothing of it, and are read as the layer would run them.)
+projection. (NxD 0.18's converter writes for trn2 what its own layer does not compute, keys in trn1's order beside
+queries in natural order; such files do not show it, and are read as the layer would run them.)
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Merger:
         """
         merged: dict[str, Leaf] = {}
         for ranks in stages:
-            for name in parameters_of(ranks[0]):
+            for name in parameters_of(dict.fromkeys(name for rank in ranks for name in rank)):
                 parts = [rank[name] for rank in ranks if name in rank]
                 if len(parts) != len(ranks):
                     raise parts[0].misfit("some tensor-parallel ranks lack it")

@@ -128,9 +128,9 @@ def _put(rank: _Rank, kind: str, name: str, parts: Sequence[tuple[RankFile, Any]
     rest = any(leaf.shape[1:] != weight.shape[1:] for leaf in leaves)
     if len(leaves) != files or rest or not 0 <= rows - wanted < files:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
+        defect = " (NxD Training saves those of one data-parallel rank only, unless wrap_with_zero is set)"
         raise Unmergeable(
-            f"the shares {shapes} of the {kind} of '{name}' do not make up {weight.shape} (NxD Training saves those of "
-            "one data-parallel rank only unless wrap_with_zero is set)"
+            f"the shares {shapes} of the {kind} of '{name}' do not make up {weight.shape}{defect * (rows < wanted)}"
         )
     whole = concatenated(leaves, 0) if leaves[0].shape else leaves[0]
     exact = replace(whole.rows(0, wanted, name), shape=weight.shape) if whole.shape else whole

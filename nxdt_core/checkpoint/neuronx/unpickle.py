@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from nxdt_core.devices import HOST
 from nxdt_core.errors import NeuronxFileDamaged, PickleRefused
 
 __all__ = ["Record", "TensorReference", "read_pt"]
@@ -65,7 +66,7 @@ def read_pt(path: Path) -> Any:
         try:
             refused = sorted(get_unsafe_globals_in_checkpoint(str(path)))
             if not refused:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                return torch.load(path, map_location=HOST, weights_only=True, mmap=True)
         except Exception as error:  # whatever a forged or torn file makes the loader stumble over
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise NeuronxFileDamaged(path=str(path), reason=reason.rstrip(".")) from error

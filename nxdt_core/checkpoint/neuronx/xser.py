@@ -17,6 +17,7 @@ import torch
 from nxdt_core.checkpoint.neuronx.leaf import Leaf
 from nxdt_core.checkpoint.neuronx.unpickle import TensorReference, read_pt
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES
+from nxdt_core.devices import HOST
 from nxdt_core.errors import NeuronxFileDamaged
 
 __all__ = ["RankFile"]
@@ -112,7 +113,7 @@ def _tensor(path: Path) -> torch.Tensor:
 
 def _check(tensor: torch.Tensor, path: Path) -> None:
     """A tensor may claim, by strides of zero or no storage at all, to be larger than its file."""
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    plain = tensor.layout is torch.strided and tensor.device == HOST
     if not plain or str(tensor.dtype).removeprefix("torch.") not in ITEM_BYTES:
         raise NeuronxFileDamaged(path=str(path), reason=f"it holds a tensor of {tensor.dtype} that is not plain")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
