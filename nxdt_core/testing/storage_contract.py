@@ -16,8 +16,10 @@ Example, the whole test file of a plugin::
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -35,6 +37,7 @@ from nxdt_core.checkpoint import (
 )
 from nxdt_core.errors import StorageError
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.testing.storage_ranks import Opener, work_together
 
 __all__ = ["CheckpointStorageContract"]
 
@@ -48,6 +51,8 @@ class CheckpointStorageContract:
 
     page_size: ClassVar[int | None] = None
     """Objects in one answer of the store to a listing, where it answers in pages; one more than that is then listed."""
+    part_bytes: ClassVar[int] = 2**20
+    """Where the store writes large objects in parts, the size of one; objects around multiples of it are written."""
 
     @pytest.fixture
     def storage(self) -> CheckpointStorage:
@@ -57,6 +62,10 @@ class CheckpointStorageContract:
     def reopen(self, storage: CheckpointStorage) -> CheckpointStorage:
         """Another object on the same store, as another process would have it."""
         return type(storage)(storage.uri, None)
+
+    def opener(self, storage: CheckpointStorage) -> Opener | None:
+        """What opens the same store in another process, to be pickled; None for a store that lives in one process."""
+        return partial(type(storage), storage.uri, None)
 
     def test_it_has_the_members_of_the_protocol(self, storage: CheckpointStorage) -> None:
         """Every method and ``uri``."""
@@ -88,7 +97,7 @@ class CheckpointStorageContract:
     def test_an_exception_while_writing_leaves_nothing(self, storage: CheckpointStorage) -> None:
         """The exception itself comes through."""
         with pytest.raises(ZeroDivisionError):
-            _write_half(storage, "a/b")
+            _interrupt(storage, "a/b", ZeroDivisionError, b"half")
         assert storage.stat("a/b") is None
         assert list(storage.list()) == []
 
@@ -96,8 +105,43 @@ class CheckpointStorageContract:
         """Whole."""
         _write(storage, "a", b"old")
         with pytest.raises(ZeroDivisionError):
-            _write_half(storage, "a")
+            _interrupt(storage, "a", ZeroDivisionError, b"half of something new")
         assert _read(storage, "a") == b"old"
+
+    @pytest.mark.parametrize("parts", [1, 2, 3])
+    @pytest.mark.parametrize("more", [-1, 0, 1])
+    def test_objects_of_several_parts_come_back(self, storage: CheckpointStorage, parts: int, more: int) -> None:
+        """Whole and by ranges across the borders, also where the last part is full or has a single byte."""
+        size = parts * self.part_bytes + more
+        data = _pattern(size)
+        with storage.open_write("a/large") as stream:
+            for start in range(0, size, 700_001):
+                stream.write(data[start : start + 700_001])
+        found = storage.stat("a/large")
+        assert found is not None
+        assert found.size_bytes == size
+        assert _read(self.reopen(storage), "a/large") == data
+        border = max(0, (parts - 1) * self.part_bytes - 10)
+        for start, length in ((border, 20), (border, None), (size - 1, 5), (1, size - 2)):
+            expected = data[start : None if length is None else start + length]
+            assert _read(storage, "a/large", start, length) == expected
+
+    @pytest.mark.parametrize("interruption", [ZeroDivisionError, KeyboardInterrupt])
+    @pytest.mark.parametrize("replacing", [False, True])
+    def test_an_interruption_between_any_two_writes_leaves_nothing(
+        self, storage: CheckpointStorage, interruption: type[BaseException], replacing: bool
+    ) -> None:
+        """Not even where whole parts were written before; what stood there stays; the key can be written again."""
+        piece = _pattern(self.part_bytes // 2 + 1)
+        if replacing:
+            _write(storage, "a/b", b"old")
+        before = list(storage.list())
+        for writes in range(6):
+            with pytest.raises(interruption):
+                _interrupt(storage, "a/b", interruption, *[piece] * writes)
+            assert list(self.reopen(storage).list()) == before, f"after {writes} writes"
+        _write(storage, "a/b", piece * 3)
+        assert _read(storage, "a/b") == piece * 3
 
     def test_writing_replaces_the_whole_object(self, storage: CheckpointStorage) -> None:
         """A shorter object keeps nothing of the longer one."""
@@ -162,13 +206,13 @@ class CheckpointStorageContract:
         assert listed("nothing/here") == []
 
     def test_long_listings_are_complete(self, storage: CheckpointStorage) -> None:
-        """More objects than one answer of the store holds."""
+        """And sorted: more objects than one answer of the store holds, of names that directories order otherwise."""
         if self.page_size is None:
             pytest.skip("the store does not list in pages (page_size is None)")
-        keys = [f"many/{i:06d}" for i in range(self.page_size + 1)]
+        keys = sorted(f"many{'-/.'[i % 3]}{i:06d}" for i in range(self.page_size + 1))
         with ThreadPoolExecutor(16) as pool:
-            list(pool.map(lambda key: _write(storage, key, b""), keys))
-        assert [info.key for info in storage.list("many/")] == keys
+            list(pool.map(lambda key: _write(storage, key, b""), reversed(keys)))
+        assert [info.key for info in storage.list("many")] == keys
 
     @pytest.mark.parametrize("key", ["with space", "a+b%20c", "ü/é.json", "a=b&c#d?e", "x" * 200])
     def test_unusual_names_are_names(self, storage: CheckpointStorage, key: str) -> None:
@@ -200,11 +244,26 @@ class CheckpointStorageContract:
 
     def test_put_if_absent_has_one_winner(self, storage: CheckpointStorage) -> None:
         """Of several that start together; the object is the winner's, whole."""
+        stores = [self.reopen(storage) for _ in range(8)]
         for round_ in range(5):
             key = f"race/{round_}"
-            won = _race([self.reopen(storage) for _ in range(8)], key)
+            won = _race(stores, key)
             assert won.count(True) == 1
             assert _read(storage, key) == bytes([won.index(True)]) * 4096
+
+    def test_ranks_write_and_compete_at_once(self, storage: CheckpointStorage) -> None:
+        """Processes: nothing that one holds in memory or locks decides; each sees what all have written."""
+        open_store = self.opener(storage)
+        if open_store is None:
+            pytest.skip("the store lives in one process (opener gives None)")
+        reports = work_together(open_store, 3)
+        for round_, won in enumerate(zip(*(report.won for report in reports), strict=True)):
+            assert won.count(True) == 1, f"round {round_}: {won}"
+            assert _read(storage, f"shared/{round_}/manifest") == bytes([won.index(True)]) * 4096
+        written = {key: size for report in reports for key, size in report.own.items()}
+        found = {info.key: info.size_bytes for info in storage.list()}
+        assert written.items() <= found.items()
+        assert all(report.listed == found.keys() for report in reports)
 
     def test_concurrent_writers_of_one_key_leave_one_whole_object(self, storage: CheckpointStorage) -> None:
         """Of the last to end; never a mixture."""
@@ -278,7 +337,7 @@ class CheckpointStorageContract:
 
 def _pattern(size: int) -> bytes:
     """Bytes whose every window differs from its neighbours, so that a shifted range shows."""
-    return b"".join(i.to_bytes(4, "little") for i in range(size // 4 + 1))[:size]
+    return array("I", range(size // 4 + 1)).tobytes()[:size]
 
 
 def _write(storage: CheckpointStorage, key: str, data: bytes) -> None:
@@ -298,10 +357,12 @@ def _race(stores: list[CheckpointStorage], key: str) -> list[bool]:
         return list(pool.map(put, range(len(stores))))
 
 
-def _write_half(storage: CheckpointStorage, key: str) -> None:
+def _interrupt(storage: CheckpointStorage, key: str, interruption: type[BaseException], *pieces: bytes) -> None:
+    """Write some of an object, then raise in the middle of it."""
     with storage.open_write(key) as stream:
-        stream.write(b"half of something new")
-        raise ZeroDivisionError
+        for piece in pieces:
+            stream.write(piece)
+        raise interruption
 
 
 def _read(storage: CheckpointStorage, key: str, start: int = 0, length: int | None = None) -> bytes:

@@ -15,6 +15,9 @@ import pytest
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
 from nxdt_core.testing.storage_contract import CheckpointStorageContract
 from nxdt_core.testing.storage_memory import MemoryStorage
+from tests.checkpoint.storage_of_one_process import LocksInOneProcess
+
+PART_BYTES = 4096
 
 
 class _Contract(CheckpointStorageContract):
@@ -26,6 +29,9 @@ class _Contract(CheckpointStorageContract):
 
     def reopen(self, storage: Any) -> MemoryStorage:
         return self.store(storage.uri, storage.objects)
+
+    def opener(self, storage: Any) -> None:
+        return None
 
 
 class ShowsUnfinished(MemoryStorage):
@@ -55,6 +61,54 @@ class SwallowsTheException(MemoryStorage):
                 yield stream
         except ZeroDivisionError:
             pass
+
+
+class LosesAFullLastPart(MemoryStorage):
+    @contextmanager
+    def open_write(self, key: str):
+        with super().open_write(key) as stream:
+            yield stream
+            if stream.tell() % PART_BYTES == 0 and stream.tell() > PART_BYTES:
+                stream.truncate(stream.tell() - PART_BYTES)
+
+
+class ReadsToTheEndOfAPart(MemoryStorage):
+    @contextmanager
+    def open_read(self, key: str, start: int = 0, length: int | None = None):
+        border = PART_BYTES - start % PART_BYTES
+        with super().open_read(key, start, border if length is None else min(length, border)) as stream:
+            yield stream
+
+
+class KeepsWholePartsAfterAnException(MemoryStorage):
+    @contextmanager
+    def open_write(self, key: str):
+        self.check_key(key)
+        stream, parts = io.BytesIO(), 0
+        try:
+            yield stream
+            parts = stream.tell()
+        finally:
+            parts = parts or stream.tell() // PART_BYTES * PART_BYTES
+            if parts or not stream.tell():
+                self.objects[key] = (stream.getvalue()[:parts], time.time())
+
+
+class CommitsWhenInterrupted(MemoryStorage):
+    """It cleans up after ``Exception`` and forgets that Ctrl-C is none."""
+
+    @contextmanager
+    def open_write(self, key: str):
+        self.check_key(key)
+        stream, failed = io.BytesIO(), False
+        try:
+            yield stream
+        except Exception:
+            failed = True
+            raise
+        finally:
+            if not failed:
+                self.objects[key] = (stream.getvalue(), time.time())
 
 
 class Appends(MemoryStorage):
@@ -126,6 +180,13 @@ class ListsOnePage(MemoryStorage):
         yield from list(super().list(prefix))[:10]
 
 
+class SortsEachPage(MemoryStorage):
+    def list(self, prefix: str = ""):
+        found = sorted(super().list(prefix), key=lambda info: info.key.split("/"))
+        for start in range(0, len(found), 10):
+            yield from sorted(found[start : start + 10], key=lambda info: info.key)
+
+
 class DecodesKeys(MemoryStorage):
     def list(self, prefix: str = ""):
         for info in super().list(prefix):
@@ -182,6 +243,12 @@ class MixesConcurrentWriters(MemoryStorage):
         self.objects.pop(f"{key}.part", None)
 
 
+class TestLocksInOneProcess(CheckpointStorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path: Any) -> LocksInOneProcess:
+        return LocksInOneProcess(str(tmp_path))
+
+
 MUTANTS = {
     name: value
     for name, value in list(globals().items())
@@ -190,7 +257,11 @@ MUTANTS = {
 
 
 def _contract_of(store: type[MemoryStorage]) -> type[_Contract]:
-    return type(f"Test{store.__name__}", (_Contract,), {"store": store, "page_size": 10, "__module__": __name__})
+    return type(
+        f"Test{store.__name__}",
+        (_Contract,),
+        {"store": store, "page_size": 10, "part_bytes": PART_BYTES, "__module__": __name__},
+    )
 
 
 for _store in MUTANTS.values():

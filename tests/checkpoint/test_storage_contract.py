@@ -52,3 +52,6 @@ class TestMemoryStorage(CheckpointStorageContract):
 
     def reopen(self, storage: Any) -> MemoryStorage:
         return MemoryStorage(storage.uri, storage.objects)
+
+    def opener(self, storage: Any) -> None:
+        return None

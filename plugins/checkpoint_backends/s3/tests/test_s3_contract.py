@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from nxdt_core.testing.storage_contract import CheckpointStorageContract
 
 class TestS3Storage(CheckpointStorageContract):
     page_size = 1000
+    part_bytes = 5 * 2**20
 
     @pytest.fixture
     def storage(self, s3_uri: str, config: S3StorageConfig) -> S3Storage:
@@ -21,3 +23,6 @@ class TestS3Storage(CheckpointStorageContract):
 
     def reopen(self, storage: Any) -> S3Storage:
         return S3Storage(storage.uri, self.config)
+
+    def opener(self, storage: Any) -> Any:
+        return partial(S3Storage, storage.uri, self.config)
