@@ -24,7 +24,10 @@ COMMANDS = {
     "config": LazyCommand(target="nxdt_core.cli.config:config", summary="Check, show and describe configurations."),
     "recipes": LazyCommand(target="nxdt_core.cli.recipes:recipes", summary="List and print ready-made runs."),
     "plugins": LazyCommand(target="nxdt_core.cli.plugins:plugins", summary="List, inspect and pin plugins."),
-    "checkpoint": LazyCommand(target="nxdt_core.cli.checkpoint:checkpoint", summary="List and verify checkpoints."),
+    "checkpoint": LazyCommand(
+        target="nxdt_core.cli.checkpoint:checkpoint",
+        summary="List, check, compare, copy, export and import checkpoints.",
+    ),
 }
 """The commands of the core, in the order of the help text."""
 

@@ -53,3 +53,47 @@ def dist(site: Path) -> Callable[..., None]:
         write_distribution(site, name, plugins={name: name}, files=files, requires=(requires,))
 
     return make
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """Address of a store: step 10 is good, 20 has a flipped byte in a tensor, 30 has no manifest."""
+    import torch
+
+    from nxdt_core.checkpoint import CheckpointFacts, open_storage, save_checkpoint
+
+    uri = str(tmp_path / "store")
+    storage = open_storage(uri)
+    for step in (10, 20, 30):
+        save_checkpoint(
+            storage,
+            step=step,
+            model={"weight": torch.arange(1000.0), "bias": torch.zeros(2, 3).bfloat16()},
+            optimizer={"weight/exp_avg": torch.zeros(1000)},
+            state={"step": step},
+            facts=CheckpointFacts(
+                consumed_samples=step,
+                consumed_tokens=10 * step,
+                config={"trainer": {"max_steps": step}},
+                mesh={"pp": 1, "dp": 2},
+                metrics={"loss": 1.5},
+                versions={"torch": "2"},
+                plugin_fingerprint="f00d",
+            ),
+        )
+    shard = _shard_of(uri, 20)
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    (tmp_path / "store" / "step-00000030" / "manifest.json").unlink()
+    return uri
+
+
+@pytest.fixture
+def shard_of() -> Callable[[str, int], Path]:
+    """``shard_of(uri, step)`` is the file that holds the model's tensors."""
+    return _shard_of
+
+
+def _shard_of(uri: str, step: int) -> Path:
+    return next((Path(uri) / f"step-{step:08d}").rglob("model/*.safetensors"))

@@ -1,47 +1,30 @@
-"""``nxdt checkpoint`` over a store with a good, an unfinished and a damaged checkpoint."""
+"""``nxdt checkpoint list`` and ``verify`` over a store with a good, an unfinished and a damaged checkpoint."""
 
 import json
-
-import pytest
-import torch
-
-from nxdt_core.checkpoint import CheckpointFacts, open_storage, save_checkpoint
-
-
-@pytest.fixture
-def store(tmp_path):
-    """Address of a store: step 10 is good, 20 has a flipped byte, 30 has no manifest."""
-    uri = str(tmp_path / "store")
-    storage = open_storage(uri)
-    for step in (10, 20, 30):
-        save_checkpoint(
-            storage,
-            step=step,
-            model={"weight": torch.arange(1000.0)},
-            optimizer={"weight/exp_avg": torch.zeros(1000)},
-            state={"step": step},
-            facts=CheckpointFacts(consumed_samples=step, consumed_tokens=step),
-        )
-    shard = next((tmp_path / "store" / "step-00000020").rglob("model/*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 1
-    shard.write_bytes(content)
-    (tmp_path / "store" / "step-00000030" / "manifest.json").unlink()
-    return uri
+from datetime import UTC, datetime
 
 
 def test_list_json_has_the_promised_shape(nxdt, store):
     rows = json.loads(nxdt("checkpoint", "list", store, "--json").stdout)
     assert [(row["step"], row["state"]) for row in rows] == [(10, "committed"), (20, "committed"), (30, "unfinished")]
-    assert all(set(row) == {"step", "state", "uri", "size_bytes"} for row in rows)
+    assert list(rows[0]) == [
+        *("step", "state", "uri", "size_bytes", "created", "mesh", "metrics"),
+        *("consumed_samples", "consumed_tokens", "problem"),
+    ]
+    assert rows[0]["mesh"] == {"pp": 1, "dp": 2}
+    assert rows[0]["metrics"] == {"loss": 1.5}
+    assert (rows[0]["consumed_samples"], rows[0]["consumed_tokens"]) == (10, 100)
+    assert datetime.fromisoformat(rows[0]["created"]).tzinfo is UTC
+    assert rows[2]["created"] is None
     assert rows[0]["uri"].endswith("store/step-00000010")
     assert rows[0]["size_bytes"] > 8000
 
 
 def test_list_prints_a_table(nxdt, store):
     header, *lines = nxdt("checkpoint", "list", store).stdout.splitlines()
-    assert header.split() == ["STEP", "STATE", "SIZE", "URI"]
-    assert [line.split()[:2] for line in lines] == [["10", "committed"], ["20", "committed"], ["30", "unfinished"]]
+    assert header.split() == ["STEP", "TIME", "(UTC)", "STATE", "SIZE", "MESH", "METRICS", "URI"]
+    assert lines[0].split()[3:] == ["committed", "9.5", "KiB", "dp2", "loss=1.5", f"{store}/step-00000010"]
+    assert lines[2].split()[:2] == ["30", "unfinished"]
 
 
 def test_neither_command_imports_torch(nxdt, store):
@@ -49,8 +32,24 @@ def test_neither_command_imports_torch(nxdt, store):
     assert nxdt("checkpoint", "verify", f"{store}/step-00000010", without=("torch", "numpy")).returncode == 0
 
 
-def test_verify_names_the_damaged_file_and_fails(nxdt, store):
+def test_verify_sees_what_is_lost_and_reads_no_tensor(nxdt, store, shard_of):
+    assert nxdt("checkpoint", "verify", store).returncode == 0
+    shard_of(store, 10).unlink()
     done = nxdt("checkpoint", "verify", store)
+    assert done.returncode == 1
+    assert [line.split()[1] for line in done.stdout.splitlines()[1:]] == ["damaged", "ok"]
+
+
+def test_verify_sees_a_changed_file_of_digests(nxdt, store, shard_of):
+    digests = shard_of(store, 10).with_suffix(".safetensors.digests")
+    digests.write_bytes(digests.read_bytes().replace(b"xxh3_128", b"xxh3_127"))
+    done = nxdt("checkpoint", "verify", f"{store}/step-00000010")
+    assert done.returncode == 1
+    assert digests.name in done.stdout
+
+
+def test_deep_verify_names_the_damaged_file_and_fails(nxdt, store):
+    done = nxdt("checkpoint", "verify", store, "--deep")
     assert done.returncode == 1
     (damaged,) = [line for line in done.stdout.splitlines() if "damaged" in line]
     assert damaged.split()[0] == "20"
@@ -58,7 +57,8 @@ def test_verify_names_the_damaged_file_and_fails(nxdt, store):
 
 
 def test_verify_json(nxdt, store):
-    rows = json.loads(nxdt("checkpoint", "verify", store, "--json").stdout)
+    rows = json.loads(nxdt("checkpoint", "verify", store, "--deep", "--json").stdout)
+    assert [list(row) for row in rows] == [["step", "problems"]] * 2
     assert [(row["step"], bool(row["problems"])) for row in rows] == [(10, False), (20, True)]
 
 

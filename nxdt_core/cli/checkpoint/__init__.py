@@ -32,11 +32,15 @@ VERBS = {
 @click.group(
     cls=LazyGroup,
     lazy=VERBS,
-    short_help="List and verify checkpoints.",
+    short_help="List, check, compare, copy, export and import checkpoints.",
     examples=(
         "nxdt checkpoint list nxdt_experiments/llama-tiny/checkpoints",
-        "nxdt checkpoint verify nxdt_experiments/llama-tiny/checkpoints",
+        "nxdt checkpoint copy nxdt_experiments/llama-tiny/checkpoints s3://my-bucket/llama-tiny",
     ),
 )
 def checkpoint() -> None:
-    """Look at checkpoints. URI is what checkpoint.uri says: a directory, or an address of an installed store."""
+    """Look at checkpoints, and move them.
+
+    URI is what checkpoint.uri says: a directory, or an address of an installed store. Most verbs also take the address
+    of one step: URI/step-00000100.
+    """

@@ -21,6 +21,7 @@ __all__ = ["export"]
 
 @click.command(
     cls=Verb,
+    short_help="Write the model of a checkpoint as a directory that transformers loads.",
     examples=(
         f"nxdt checkpoint export {EXAMPLE_URI} my-model-hf",
         f"nxdt checkpoint export {EXAMPLE_URI}/step-00000040 my-model-hf --dtype bfloat16 --max-shard-size 2GB",

@@ -2,34 +2,80 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, nothing_at
 from nxdt_core.cli.table import human_size, print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nxdt_core.checkpoint import CheckpointStatus
+
 __all__ = ["list_"]
+
+_METRICS_SHOWN = 3
 
 
 @click.command(
-    "list", cls=Verb, examples=(f"nxdt checkpoint list {EXAMPLE_URI}", f"nxdt checkpoint list {EXAMPLE_URI} --json")
+    "list",
+    cls=Verb,
+    short_help="List what lies at URI, and whether it is committed.",
+    examples=(f"nxdt checkpoint list {EXAMPLE_URI}", f"nxdt checkpoint list {EXAMPLE_URI} --json"),
 )
 @click.argument("uri")
 @as_json
 def list_(uri: str, json_output: bool) -> None:
     """List the checkpoints at URI: committed, unfinished and damaged ones.
 
-    Missing files and wrong sizes are seen here; changed bytes are found by `verify`, which reads them all.
+    Missing files and wrong sizes are seen here; changed bytes are found by `verify --deep`, which reads them all.
     """
-    _, found = look(uri)
+    storage, found = look(uri)
     if json_output:
-        keys = ("step", "state", "uri", "size_bytes")
-        print_json([{key: getattr(status, key) for key in keys} for status in found])
+        print_json([_facts(status) for status in found])
     elif found:
-        rows = [
-            (str(s.step), shade(s.state), human_size(s.size_bytes), s.uri + (f"\n{s.problem}" if s.problem else ""))
-            for s in found
-        ]
-        print_table(("STEP", "STATE", "SIZE", "URI"), rows, right=("STEP", "SIZE"))
+        header = ("STEP", "TIME (UTC)", "STATE", "SIZE", "MESH", "METRICS", "URI")
+        print_table(header, [_row(status) for status in found], right=("STEP", "SIZE"))
     else:
-        click.echo(f"No checkpoint lies at {uri}.", err=True)
+        click.echo(f"No checkpoint lies at {uri}: {nothing_at(uri, storage, found)}.", err=True)
+
+
+def _facts(status: CheckpointStatus) -> dict[str, object]:
+    facts = status.facts
+    return {
+        "step": status.step,
+        "state": status.state,
+        "uri": status.uri,
+        "size_bytes": status.size_bytes,
+        "created": status.created or None,
+        "mesh": dict(facts.mesh) if facts else {},
+        "metrics": dict(facts.metrics) if facts else {},
+        "consumed_samples": facts.consumed_samples if facts else None,
+        "consumed_tokens": facts.consumed_tokens if facts else None,
+        "problem": status.problem or None,
+    }
+
+
+def _row(status: CheckpointStatus) -> tuple[str, ...]:
+    facts = status.facts
+    return (
+        str(status.step),
+        status.created[:19].replace("T", " "),
+        shade(status.state),
+        human_size(status.size_bytes),
+        _mesh(facts.mesh) if facts else "",
+        _metrics(facts.metrics) if facts else "",
+        status.uri + (f"\n{status.problem}" if status.problem else ""),
+    )
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    """``dp2 tp4``; dimensions of size 1 are left out."""
+    return " ".join(f"{name}{size}" for name, size in mesh.items() if size > 1)
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={value:.4g}" for name, value in list(metrics.items())[:_METRICS_SHOWN])

@@ -1,17 +1,26 @@
-"""From the address that a user gives to the store and the steps that it means."""
+"""From the address that a user gives to the store and the checkpoints that it means."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 if TYPE_CHECKING:
-    from nxdt_core.checkpoint import CheckpointStatus
+    from collections.abc import Sequence
+
+    from nxdt_core.checkpoint import CheckpointStatus, Manifest
     from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["EXAMPLE_URI", "look"]
+__all__ = ["EXAMPLE_URI", "file_threads", "look", "look_for_committed", "nothing_at", "open_one"]
 
 EXAMPLE_URI = "nxdt_experiments/llama-tiny/checkpoints"
 """Of a run that the documentation starts; for examples in help texts."""
+
+file_threads = click.option(
+    "--threads", default=8, show_default=True, type=click.IntRange(1, 256), help="Files to read at the same time."
+)
 
 
 def look(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
@@ -20,4 +29,50 @@ def look(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
     from nxdt_core.kernel import Kernel
 
     storage, step = locate(uri, Kernel.start())
-    return storage, [status for status in list_checkpoints(storage) if step in (None, status.step)]
+    return storage, list_checkpoints(storage, step)
+
+
+def look_for_committed(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
+    """As :func:`look`, without unfinished steps.
+
+    Raises:
+        CheckpointNotFound: nothing is left; the error says what lies there instead.
+    """
+    from nxdt_core.errors import CheckpointNotFound
+
+    storage, found = look(uri)
+    finished = [status for status in found if status.state != "unfinished"]
+    if not finished:
+        raise CheckpointNotFound(where=uri, reason=nothing_at(uri, storage, found))
+    return storage, finished
+
+
+def open_one(uri: str) -> tuple[CheckpointStorage, Manifest]:
+    """The checkpoint that an address ends with, or else the newest committed one there.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointDamaged: its manifest is not what was written.
+        CheckpointTooNew: a later version wrote it.
+    """
+    from nxdt_core.checkpoint import read_manifest
+
+    storage, found = look_for_committed(uri)
+    return storage, read_manifest(storage, found[-1].step)
+
+
+def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:
+    """Why nothing at ``uri`` can be used, where the steps ``found`` there are all unfinished, or none."""
+    from nxdt_core.checkpoint import list_checkpoints
+    from nxdt_core.checkpoint.foreign import FORMATS
+
+    if found:
+        return f"the save of {', '.join(f'step {status.step}' for status in found[-3:])} was not finished"
+    others = [str(status.step) for status in list_checkpoints(storage) if status.state == "committed"]
+    if others:
+        return f"the committed steps there are {', '.join(others)}"
+    path = Path(uri).expanduser()
+    for known in FORMATS.values():
+        if path.exists() and known.recognises(path):
+            return f"it is {known.summary}, which 'nxdt checkpoint import' reads"
+    return "no run has saved anything there"

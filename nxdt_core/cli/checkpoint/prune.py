@@ -1,0 +1,62 @@
+"""``nxdt checkpoint prune``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
+from nxdt_core.cli.verb import Verb, as_json, print_json
+
+__all__ = ["prune"]
+
+
+@click.command(
+    cls=Verb,
+    short_help="Delete old checkpoints.",
+    examples=(
+        f"nxdt checkpoint prune {EXAMPLE_URI} --keep-last 3 --dry-run",
+        f"nxdt checkpoint prune {EXAMPLE_URI} --keep-last 3",
+    ),
+)
+@click.argument("uri")
+@click.option("--keep-last", required=True, type=click.IntRange(min=1), help="Newest committed checkpoints to keep.")
+@click.option("--dry-run", is_flag=True, help="Say what would be deleted, and delete nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask on a terminal.")
+@as_json
+def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool) -> None:
+    """Delete all steps at URI that are older than the newest ones that are kept.
+
+    Every byte of one of those kept is read first: while none of them is sound, nothing is deleted. Unfinished and
+    damaged steps do not count, and go when they are older. On a terminal it asks.
+    """
+    from nxdt_core.checkpoint import delete_step, locate
+    from nxdt_core.checkpoint.faults import explained_os_errors
+    from nxdt_core.checkpoint.retention import plan_prune
+    from nxdt_core.errors import BadStorageUri, NoSoundCheckpoint
+    from nxdt_core.kernel import Kernel
+
+    storage, step = locate(uri, Kernel.start())
+    if step is not None:
+        raise BadStorageUri(where=uri, reason="pruning needs the directory of all steps, and it names one of them")
+    plan = plan_prune(storage, keep_last)
+    if plan.keep and not plan.sound:
+        kept = ", ".join(map(str, plan.keep))
+        raise NoSoundCheckpoint(where=uri, reason=f"no checkpoint there is sound among the steps {kept}")
+    if not json_output:
+        _tell("Keeps", plan.keep)
+        _tell("Would delete" if dry_run else "Deletes", plan.delete)
+    asks = sys.stdin.isatty() and sys.stdout.isatty() and not (yes or dry_run or json_output)
+    if plan.delete and asks:
+        click.confirm(f"Delete {len(plan.delete)} of the steps at {uri}?", abort=True)
+    with explained_os_errors(storage.uri):
+        for doomed in () if dry_run else plan.delete:
+            delete_step(storage, doomed)
+    if json_output:
+        print_json({"keep": plan.keep, "delete": plan.delete, "deleted": not dry_run})
+
+
+def _tell(what: str, steps: tuple[int, ...]) -> None:
+    listed = ", ".join(map(str, steps)) or "nothing"
+    click.echo(f"{what} {listed}." if not steps else f"{what} {'step' if len(steps) == 1 else 'steps'} {listed}.")
