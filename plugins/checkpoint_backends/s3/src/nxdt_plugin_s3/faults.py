@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
@@ -29,11 +29,12 @@ from nxdt_plugin_s3.errors import (
     S3WrongRegion,
 )
 
-__all__ = ["FAILURES", "Place", "code_of", "may_pass", "status_of"]
+__all__ = ["FAILURES", "Place", "code_of", "may_pass", "shown", "status_of"]
 
 FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
 """All that the SDK raises for what happens on the way to the server and there."""
 
+_USER = re.compile(r"//[^/@\s]*@")
 _BROKEN = (sdk.HTTPClientError, sdk.ConnectionError, sdk.IncompleteReadError, ResponseParserError)
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
@@ -113,7 +114,7 @@ class Place:
         if isinstance(error, _NO_CREDENTIALS):
             return S3CredentialsMissing(where=self.address.uri, reason=_credentials(error))
         if isinstance(error, _BROKEN):
-            return S3Unreachable(where=where, endpoint=_host(self.endpoint), reason=_reason(error))
+            return S3Unreachable(where=where, endpoint=shown(self.endpoint), reason=_reason(error))
         return S3Failed(where=where, reason=_reason(error))
 
     def _answer(self, error: sdk.ClientError, where: str, action: str) -> Exception:
@@ -121,7 +122,7 @@ class Place:
         code, status, root = code_of(error), status_of(error), self.address.uri
         reason = _told(error.response)
         if code == "NoSuchBucket":
-            return S3BucketMissing(where=root, reason=reason, bucket=self.address.bucket, endpoint=_host(self.endpoint))
+            return S3BucketMissing(where=root, reason=reason, bucket=self.address.bucket, endpoint=shown(self.endpoint))
         if code in ("NoSuchKey", "404"):
             return FileNotFoundError(errno.ENOENT, "there is no such object", where)
         if code == "RequestTimeTooSkewed":
@@ -130,7 +131,7 @@ class Place:
             return S3WrongRegion(where=root, reason=reason, asked=self.region, right=_right_region(error.response))
         if code in _REFUSED:
             return S3CredentialsRefused(where=root, reason=reason)
-        if code == "PreconditionFailed":
+        if status == 412:
             return S3ObjectChanged(where=where, reason=reason)
         return _class_of(code, status, action)(where=where, reason=reason, **_action(code, status, action))
 
@@ -165,14 +166,13 @@ def _credentials(error: Exception) -> str:
     return _reason(error)
 
 
+def shown(text: object) -> str:
+    """A text without the name and password that an endpoint's address in it may hold."""
+    return _USER.sub("//", str(text))
+
+
 def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).rstrip(".")
-
-
-def _host(endpoint: str) -> str:
-    """An endpoint without what a user may have put before its host."""
-    split = urlsplit(endpoint)
-    return f"{split.scheme}://{split.netloc.rpartition('@')[2]}"
+    return (shown(error).strip() or type(error).__name__).rstrip(".")
 
 
 def _right_region(response: Mapping[str, Any]) -> str:

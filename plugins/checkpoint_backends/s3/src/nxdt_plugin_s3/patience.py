@@ -19,7 +19,7 @@ from typing import TypeVar, final
 
 from botocore.exceptions import EndpointConnectionError
 
-from nxdt_plugin_s3.faults import FAILURES, may_pass
+from nxdt_plugin_s3.faults import FAILURES, may_pass, shown
 
 __all__ = ["HeldUp", "Patience"]
 
@@ -157,4 +157,4 @@ class Patience:
     def _tell(self, error: Exception, where: str, *, first: bool) -> None:
         """Warn once for a spell of trouble, so that a wait has a reason; the rest is for who looks closely."""
         level = logging.WARNING if first else logging.DEBUG
-        _log.log(level, "%s: %s; trying again for up to %.0f s", where, error, self._deadline_s)
+        _log.log(level, "%s: %s; trying again for up to %.0f s", where, shown(error), self._deadline_s)

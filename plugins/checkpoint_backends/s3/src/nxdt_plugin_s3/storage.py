@@ -22,7 +22,7 @@ from nxdt_plugin_s3.abandoned import sweep
 from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.download import Download
-from nxdt_plugin_s3.faults import code_of, may_pass, status_of
+from nxdt_plugin_s3.faults import may_pass, status_of
 from nxdt_plugin_s3.link import Link
 from nxdt_plugin_s3.upload import TOKEN, Upload, is_ours
 
@@ -120,7 +120,7 @@ class S3Storage:
             try:
                 link.client.put_object(**request)
             except ClientError as error:
-                if code_of(error) != "PreconditionFailed":
+                if status_of(error) != 412:
                     raise
                 return sent > 1 and is_ours(link, target, token)
             return True
