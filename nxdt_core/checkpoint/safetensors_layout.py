@@ -94,11 +94,13 @@ class SafetensorsLayout:
             ValueError: a tensor is not what was laid out.
         """
         stream.write(self._header)
-        for (name, spec), tensor in zip(self._specs.items(), tensors, strict=True):
+        due = iter(tensors)
+        for name, spec in self._specs.items():
+            tensor = next(due)  # not by zip, whose last tuple would hold one more
             if (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (spec.dtype, spec.shape):
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} instead of {spec}")
             stream.write(bytes_of(tensor.detach().resolve_neg().to(HOST).contiguous()))
-            del tensor  # or it would live until the next one is there
+            del tensor
 
 
 def grouped(specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[dict[str, TensorSpec]]:

@@ -1,0 +1,210 @@
+"""Imports are committed checkpoints of ours: verified, loadable in any layout, and again what transformers had."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint import foreign_hf
+from nxdt_core.checkpoint.foreign import open_foreign
+from nxdt_core.checkpoint.hf_files import HFWeights
+from nxdt_core.checkpoint.hf_keys import Source
+from nxdt_core.errors import (
+    ArchitectureUnread,
+    ConfigError,
+    ForeignFormatUnknown,
+    HFFileDamaged,
+    ImportPlaceTaken,
+    StorageFull,
+    WeightsDoNotFit,
+    WeightsPickled,
+)
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.testing.storage_faults import FaultyStorage
+from nxdt_core.training import assemble, foreign
+from nxdt_core.training.export import export_hf
+from nxdt_core.training.foreign import import_foreign
+from nxdt_core.training.generate import generate
+from nxdt_core.training.saved_config import saved_config
+from tests.checkpoint.exchange import VOCABULARY, import_together, newest, write_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to import")
+
+
+def write_model(directory: Path, **changes: object) -> torch.nn.Module:
+    """A model as transformers saves it, in several files of bfloat16, and its tokenizer."""
+    write_tokenizer(directory)
+    torch.manual_seed(3)
+    keys = {
+        "vocab_size": 304,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **changes,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**keys)).to(torch.bfloat16).eval()
+    model.save_pretrained(directory, max_shard_size="20KB")
+    return model
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("theirs") / "model"
+    write_model(directory)
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    return directory
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto").state_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_is_imported_and_exported_again_is_equal_and_speaks_alike(tmp_path, tied):
+    model = write_model(tmp_path / "theirs", tie_word_embeddings=tied)
+    uri = str(tmp_path / "store")
+    imported = import_foreign(str(tmp_path / "theirs"), uri)
+    assert (imported.format, imported.model, imported.step) == ("hf", "llama", 0)
+    assert {entry.dtype for entry in newest(uri).tensors["model"].values()} == {"bfloat16"}
+    export_hf(uri, str(tmp_path / "again"))
+    before, after = model.state_dict(), weights(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    reads = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    ids = reads("And God said", return_tensors="pt", add_special_tokens=False).input_ids
+    tokens = model.float().generate(ids, do_sample=False, max_new_tokens=12, suppress_tokens=[*range(VOCABULARY, 304)])
+    text = "".join(generate(uri, "And God said", max_new_tokens=12))
+    assert reads.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd") == text.rstrip("\ufffd")
+
+
+def test_the_directory_may_go_afterwards(tmp_path):
+    write_model(tmp_path / "theirs")
+    uri = str(tmp_path / "store")
+    import_foreign(str(tmp_path / "theirs"), uri)
+    (tmp_path / "theirs/config.json").unlink()
+    builder = assemble.model_builder(saved_config(newest(uri)))
+    assert (builder.vocab_size, builder.config.num_layers, builder.config.kv_heads) == (304, 2, 2)
+
+
+def test_ranks_divide_the_tensors(tmp_path, theirs):
+    RankPool(2).run(import_together, str(theirs), str(tmp_path / "store"))
+    import_foreign(str(theirs), str(tmp_path / "alone"))
+    both, alone = newest(str(tmp_path / "store")), newest(str(tmp_path / "alone"))
+    writers = {part.file for entry in both.tensors["model"].values() for part in entry.parts}
+    assert len(writers) == 2
+    mine = checkpoint.load_model(LocalStorage(str(tmp_path / "store")), both)
+    whole = checkpoint.load_model(LocalStorage(str(tmp_path / "alone")), alone)
+    assert mine.keys() == whole.keys()
+    assert all(torch.equal(mine[name], whole[name]) for name in whole)
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path, theirs, monkeypatch):
+    alive: list[int] = []
+    held = 0
+
+    read = HFWeights.read
+
+    def counted(self: HFWeights, source: Source) -> torch.Tensor:
+        nonlocal held
+        tensor = read(self, source)
+        held += 1
+        alive.append(held)
+        weakref.finalize(tensor, release)
+        return tensor
+
+    def release() -> None:
+        nonlocal held
+        held -= 1
+
+    monkeypatch.setattr(foreign_hf.HFWeights, "read", counted)
+    import_foreign(str(theirs), str(tmp_path / "store"))
+    assert len(alive) == 2 * 9 + 3
+    assert max(alive) == 1
+
+
+def test_an_import_that_fails_leaves_nothing_and_can_be_repeated(tmp_path, theirs, monkeypatch):
+    storage = LocalStorage(str(tmp_path / "store"))
+    for fail_at in (0, 3, 8, 15):
+        monkeypatch.setattr(foreign.checkpoint, "open_storage", lambda uri, n=fail_at: FaultyStorage(storage, n))
+        with pytest.raises(StorageFull):
+            import_foreign(str(theirs), "store")
+        assert checkpoint.list_checkpoints(storage) == []
+    monkeypatch.undo()
+    import_foreign(str(theirs), str(tmp_path / "store"))
+    assert checkpoint.verify(storage, 0) == []
+
+
+def test_a_place_with_a_checkpoint_is_refused(tmp_path, theirs):
+    import_foreign(str(theirs), str(tmp_path / "store"))
+    with pytest.raises(ImportPlaceTaken, match="step 0"):
+        import_foreign(str(theirs), str(tmp_path / "store"))
+
+
+def test_a_configuration_of_another_model_is_refused(tmp_path, theirs):
+    with pytest.raises(WeightsDoNotFit) as caught:
+        import_foreign(str(theirs), str(tmp_path / "store"), overrides=["model.num_layers=3", "model.vocab_size=320"])
+    assert len(caught.value.missing) == 9
+    assert caught.value.shapes == [
+        "model.embed_tokens.weight: (304, 32) instead of (320, 32)",
+        "lm_head.weight: (304, 32) instead of (320, 32)",
+    ]
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], None])
+def test_an_architecture_that_nobody_reads_is_refused(tmp_path, theirs, architectures):
+    config = {**json.loads((theirs / "config.json").read_text()), "architectures": architectures}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArchitectureUnread, match="LlamaForCausalLM"):
+        import_foreign(str(tmp_path), str(tmp_path / "store"))
+
+
+def test_a_feature_that_the_plugin_lacks_is_named(tmp_path, theirs):
+    config = {**json.loads((theirs / "config.json").read_text()), "attention_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="attention_bias"):
+        import_foreign(str(tmp_path), str(tmp_path / "store"))
+
+
+def test_pickled_weights_are_refused_and_not_run(tmp_path, theirs):
+    class Bomb:
+        def __reduce__(self):
+            return exec, (f"open({str(tmp_path / 'went off')!r}, 'w')",)
+
+    (tmp_path / "config.json").write_text((theirs / "config.json").read_text())
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(WeightsPickled, match=r"(?s)pytorch_model\.bin.*save_pretrained"):
+        import_foreign(str(tmp_path), str(tmp_path / "store"))
+    assert not (tmp_path / "went off").exists()
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_truncated_file_is_named_and_nothing_committed(tmp_path):
+    write_model(tmp_path / "theirs")
+    file = sorted((tmp_path / "theirs").glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(HFFileDamaged, match=file.name):
+        import_foreign(str(tmp_path / "theirs"), str(tmp_path / "store"))
+    assert checkpoint.list_checkpoints(LocalStorage(str(tmp_path / "store"))) == []
+
+
+@pytest.mark.parametrize("format", [None, "hf", "acme"])
+def test_what_is_no_checkpoint_is_told_with_what_would_be(tmp_path, format):
+    (tmp_path / "model.onnx").write_text("")
+    with pytest.raises(ForeignFormatUnknown, match=r"config\.json"):
+        open_foreign(tmp_path, format)
+    with pytest.raises(ForeignFormatUnknown, match="does not exist"):
+        open_foreign(tmp_path / "none", format)
