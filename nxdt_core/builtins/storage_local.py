@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, BinaryIO, ClassVar, cast
 from urllib.parse import unquote, urlsplit
 
 from nxdt_core.builtins.file_lock import FileLock, take_file_lock
@@ -41,11 +41,13 @@ class LocalStorage:
     """Objects are files below ``uri``: a plain path, absolute, relative or with ``~``, or ``file:///absolute/path``.
 
     Nothing is created before the first write. Raises :class:`StorageError` subclasses for a full disk, missing
-    rights and files in the way; other ``OSError`` pass.
+    rights and files in the way; other ``OSError`` pass. A store of a file system that can do more derives from it.
     """
 
+    scheme: ClassVar[str] = "file"
+
     def __init__(self, uri: str, config: LocalStorageConfig | None = None) -> None:
-        self._root = _root_of(uri)
+        self._root = _root_of(uri, self.scheme)
         self._fsync = (config or LocalStorageConfig()).fsync
         self.uri = str(self._root)
 
@@ -137,8 +139,8 @@ class LocalStorage:
     def after_commit(self, prefix: str) -> None:
         """Sweep what killed writers left below the root."""
         with suppress(OSError):
-            for folder, _, names in os.walk(self._root, topdown=False):
-                if any(name.startswith(_TEMPORARY) for name in names):
+            for folder, folders, files in os.walk(self._root, topdown=False):
+                if any(name.startswith(_TEMPORARY) for name in (*folders, *files)):
                     self._remove_empty(Path(folder))
 
     def _path(self, key: str) -> Path:
@@ -181,7 +183,7 @@ class LocalStorage:
 
     def _create_temporary(self, folder: Path) -> tuple[IO[bytes], Path]:
         for _ in range(_ATTEMPTS):
-            path = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
+            path = self._hidden_path(folder)
             try:
                 self._make_folder(folder)
                 stream = open(path, "xb")  # noqa: SIM115  (closed by _temporary)
@@ -205,11 +207,20 @@ class LocalStorage:
         _require_directory(folder)
         for path in reversed(missing):
             try:
-                path.mkdir()
+                self._make_directory(path)
             except FileExistsError:  # another writer was faster (and perhaps a deleter faster still)
                 _require_directory(path)
                 continue
             self._sync_directory(path.parent)
+
+    def _make_directory(self, path: Path) -> None:
+        """Make one directory; raises ``FileExistsError`` where another writer was faster."""
+        path.mkdir()
+
+    @staticmethod
+    def _hidden_path(folder: Path) -> Path:
+        """A new name in ``folder`` that no listing shows, for what gets its own name later."""
+        return folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
 
     def _flush(self, stream: IO[bytes]) -> None:
         stream.flush()
@@ -285,9 +296,11 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete temporary files in ``folder`` that no living writer holds the lock of."""
+    """Delete temporary files in ``folder`` that no living writer holds the lock of, and temporary directories."""
     with suppress(OSError):
         for path in folder.glob(f"{_TEMPORARY}*"):
+            with suppress(OSError):
+                path.rmdir()  # fails for files; whoever is about to give it its name makes another
             with suppress(OSError), open(path, "rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
@@ -312,14 +325,14 @@ class _Section(io.RawIOBase):
         return count
 
 
-def _root_of(uri: str) -> Path:
+def _root_of(uri: str, scheme: str) -> Path:
     if "\0" in uri or not uri.strip():
         raise BadStorageUri(where=uri, reason="it is empty or holds a NUL")
-    if not uri.startswith("file:"):
+    if not uri.startswith(f"{scheme}:"):
         return Path(uri).expanduser().absolute()
     split = urlsplit(uri)
     if split.netloc not in ("", "localhost"):
         raise BadStorageUri(where=uri, reason=f"'{split.netloc}' stands where a host would; use three slashes")
     if not split.path.startswith("/"):
-        raise BadStorageUri(where=uri, reason="a file:// address is absolute")
+        raise BadStorageUri(where=uri, reason=f"a {scheme}:// address is absolute")
     return Path(unquote(split.path)).absolute()

@@ -1,0 +1,27 @@
+"""The store keeps the contract: as a plain directory, and on Lustre."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nxdt_plugin_fsx.storage import FsxStorage
+
+from nxdt_core.testing.storage_contract import CheckpointStorageContract
+
+
+class TestOnAnyFileSystem(CheckpointStorageContract):
+    page_size = 20
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> FsxStorage:
+        return FsxStorage(f"fsx://{tmp_path}/not there yet")
+
+
+class TestOnLustre(CheckpointStorageContract):
+    page_size = 20
+
+    @pytest.fixture
+    def storage(self, lustre: Path, lfs: Any) -> FsxStorage:
+        return FsxStorage(f"fsx://{lustre}/not there yet")
