@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Literal, TypeVar
 
-from nxdt_core.errors import SaveTookTooLong
+from nxdt_core.errors import NxdtError, SaveTookTooLong
 
 __all__ = ["BackgroundJob"]
 
@@ -53,8 +53,9 @@ class BackgroundJob(Generic[T]):
         Raises:
             SaveTookTooLong: the deadline is over.
         """
-        if time.monotonic() > self._ends_at:
-            raise SaveTookTooLong(where=self._where, reason=f"it takes more than {self._deadline_s:g} s")
+        late = self._too_late()
+        if late is not None:
+            raise late
 
     def raise_failure(self) -> None:
         """Raise why it failed; nothing where it runs or is done. Does not wait.
@@ -76,7 +77,17 @@ class BackgroundJob(Generic[T]):
     def _run(self, work: Callable[[BackgroundJob[T]], T]) -> None:
         try:
             self._value = work(self)
-        except BaseException as error:  # raised by raise_failure
+        except NxdtError as error:
             self._error = error
+        except BaseException as error:  # raised by raise_failure
+            self._error = self._too_late(error) or error
         finally:
             self._ended.set()
+
+    def _too_late(self, cause: BaseException | None = None) -> SaveTookTooLong | None:
+        """The error of a job beyond its deadline; ``cause``: what a wait for another rank ended in by then."""
+        if time.monotonic() <= self._ends_at:
+            return None
+        error = SaveTookTooLong(where=self._where, reason=f"it takes more than {self._deadline_s:g} s")
+        error.__cause__ = cause
+        return error

@@ -125,10 +125,9 @@ class CheckpointManager:
         """
         if self._skips and self.busy:
             return False
-        begun = time.monotonic()
         self.wait()
+        begun, captured_at = time.monotonic(), time.time()
         self._connect()
-        captured_at = time.time()
         shares: list[Share] = []
 
         def prepare() -> Listing:
@@ -162,7 +161,7 @@ class CheckpointManager:
         seen = _SEEN[self._flight.running.state]
         agreed = seen if self._ranks is None else self._ranks.largest_before(seen, topic=_TOPIC)
         if agreed in (_SEEN["done"], _SEEN["failed"]):
-            self._end(self._flight)
+            self._end(self._flight, time.monotonic())
 
     def wait(self) -> None:
         """Wait for the save in flight, if there is one.
@@ -172,25 +171,32 @@ class CheckpointManager:
         """
         if self._flight is None:
             return
-        flight, begun = self._flight, time.monotonic()
-        flight.running.wait()
-        together(self._ranks, lambda: None, where=self._where(flight.step))
-        flight.blocked_s += time.monotonic() - begun
-        self._end(flight)
+        begun = time.monotonic()
+        self._flight.running.wait()
+        self._end(self._flight, begun)
+
+    def note_wait(self, seconds: float) -> None:
+        """Count what the loop waited for the save in flight outside of these methods."""
+        if self._flight is not None:
+            self._flight.blocked_s += seconds
 
     def leave(self, timeout_s: float) -> None:
         """Give the save in flight some seconds to end, without asking the other ranks: for a run that breaks."""
         if self._flight is not None:
             self._flight.running.wait(timeout_s)
 
-    def _end(self, flight: _Flight) -> None:
-        """Take the result of a save that has ended, or whose failure on some rank all of them know."""
+    def _end(self, flight: _Flight, begun: float) -> None:
+        """Take the result of a save that has ended, or whose failure on some rank all of them know.
+
+        ``begun``: since when the loop waits for it.
+        """
         self._flight = None
         if self._ranks is not None:
             self._ranks.last_answer(topic=_TOPIC)
         if flight.running.state != "done":
             self._background, self._staging = None, StagingBuffers()  # a thread that hangs keeps the old ones
         together(self._ranks, flight.running.raise_failure, where=self._where(flight.step))
+        flight.blocked_s += time.monotonic() - begun
         self._land(flight, flight.running.result())
 
     def _land(self, flight: _Flight, manifest: Manifest) -> None:

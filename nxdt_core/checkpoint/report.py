@@ -28,7 +28,7 @@ class SaveReport:
         return self.manifest.size_bytes / max(self.seconds, 1e-9) / 1e9
 
     def __str__(self) -> str:
-        return (
-            f"{self.manifest.size_bytes / 1e9:.3g} GB in {self.seconds:.1f} s ({self.gigabytes_per_s:.2g} GB/s), "
-            f"training waited {self.blocked_s:.2f} s"
-        )
+        size = self.manifest.size_bytes
+        shown = f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+        speed = f"{self.gigabytes_per_s:.2g} GB/s"
+        return f"{shown} in {self.seconds:.1f} s, {speed}, training waited {self.blocked_s:.2f} s"

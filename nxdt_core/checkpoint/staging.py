@@ -59,11 +59,13 @@ def _allocate(pieces: Mapping[_Key, Piece]) -> dict[object, torch.Tensor]:
     pinned = any(profile_of(piece.tensor.device).pinned_host_memory for piece in pieces.values())
     buffers: dict[object, torch.Tensor] = {}
     for keys in _slabs({key: _aligned(piece.tensor.nbytes) for key, piece in pieces.items()}):
-        sizes = [_aligned(pieces[key].tensor.nbytes) for key in keys]
-        slab = torch.empty(sum(sizes), dtype=torch.uint8, device=HOST, pin_memory=pinned)
-        for key, part in zip(keys, slab.split(sizes), strict=True):
+        size = sum(_aligned(pieces[key].tensor.nbytes) for key in keys)
+        slab = torch.empty(size, dtype=torch.uint8, device=HOST, pin_memory=pinned)
+        start = 0
+        for key in keys:
             like = pieces[key].tensor
-            buffers[key] = part[: like.nbytes].view(like.dtype).view(like.shape)
+            buffers[key] = slab[start : start + like.nbytes].view(like.dtype).view(like.shape)
+            start += _aligned(like.nbytes)
     return buffers
 
 

@@ -25,7 +25,14 @@ from nxdt_core.config.resolved import ResolvedConfig, Selected
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.select import select, selecting_keys
 from nxdt_core.config.slots import SLOTS, Composition
-from nxdt_core.config.validate import Checked, find_conflicts, find_impossible, find_notes, find_unsupported
+from nxdt_core.config.validate import (
+    Checked,
+    find_conflicts,
+    find_impossible,
+    find_notes,
+    find_unsupported,
+    find_wrong_durations,
+)
 from nxdt_core.errors import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel, PluginPolicy
 
@@ -157,6 +164,7 @@ class _Load:
         right = not self.problems
         self.problems += find_impossible(checked)
         self.problems += find_unsupported(checked)
+        self.problems += find_wrong_durations(checked)
         self.problems += component_findings(checked, composition, reading.instances)
         if right:
             self.problems += plugin_findings(reading.tree, composition, kernel, checked)

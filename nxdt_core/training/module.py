@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -12,6 +13,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.training import assemble, primitives
+from nxdt_core.training.managed_save import ManagedSave
 from nxdt_core.training.state import TrainState, seed_all
 from nxdt_core.training.strategy import NxdtStrategy
 
@@ -106,9 +108,27 @@ class NxdtModule(pl.LightningModule):
             model=self.model,
             optimizer=self.optimizer,
             state=self.train_state,
-            extra={"lightning": lightning, "horizon": self.horizon.max_steps},
+            extra=self._extra(lightning),
         )
         return self.saved
+
+    def begin_save(self, managed: ManagedSave, *, lightning: dict[str, Any]) -> None:
+        """Begin a checkpoint of everything, as ``managed`` says."""
+        began_at = time.monotonic()
+        managed.begun = primitives.begin_checkpoint(
+            managed.manager,
+            config=self.config,
+            engine=self.engine,
+            model=self.model,
+            optimizer=self.optimizer,
+            state=self.train_state,
+            extra=self._extra(lightning),
+            about=managed.about,
+        )
+        managed.took_s = time.monotonic() - began_at
+
+    def _extra(self, lightning: dict[str, Any]) -> dict[str, Any]:
+        return {"lightning": lightning, "horizon": self.horizon.max_steps}
 
     def training_step(self, batch: StepInput, batch_idx: int) -> None:
         """One optimizer step."""

@@ -13,25 +13,29 @@ A whole training loop::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import CheckpointFacts, Manifest
+from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
+from nxdt_core.checkpoint.manifest import Keep
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.lr_scheduler import LRSchedule
 from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble
 from nxdt_core.training.state import TrainState, capture_rng, restore_rng
 
 __all__ = [
+    "SaveFacts",
     "StepResult",
+    "begin_checkpoint",
     "evaluate",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
@@ -49,6 +53,16 @@ class StepResult:
     grad_norm: torch.Tensor
     """Global 2-norm before clipping."""
     lr_factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFacts:
+    """What the loop says of a checkpoint beside its state."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Figures by which retention may rank it."""
+    keep: Keep = "regular"
+    """How retention treats it."""
 
 
 def initialize_parallel_model(
@@ -117,6 +131,7 @@ def train_step(
     optimizer.reject_unless_finite(loss.loss, grad_norm)
     (apply or optimizer.step)()
     state.step += 1
+    state.updates += any(group["lr"] != 0 for group in optimizer.inner.param_groups)
     state.consumed_samples += dp_size * sum(batch.input_ids.shape[0] for batch in micro_batches)
     state.consumed_tokens += dp_size * sum(batch.input_ids.numel() for batch in micro_batches)
     return StepResult(loss=loss, grad_norm=grad_norm, lr_factor=factor)
@@ -141,11 +156,13 @@ def save_checkpoint(
     optimizer: ParallelOptimizer | None,
     state: TrainState,
     extra: dict[str, Any] | None = None,
+    about: SaveFacts = SaveFacts(),
     before_commit: Callable[[], None] | None = None,
 ) -> Manifest:
     """Commit weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
 
-    Collective: every rank calls it and writes a share; it succeeds on all or fails on all.
+    Collective: every rank calls it and writes a share; it succeeds on all or fails on all. It returns once the
+    checkpoint is committed; :func:`begin_checkpoint` returns before that.
 
     Args:
         storage: where to.
@@ -155,24 +172,80 @@ def save_checkpoint(
         optimizer: None saves weights and counters only.
         state: counters and data position.
         extra: further JSON-able state of the caller's loop; tensors are allowed as leaves.
+        about: metrics and fate of the checkpoint.
         before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks.
     """
-    return checkpoint.save_checkpoint(
-        storage,
-        step=state.step,
-        model=model.state_dict(),
-        optimizer={} if optimizer is None else optimizer.state_dict(),
-        state={"train": state.to_dict(), "rng": capture_rng(engine.device), "extra": extra or {}},
-        facts=CheckpointFacts(
+    parts = _parts(config, engine, model, optimizer, state, extra, about)
+    return checkpoint.save_checkpoint(storage, **parts, ranks=engine.ranks, before_commit=before_commit)
+
+
+def begin_checkpoint(
+    manager: CheckpointManager,
+    *,
+    config: ResolvedConfig,
+    engine: ParallelEngine,
+    model: ParallelModel,
+    optimizer: ParallelOptimizer | None,
+    state: TrainState,
+    extra: dict[str, Any] | None = None,
+    about: SaveFacts = SaveFacts(),
+) -> bool:
+    """As :func:`save_checkpoint`, returning as soon as the next step may change what is saved.
+
+    Call ``manager.poll()`` after every step: it raises what a save met. ``manager.wait()`` ends the last save.
+
+    Args:
+        manager: made with ``engine.ranks``.
+        config, engine, model, optimizer, state, extra, about: as of :func:`save_checkpoint`.
+
+    Returns:
+        False where the manager skips saves while one is in flight, and one is.
+    """
+    return manager.save(**_parts(config, engine, model, optimizer, state, extra, about))
+
+
+class _Parts(TypedDict):
+    """Keywords that every way of saving takes."""
+
+    step: int
+    model: dict[str, torch.Tensor | Piece]
+    optimizer: dict[str, torch.Tensor | Piece]
+    state: dict[str, Any]
+    facts: CheckpointFacts
+
+
+def _parts(
+    config: ResolvedConfig,
+    engine: ParallelEngine,
+    model: ParallelModel,
+    optimizer: ParallelOptimizer | None,
+    state: TrainState,
+    extra: dict[str, Any] | None,
+    about: SaveFacts,
+) -> _Parts:
+    skipped = 0 if optimizer is None else int(optimizer.skipped_steps)
+    # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
+    updates = max(0, state.updates - skipped)
+    return {
+        "step": state.step,
+        "model": model.state_dict(),
+        "optimizer": {} if optimizer is None else optimizer.state_dict(),
+        "state": {
+            "train": {**state.to_dict(), "updates": updates},
+            "rng": capture_rng(engine.device),
+            "extra": extra or {},
+        },
+        "facts": CheckpointFacts(
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
+            updates=updates,
             config=config.to_dict(),
             plugin_fingerprint=config.kernel.fingerprint(),
             mesh=dict(engine.rank_info.mesh),
+            metrics=dict(about.metrics),
+            keep=about.keep,
         ),
-        ranks=engine.ranks,
-        before_commit=before_commit,
-    )
+    }
 
 
 def load_checkpoint(

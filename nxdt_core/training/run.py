@@ -24,6 +24,7 @@ from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.nonfinite import NonFiniteGuard
 from nxdt_core.training.callbacks.resumed import ResumeNotes
+from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.callbacks.signals import StopRequests, StopSignals
 from nxdt_core.training.datamodule import NxdtDataModule
 from nxdt_core.training.memory import memory_errors_explained
@@ -64,7 +65,8 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
         return _finished(config, own, start)
     module, data = NxdtModule(config), NxdtDataModule(config)
     data.prepare()
-    metrics = _metrics(config, console)
+    figures = SaveFigures(config.run_dir if strategy.is_global_zero else None)
+    metrics = _metrics(config, console, figures)
     signals = StopSignals(console, ranks, requests)
     trainer = pl.Trainer(
         strategy=strategy,
@@ -80,7 +82,7 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
         num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
         inference_mode=config.run.trainer.inference_mode,
         logger=[_built(selected, config.run_dir) for selected in config.loggers] if strategy.is_global_zero else False,
-        callbacks=_callbacks(config, own, console, metrics, signals),
+        callbacks=_callbacks(config, own, console, metrics, figures, signals),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -117,7 +119,7 @@ def _start(module: NxdtModule, start: Start | None, console: Console) -> str | N
     return uri
 
 
-def _metrics(config: ResolvedConfig, console: Console) -> MetricsWriter:
+def _metrics(config: ResolvedConfig, console: Console, figures: SaveFigures) -> MetricsWriter:
     policy = assemble.precision(config)
     return MetricsWriter(
         config.run_dir,
@@ -125,15 +127,21 @@ def _metrics(config: ResolvedConfig, console: Console) -> MetricsWriter:
         every=config.run.trainer.log_every_n_steps,
         flops_per_token=assemble.model_builder(config).flops_per_token(config.run.data.seq_length),
         compute_dtype=policy.autocast or policy.parameters,
+        more=lambda: figures.row,
     )
 
 
 def _callbacks(
-    config: ResolvedConfig, own: CheckpointStorage, console: Console, metrics: MetricsWriter, signals: StopSignals
+    config: ResolvedConfig,
+    own: CheckpointStorage,
+    console: Console,
+    metrics: MetricsWriter,
+    figures: SaveFigures,
+    signals: StopSignals,
 ) -> list[pl.Callback]:
     """In the order in which they see a step: figures first, then what acts on them, then saving and stopping."""
     named = [_built(selected, config.run_dir) for selected in config.callbacks]
-    saver = [CheckpointSaver(own, console, config)] if config.run.checkpoint.enabled else []
+    saver = [CheckpointSaver(own, console, config, metrics, figures)] if config.run.checkpoint.enabled else []
     stops = config.run.trainer.nonfinite == "stop"
     guard = [NonFiniteGuard(config.run.trainer.log_every_n_steps)] if stops else []
     compiling = [CompileTime(console)] if config.run.model.compile else []

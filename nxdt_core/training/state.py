@@ -22,6 +22,8 @@ class TrainState:
     """Optimizer steps done."""
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    updates: int = 0
+    """Optimizer steps at a learning rate above zero."""
     data: dict[str, Any] = field(default_factory=dict)
     """Position of the training data after the last step, as the loader's ``state_dict`` gave it."""
 
@@ -30,9 +32,9 @@ class TrainState:
         return asdict(self)
 
     def update(self, saved: dict[str, Any]) -> None:
-        """Take over the values of :meth:`to_dict`."""
+        """Take over the values of :meth:`to_dict`; older checkpoints lack some."""
         for name in self.__slots__:
-            setattr(self, name, saved[name])
+            setattr(self, name, saved.get(name, getattr(self, name)))
 
 
 def seed_all(seed: int) -> None:

@@ -17,6 +17,7 @@ from nxdt_core.devices import profile_of
 from nxdt_core.parallel.environment import place_from_environment
 from nxdt_core.training import assemble
 from nxdt_core.training.launch.agreement import check_agreement, check_world_size
+from nxdt_core.training.managed_save import ManagedSave
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -117,8 +118,14 @@ class NxdtStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:  # the names are Lightning's
-        """Commit a checkpoint under the URI ``filepath`` (a root, or a root with ``step-…`` behind it)."""
-        self._module.save(str(filepath), lightning=_light(checkpoint))
+        """Commit a checkpoint under the URI ``filepath`` (a root, or a root with ``step-…`` behind it).
+
+        ``storage_options`` may be a :class:`nxdt_core.training.managed_save.ManagedSave`: its manager then decides.
+        """
+        if isinstance(storage_options, ManagedSave):
+            self._module.begin_save(storage_options, lightning=_light(checkpoint))
+        else:
+            self._module.save(str(filepath), lightning=_light(checkpoint))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Find the checkpoint and return what Lightning itself had saved; tensors are loaded after set-up."""

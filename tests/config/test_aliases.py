@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from nxdt_core.config.duration import seconds_of
+
 ALIASES = [
     ("exp_manager.checkpoint_callback_params.every_n_train_steps", "checkpoint.every_n_train_steps", 5),
     ("exp_manager.checkpoint_callback_params.save_top_k", "checkpoint.save_top_k", 2),
@@ -13,6 +15,7 @@ ALIASES = [
     ("exp_manager.resume_ignore_no_checkpoint", "checkpoint.resume_ignore_no_checkpoint", True),
     ("exp_manager.resume_from_checkpoint", "checkpoint.resume_from", "memory://y"),
     ("exp_manager.create_checkpoint_callback", "checkpoint.enabled", False),
+    ("exp_manager.async_checkpointing", "checkpoint.async_save", False),
     ("model.encoder_seq_length", "data.seq_length", 128),
 ]
 
@@ -64,10 +67,24 @@ def test_a_wrong_value_is_told_once_where_it_was_written(report, good):
 
 
 def test_an_unsupported_value_is_told_once_where_it_was_written(report, good):
-    assert report(good, "exp_manager.async_checkpointing=true") == [
-        "command line: exp_manager.async_checkpointing: found true (a boolean); this version does not do that."
-        " Allowed: false. [NXDT-C015]"
+    key = "exp_manager.checkpoint_callback_params.save_weights_only"
+    assert report(good, f"{key}=true") == [
+        f"command line: {key}: found true (a boolean); this version does not do that. Allowed: false. [NXDT-C015]"
     ]
+
+
+@pytest.mark.parametrize("text", ["00:00:30:00", "{minutes: 30}", "{seconds: 1800}"])
+def test_a_time_between_checkpoints_is_read_in_both_forms(load, good, text):
+    config = load(good, f"exp_manager.checkpoint_callback_params.train_time_interval={text}")
+    assert seconds_of(config.run.checkpoint.train_time_interval) == 1800
+
+
+@pytest.mark.parametrize("text", ["30", "half", "00:30", "00:00:00:00", "{weeks: 1}", "{minutes: 0}"])
+def test_a_time_that_is_none_is_told_where_it_was_written(report, good, text):
+    key = "exp_manager.checkpoint_callback_params.train_time_interval"
+    (row,) = report(good, f"{key}={text}")
+    assert row.startswith(f"command line: {key}: found ")
+    assert row.endswith("[NXDT-C012]")
 
 
 def test_alignment_parts_go_to_their_sections(load, report, good):

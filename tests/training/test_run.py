@@ -55,6 +55,7 @@ def test_a_run_writes_one_row_a_logged_step_with_the_promised_keys(small_run, me
     assert {path.name.partition(".out")[0] for path in config.run_dir.iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
+        "saves.jsonl",
         "checkpoints",
         "events",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -28,18 +29,30 @@ class CheckpointConfig:
     """Where checkpoints lie: a path or ``scheme://…``; ``null`` means ``<run directory>/checkpoints``."""
     every_n_train_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints; ``null`` saves at the end of the run only."""
+    train_time_interval: str | Mapping[str, int] | None = None
+    """Time between two checkpoints: ``days:hours:minutes:seconds``, or a mapping such as ``{minutes: 30}``."""
+    permanent_every_n_steps: PositiveInt | None = None
+    """Optimizer steps between two checkpoints that are never deleted."""
+    ephemeral_every_n_steps: PositiveInt | None = None
+    """Optimizer steps between two checkpoints that are kept only until a newer one is committed."""
     save_last: bool = True
     """Save at the end of the run too. (A run that is told to stop always saves.)"""
     save_top_k: Annotated[int, Range(-1)] = 3
-    """Checkpoints that are kept, best first by ``monitor``; -1 keeps all, 0 none but the last."""
+    """Checkpoints that are kept, best first by ``monitor``; -1 keeps all, 0 none. The newest is always kept."""
     keep_last: PositiveInt | None = None
     """Newest checkpoints that are kept whatever ``monitor`` says."""
     monitor: str = "step"
-    """Metric that ranks checkpoints; ``step`` keeps the newest."""
+    """Metric that ranks checkpoints, such as ``val_loss``; ``step`` keeps the newest. Those without it rank last."""
     mode: Literal["min", "max"] = "max"
     """Whether a small or a large metric is good."""
-    async_save: bool = False
-    """Go on training while a checkpoint is written."""
+    async_save: bool = True
+    """Go on training while a checkpoint is written; memory of the host holds a copy of it meanwhile."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What becomes of a checkpoint that is due while one is being written: training waits, or it is left out."""
+    deadline_s: Annotated[float, Range(1)] = 1800.0
+    """Seconds that one checkpoint may take until the run stops with an error."""
+    refuse_same_weights: bool = True
+    """Stop with an error where a checkpoint would hold the very weights of the one before in spite of updates."""
     resume_if_exists: bool = False
     """Go on from the newest good checkpoint at ``uri``."""
     resume_ignore_no_checkpoint: bool = False

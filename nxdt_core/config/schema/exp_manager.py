@@ -33,7 +33,7 @@ class CheckpointCallbackParams:
     """``checkpoint.save_last``."""
     every_n_train_steps: Annotated[PositiveInt | None, AliasOf("checkpoint.every_n_train_steps")] = None
     """``checkpoint.every_n_train_steps``."""
-    async_save: Annotated[bool, AliasOf("checkpoint.async_save")] = False
+    async_save: Annotated[bool, AliasOf("checkpoint.async_save")] = True
     """``checkpoint.async_save``."""
     filename: Annotated[str | None, NoEffect("checkpoints are named after their step")] = None
     """Template of a checkpoint's name."""
@@ -43,8 +43,8 @@ class CheckpointCallbackParams:
     """Text after a checkpoint's name."""
     enable_version_counter: Annotated[bool, NoEffect("checkpoints are named after their step")] = False
     """Count up names that exist."""
-    train_time_interval: str | Mapping[str, int] | None = None
-    """Time between two checkpoints."""
+    train_time_interval: Annotated[str | Mapping[str, int] | None, AliasOf("checkpoint.train_time_interval")] = None
+    """``checkpoint.train_time_interval``."""
     every_n_epochs: int | None = None
     """Passes over the data between two checkpoints."""
     save_on_train_epoch_end: bool | None = None
@@ -140,7 +140,7 @@ class ExpManagerConfig:
     """``checkpoint.resume_from``."""
     create_checkpoint_callback: Annotated[bool, AliasOf("checkpoint.enabled")] = True
     """``checkpoint.enabled``."""
-    async_checkpointing: Annotated[bool, AliasOf("checkpoint.async_save")] = False
+    async_checkpointing: Annotated[bool, AliasOf("checkpoint.async_save")] = True
     """``checkpoint.async_save``."""
     checkpoint_callback_params: CheckpointCallbackParams = field(default_factory=CheckpointCallbackParams)
     """Older spellings of keys of ``checkpoint``."""

@@ -81,7 +81,6 @@ RULES: tuple[Unsupported, ...] = (
     *_group(
         "exp_manager.checkpoint_callback_params",
         _NOT_YET,
-        train_time_interval=None,
         every_n_epochs=0,
         save_on_train_epoch_end=False,
         save_nemo_on_train_end=False,
@@ -90,7 +89,6 @@ RULES: tuple[Unsupported, ...] = (
         save_best_model=False,
         save_last_n_optim_states=-1,
     ),
-    *_group("checkpoint", _NOT_YET, async_save=False),
     *_group("checkpoint", "this version keeps the newest checkpoints", monitor="step", mode="max"),
     *_group("model", _NOT_YET, save_logits=False),
 )

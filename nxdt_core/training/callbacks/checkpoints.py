@@ -2,72 +2,181 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint import CheckpointManager, Manifest, SaveReport
+from nxdt_core.checkpoint.manifest import Keep
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.duration import seconds_of
 from nxdt_core.kernel.contexts import CheckpointContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.metrics import MetricsWriter
+from nxdt_core.training.callbacks.save_figures import SaveFigures
+from nxdt_core.training.managed_save import ManagedSave
+from nxdt_core.training.primitives import SaveFacts
 
 if TYPE_CHECKING:
     from nxdt_core.training.module import NxdtModule
 
 __all__ = ["CheckpointSaver"]
 
+_TIME_TOPIC = "checkpoint time"
+_BREAKING_S = 60.0
+"""How long a run that breaks waits for a save in flight."""
+
 
 class CheckpointSaver(pl.Callback):
-    """Saves at the interval and at the end of a run, tells the plugins, deletes what need not be kept."""
+    """Saves at the intervals and at the end of a run, tells the plugins, deletes what need not be kept."""
 
-    def __init__(self, storage: CheckpointStorage, console: Console, config: ResolvedConfig) -> None:
-        wanted = config.run.checkpoint
+    def __init__(
+        self,
+        storage: CheckpointStorage,
+        console: Console,
+        config: ResolvedConfig,
+        metrics: MetricsWriter,
+        figures: SaveFigures,
+    ) -> None:
+        self._config = config.run.checkpoint
         self._storage = storage
         self._console = console
         self._hooks = config.kernel.hooks
-        self._every = wanted.every_n_train_steps
-        self._save_last = wanted.save_last
-        self._keep = -1 if wanted.save_top_k < 0 else max(wanted.save_top_k, wanted.keep_last or 1)
+        self._metrics = metrics
+        self._figures = figures
+        interval = self._config.train_time_interval
+        self._interval_s = None if interval is None else seconds_of(interval)
+        self._manager: CheckpointManager | None = None
         self._saved: int | None = None
+        """Step of the newest save that was begun."""
+        self._saved_at = 0.0
+        self._after_validation: Keep | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """A resumed step is saved already."""
-        self._saved = pl_module.train_state.step
+        """Get ready to save; a resumed step is saved already."""
+        self._saved, self._saved_at = pl_module.train_state.step, time.monotonic()
+        self._manager = CheckpointManager(
+            self._storage,
+            ranks=pl_module.engine.ranks,
+            asynchronous=self._config.async_save,
+            when_busy=self._config.when_busy,
+            deadline_s=self._config.deadline_s,
+            refuse_same_weights=self._config.refuse_same_weights,
+            newest=pl_module.resumed,
+            after_commit=self._prune,
+            on_saved=lambda report: self._tell(pl_module, report),
+        )
         if pl_module.resumed is not None:
-            self._hooks.nxdt_checkpoint_loaded(self._context(pl_module, pl_module.resumed))
+            self._figures.resumed(pl_module.resumed)
+            self._hooks.nxdt_checkpoint_loaded(self._context(pl_module.resumed, pl_module))
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save at the interval."""
-        if self._every is not None and pl_module.train_state.step % self._every == 0:
-            self._save(trainer, pl_module)
+        """Learn of a save that has ended; begin one that is due."""
+        self._figures.step_ended()
+        self._manager_made.poll()
+        due = self._due(pl_module)
+        if due is not None and self._config.monitor != "step" and _validates_now(trainer):
+            self._after_validation = due
+        elif due is not None:
+            self._save(trainer, pl_module, due)
+        self._figures.step_began()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
+        """Save what waited for the figures of this validation."""
+        due, self._after_validation = self._after_validation, None
+        if due is not None:
+            self._save(trainer, pl_module, due)
+        self._figures.step_began()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Save the last step; a run that was asked to stop early always saves."""
-        if self._save_last or pl_module.train_state.step < trainer.max_steps:
-            self._save(trainer, pl_module)
+        """Save the last step (a run that was asked to stop early always does), and wait until it is committed."""
+        if self._interval_s is not None:
+            pl_module.engine.ranks.last_answer(topic=_TIME_TOPIC)
+        self._manager_made.wait()
+        if self._config.save_last or pl_module.train_state.step < trainer.max_steps:
+            self._save(trainer, pl_module, self._kind(pl_module.train_state.step) or "regular")
+            self._manager_made.wait()
+        self._figures.close()
 
-    def _save(self, trainer: pl.Trainer, module: NxdtModule) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Let the save in flight end; what broke the run may concern this rank only, so no other is asked."""
+        if self._manager is not None and not isinstance(exception, KeyboardInterrupt):
+            self._manager.leave(_BREAKING_S)
+
+    @property
+    def _manager_made(self) -> CheckpointManager:
+        assert self._manager is not None, "made at the start of training"
+        return self._manager
+
+    def _due(self, module: NxdtModule) -> Keep | None:
+        """What kind of checkpoint this step is to have, the same on all ranks."""
+        kind = self._kind(module.train_state.step)
+        if self._interval_s is None:
+            return kind
+        # The first rank's clock decides; each rank learns at the next step what it decided.
+        ranks = module.engine.ranks
+        over = ranks.rank == 0 and time.monotonic() - self._saved_at >= self._interval_s
+        return "regular" if ranks.largest_before(int(over), topic=_TIME_TOPIC) and kind is None else kind
+
+    def _kind(self, step: int) -> Keep | None:
+        intervals: tuple[tuple[int | None, Keep], ...] = (
+            (self._config.permanent_every_n_steps, "permanent"),
+            (self._config.every_n_train_steps, "regular"),
+            (self._config.ephemeral_every_n_steps, "ephemeral"),
+        )
+        return next((kind for every, kind in intervals if every is not None and step % every == 0), None)
+
+    def _save(self, trainer: pl.Trainer, module: NxdtModule, keep: Keep) -> None:
         step = module.train_state.step
         if step == self._saved:
             return
-        uri = assemble.step_uri(self._storage, step)
-        trainer.save_checkpoint(uri)
-        self._saved = step
-        if self._keep > 0 and trainer.is_global_zero:
-            checkpoint.prune(self._storage, keep_last=self._keep, deep=False)
-        assert module.saved is not None, "the strategy saves through the module"
-        self._console.say(f"step {step}: checkpoint saved to {uri}")
-        self._hooks.nxdt_checkpoint_saved(self._context(module, module.saved))
+        about, begun = SaveFacts(metrics=self._metrics_now(trainer), keep=keep), time.monotonic()
+        managed = ManagedSave(manager=self._manager_made, about=about)
+        trainer.save_checkpoint(assemble.step_uri(self._storage, step), storage_options=managed)
+        if not managed.begun:
+            self._console.say(f"step {step}: no checkpoint, the one before is still being written")
+            return
+        self._saved, self._saved_at = step, time.monotonic()
+        self._manager_made.note_wait(self._saved_at - begun - managed.took_s)
+        self._figures.begun(step)
 
-    def _context(self, module: NxdtModule, manifest: checkpoint.Manifest) -> CheckpointContext:
+    def _metrics_now(self, trainer: pl.Trainer) -> dict[str, float]:
+        """The newest value of everything that was logged."""
+        found = {**self._metrics.last, **trainer.callback_metrics}
+        return {name: float(value) for name, value in found.items() if value is not None and name != "step"}
+
+    def _prune(self, manifest: Manifest) -> None:
+        """After a commit, on the first rank, in the background."""
+        keep = -1 if self._config.save_top_k < 0 else max(self._config.save_top_k, self._config.keep_last or 1)
+        if keep > 0:
+            checkpoint.prune(self._storage, keep_last=keep, deep=False)
+
+    def _tell(self, module: NxdtModule, report: SaveReport) -> None:
+        manifest = module.saved = report.manifest
+        self._figures.saved(report)
+        self._console.say(
+            f"step {manifest.step}: checkpoint saved to {assemble.step_uri(self._storage, manifest.step)} ({report})"
+        )
+        self._hooks.nxdt_checkpoint_saved(self._context(manifest, module))
+
+    def _context(self, manifest: Manifest, module: NxdtModule) -> CheckpointContext:
         return CheckpointContext(
             step=manifest.step,
             uri=assemble.step_uri(self._storage, manifest.step),
             size_bytes=manifest.size_bytes,
-            consumed_samples=module.train_state.consumed_samples,
+            consumed_samples=manifest.facts.consumed_samples,
+            metrics=manifest.facts.metrics,
             rank=module.engine.rank_info.rank,
         )
+
+
+def _validates_now(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows this step."""
+    every, steps = trainer.val_check_batch, trainer.fit_loop.epoch_loop.total_batch_idx + 1
+    return bool(trainer.enable_validation and every) and steps % (every or 1) == 0

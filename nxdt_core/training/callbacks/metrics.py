@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -38,16 +38,25 @@ class MetricsWriter(pl.Callback):
         every: steps between two rows.
         flops_per_token: of forward and backward, for the share of the device's peak.
         compute_dtype: dtype of the matrix products, which decides the peak.
+        more: called for further columns of a row.
     """
 
     def __init__(
-        self, run_dir: Path, console: Console, *, every: int, flops_per_token: float, compute_dtype: str
+        self,
+        run_dir: Path,
+        console: Console,
+        *,
+        every: int,
+        flops_per_token: float,
+        compute_dtype: str,
+        more: Callable[[], Mapping[str, float | int | None]] = dict,
     ) -> None:
         self._run_dir = run_dir
         self._console = console
         self._every = max(1, every)
         self._flops_per_token = flops_per_token
         self._compute_dtype = compute_dtype
+        self._more = more
         self._file: TextIO | None = None
         self._peak: float | None = None
         self._begun = self._waited = 0.0
@@ -145,6 +154,7 @@ class MetricsWriter(pl.Callback):
             "step_time_s": seconds / steps,
             "max_memory_bytes": max_memory_bytes(module.engine.device),
             **scalars,
+            **self._more(),
         }
         self._begun, self._waited = now, waited
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens

@@ -1,0 +1,26 @@
+"""Lengths of time that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nxdt_core.config.duration import FORMS, seconds_of
+from nxdt_core.config.shapes import describe_value
+from nxdt_core.config.validate.checked import Checked
+from nxdt_core.errors import WrongValue
+
+__all__ = ["find_wrong_durations"]
+
+_KEYS = ("checkpoint.train_time_interval",)
+
+
+def find_wrong_durations(checked: Checked) -> Iterator[WrongValue]:
+    """Values that :func:`nxdt_core.config.duration.seconds_of` does not read."""
+    for key in _KEYS:
+        value = checked.values.get(key)
+        if value is None:
+            continue
+        try:
+            seconds_of(value)
+        except ValueError:
+            yield WrongValue(**checked.place(key), found=describe_value(value), allowed=FORMS)

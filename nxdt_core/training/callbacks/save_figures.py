@@ -1,0 +1,115 @@
+"""What saving costs a run: columns for the metrics, and a row a checkpoint in a file of its own."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from nxdt_core.checkpoint import Manifest, SaveReport
+from nxdt_core.training.step_times import StepTimes
+
+__all__ = ["SAVES_FILE", "SaveFigures"]
+
+SAVES_FILE = "saves.jsonl"
+"""One JSON object per committed checkpoint."""
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save, and the steps after it."""
+
+    step: int
+    report: SaveReport | None = None
+    slowdown: float | None = None
+    """Of the steps after it, compared with those before."""
+    over: bool = False
+    """Whether these steps are."""
+
+    def columns(self) -> dict[str, float | int | None]:
+        assert self.report is not None, "only what is committed is shown"
+        return {
+            "blocked_s": self.report.blocked_s,
+            "seconds": self.report.seconds,
+            "bytes": self.report.manifest.size_bytes,
+            "gb_per_s": self.report.gigabytes_per_s,
+            "slowdown": self.slowdown,
+        }
+
+
+class SaveFigures:
+    """Collects the reports of saves and the times of the steps around them.
+
+    Args:
+        run_dir: of ``saves.jsonl``; None keeps no file.
+    """
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self._file = None if run_dir is None else run_dir / SAVES_FILE
+        self._times = StepTimes()
+        self._step_began_at: float | None = None
+        self._marked: _Save | None = None
+        """The save whose next steps are being timed."""
+        self._pending: dict[int, _Save] = {}
+        self._newest: _Save | None = None
+        self._captured_at: float | None = None
+        """When the run was as the newest committed checkpoint has it, in seconds since the epoch."""
+
+    @property
+    def row(self) -> dict[str, float | int | None]:
+        """Columns for the metrics; none until a checkpoint exists."""
+        if self._captured_at is None:
+            return {}
+        newest = {} if self._newest is None else self._newest.columns()
+        named = {"age_s": time.time() - self._captured_at, **newest}
+        return {f"checkpoint_{name}": value for name, value in named.items()}
+
+    def resumed(self, manifest: Manifest) -> None:
+        """The run goes on from a checkpoint: its age counts."""
+        self._captured_at = datetime.fromisoformat(manifest.created).timestamp()
+
+    def step_ended(self) -> None:
+        """The time since the last call of :meth:`step_began` or of this was a step's."""
+        now = time.perf_counter()
+        if self._step_began_at is not None:
+            self._times.step(now - self._step_began_at)
+            if self._times.complete:
+                self._close_mark()
+        self._step_began_at = now
+
+    def step_began(self) -> None:
+        """What came since the last step was none: a save, a validation."""
+        self._step_began_at = time.perf_counter()
+
+    def begun(self, step: int) -> None:
+        """The save of ``step`` has begun: the steps from here on are compared with those before."""
+        self._close_mark()
+        self._marked = self._pending[step] = _Save(step)
+        self._times.mark()
+
+    def saved(self, report: SaveReport) -> None:
+        """A checkpoint is committed."""
+        self._captured_at = report.captured_at
+        self._newest = self._pending.setdefault(report.manifest.step, _Save(report.manifest.step))
+        self._newest.report = report
+        self._write_complete()
+
+    def close(self) -> None:
+        """The run ends: no steps follow."""
+        self._close_mark()
+
+    def _close_mark(self) -> None:
+        if self._marked is not None:
+            self._marked.slowdown, self._marked.over = self._times.slowdown, True
+            self._marked = None
+            self._write_complete()
+
+    def _write_complete(self) -> None:
+        """Write the rows of checkpoints that are committed and whose next steps are over."""
+        for save in [save for save in self._pending.values() if save.over and save.report is not None]:
+            del self._pending[save.step]
+            if self._file is not None:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": save.step, **save.columns()}) + "\n")
