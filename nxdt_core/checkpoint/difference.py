@@ -201,9 +201,9 @@ def _read(side: Side, wanted: Mapping[_Key, tuple[Box, TensorEntry]]) -> dict[_K
         while rest:  # no read takes a byte twice, as tensors that shared memory would
             by_place = {(entry.parts, box): key for key, (box, entry) in reversed(rest.items())}
             pieces, entries = {}, {}
+            check_fits(side.storage, side.manifest, [rest[key][1] for key in by_place.values()])
             for key in by_place.values():
                 box, entry = rest.pop(key)
-                check_fits(side.storage, side.manifest, entry)
                 tensors[key] = torch.empty(box.shape, dtype=getattr(torch, entry.dtype))
                 pieces[f"{key}"], entries[f"{key}"] = Piece(tensors[key], entry.shape, box), entry
             fill(side.storage, side.manifest, pieces, entries)

@@ -15,7 +15,10 @@ from nxdt_core.checkpoint.manifest import FileEntry, Manifest
 from nxdt_core.errors import CheckpointDamaged
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["AttemptWriter", "VerifiedFile", "Wanted", "read_whole"]
+__all__ = ["AttemptWriter", "VerifiedFile", "Wanted", "check_size", "read_whole"]
+
+_MOST_DIGESTS_BYTES = 64 * 2**20
+"""Digests of 15 TB; what claims more is forged, and must not have the memory that it asks for."""
 
 
 class AttemptWriter:
@@ -64,6 +67,7 @@ class VerifiedFile:
     """
 
     def __init__(self, storage: CheckpointStorage, manifest: Manifest, name: str) -> None:
+        self._file = storage, manifest, name
         self._storage = storage
         self._key = manifest.prefix + name
         self._where = f"{storage.uri}/{self._key}"
@@ -82,13 +86,13 @@ class VerifiedFile:
 
     def blocks(self) -> Iterator[memoryview]:
         """The whole file in order, block after block; each is verified, and overwritten by the next."""
-        self._check_size()
+        check_size(*self._file)
         for _, block in self._visit(0, len(self._digests.blocks)):
             yield block
 
     def read(self, ranges: Sequence[Wanted]) -> None:
         """Fill all ``ranges``. A block that any of them touches is read once, also where many touch it."""
-        self._check_size()
+        check_size(*self._file)
         wanted = sorted((each for each in ranges if len(each.into)), key=lambda each: each.start)
         if any(each.start < 0 or each.end > self._entry.size_bytes for each in wanted):
             raise self._damaged("the manifest names bytes beyond its end")
@@ -118,6 +122,8 @@ class VerifiedFile:
 
     def _read_digests_file(self) -> bytes:
         where, entry = self._digests_where, self._entry
+        if not 0 <= entry.digests_bytes <= _MOST_DIGESTS_BYTES:
+            raise CheckpointDamaged(where=where, reason=f"the manifest gives it {entry.digests_bytes} bytes")
         try:
             with self._storage.open_read(digests_name(self._key)) as stream:
                 data = stream.read(entry.digests_bytes + 1)
@@ -137,20 +143,28 @@ class VerifiedFile:
             raise CheckpointDamaged(where=where, reason="it and the manifest give different sizes")
         return digests
 
-    def _check_size(self) -> None:
-        found = self._storage.stat(self._key)
-        if found is None:
-            raise self._damaged("it is missing")
-        if found.size_bytes != self._entry.size_bytes:
-            raise self._damaged(f"it has {found.size_bytes} bytes instead of {self._entry.size_bytes}")
-
     def _damaged(self, reason: str) -> CheckpointDamaged:
         return CheckpointDamaged(where=self._where, reason=reason)
+
+
+def check_size(storage: CheckpointStorage, manifest: Manifest, name: str) -> None:
+    """Compare the size of the data file ``name`` with the manifest's, without reading it.
+
+    Raises:
+        CheckpointDamaged: it is missing, or has another.
+    """
+    where, entry = f"{storage.uri}/{manifest.prefix}{name}", manifest.files[name]
+    found = storage.stat(manifest.prefix + name)
+    if found is None:
+        raise CheckpointDamaged(where=where, reason="it is missing")
+    if found.size_bytes != entry.size_bytes:
+        raise CheckpointDamaged(where=where, reason=f"it has {found.size_bytes} bytes instead of {entry.size_bytes}")
 
 
 def read_whole(storage: CheckpointStorage, manifest: Manifest, name: str) -> bytes:
     """All bytes of the data file ``name``, verified; for small files."""
     file = VerifiedFile(storage, manifest, name)
+    check_size(storage, manifest, name)  # before memory is taken
     data = bytearray(manifest.files[name].size_bytes)
     file.read([Wanted(0, memoryview(data))])
     return bytes(data)

@@ -130,7 +130,7 @@ def read_json(directory: Path, file: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise HFFileMissing(directory=str(directory), wanted=f"'{file}'") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HFFileDamaged(path=str(path), reason=str(error)) from error
     if not isinstance(content, dict):
         raise HFFileDamaged(path=str(path), reason="it is no JSON object")

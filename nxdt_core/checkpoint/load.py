@@ -115,11 +115,10 @@ def load_optimizer_like(
     state: dict[str, torch.Tensor | Piece] = {}
 
     def read() -> None:
-        for key, entry in index.items():
-            owner = key.rpartition("/")[0]
-            if owner in parameters:
-                check_fits(storage, manifest, entry)
-                state[key] = empty_like(parameters[owner], entry.shape, getattr(torch, entry.dtype))
+        own = {key: entry for key, entry in index.items() if key.rpartition("/")[0] in parameters}
+        check_fits(storage, manifest, own.values())
+        for key, entry in own.items():
+            state[key] = empty_like(parameters[key.rpartition("/")[0]], entry.shape, getattr(torch, entry.dtype))
         _fill(storage, manifest, index, state, where)
 
     together(ranks, read, where=where)
@@ -168,13 +167,12 @@ def read_tensors(
         reason = f"no tensor {', '.join(missing[:8])} in its section {section!r}"
         raise TensorNotInCheckpoint(where=f"{storage.uri}/{manifest.prefix}", reason=reason)
     owner_of = {name: index[name].same_as or name for name in chosen}
+    owners = {owner: index[owner] for owner in owner_of.values()}
+    check_fits(storage, manifest, owners.values())
     wanted: dict[str, Piece] = {}
-    for owner in owner_of.values():
-        if owner not in wanted:
-            entry = index[owner]
-            check_fits(storage, manifest, entry)
-            whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
+    for owner, entry in owners.items():
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
     fill(storage, manifest, wanted, index)
     return {name: wanted[owner].tensor for name, owner in owner_of.items()}
 

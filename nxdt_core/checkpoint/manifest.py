@@ -6,6 +6,7 @@ It is JSON that carries a digest of itself. Any changed byte, also one that leav
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -20,6 +21,8 @@ __all__ = ["CheckpointFacts", "FileEntry", "Keep", "Manifest", "decode_manifest"
 
 FORMAT = 1
 """Version of the layout and of this file; a reader refuses a greater one."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
 Keep = Literal["regular", "permanent", "ephemeral"]
@@ -138,11 +141,11 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
     facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in known})
     return Manifest(
         step=table["step"],
-        attempt=table["attempt"],
+        attempt=_plain(table["attempt"]),
         created=table["created"],
         facts=facts,
         files={
-            name: FileEntry(
+            _plain(name): FileEntry(
                 size_bytes=int(row["size_bytes"]),
                 digests_bytes=int(row["digests_bytes"]),
                 digests_digest=str(row["digests_digest"]),
@@ -151,6 +154,13 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
         },
         tensors={section: decode_index(index) for section, index in table["tensors"].items()},
     )
+
+
+def _plain(name: str) -> str:
+    """The name, unless it could lead out of the checkpoint's directory, in any store."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a file in it")
+    return name
 
 
 def _dump(table: Mapping[str, Any]) -> bytes:

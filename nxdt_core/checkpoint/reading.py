@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.checkpoint.files import VerifiedFile, Wanted
+from nxdt_core.checkpoint.files import VerifiedFile, Wanted, check_size
 from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.checkpoint.safetensors_layout import bytes_of
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
@@ -73,17 +73,21 @@ def fill(
             read.finish()
 
 
-def check_fits(storage: CheckpointStorage, manifest: Manifest, entry: TensorEntry) -> None:
-    """Before memory is taken: a forged shape must not ask for more than the files hold.
+def check_fits(storage: CheckpointStorage, manifest: Manifest, entries: Iterable[TensorEntry]) -> None:
+    """Before memory is taken: forged shapes must not ask for more than the files hold.
 
     Raises:
-        CheckpointDamaged: it does.
+        CheckpointDamaged: they do; or a file has another size than the manifest says, which may be forged, too.
     """
-    for part in entry.parts:
-        file = manifest.files.get(part.file)
-        if file is None or part.start + math.prod(part.shape) * ITEM_BYTES[entry.dtype] > file.size_bytes:
-            where = f"{storage.uri}/{manifest.prefix}{part.file}"
+    ends: dict[str, int] = {}
+    for entry in entries:
+        for part in entry.parts:
+            ends[part.file] = max(ends.get(part.file, 0), part.start + entry.part_bytes(part))
+    for name, end in ends.items():
+        if name not in manifest.files or end > manifest.files[name].size_bytes:
+            where = f"{storage.uri}/{manifest.prefix}{name}"
             raise CheckpointDamaged(where=where, reason="the manifest names bytes beyond its end")
+        check_size(storage, manifest, name)
 
 
 def _reads(wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]) -> Iterator[_Read]:

@@ -1,0 +1,487 @@
+"""Nothing that is read as a checkpoint, ours or another program's, can run code, leave its directory or take memory
+that its bytes do not justify; it is refused in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint import (
+    CheckpointFacts,
+    latest,
+    list_checkpoints,
+    load_model,
+    load_optimizer,
+    load_state,
+    read_manifest,
+    verify,
+)
+from nxdt_core.checkpoint.digests import BlockDigests, digest
+from nxdt_core.checkpoint.foreign import open_foreign
+from nxdt_core.checkpoint.manifest import FileEntry, Manifest, encode_manifest
+from nxdt_core.checkpoint.tensor_index import TensorEntry, TensorPart
+from nxdt_core.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    HFFileDamaged,
+    NeuronxFileDamaged,
+    NxdtError,
+    PickleRefused,
+    WeightsPickled,
+)
+from nxdt_core.protocols.model import ModelBuilder
+from tests.checkpoint.neuronx_writer import TensorReference, Written, references_can_be_pickled
+from tests.checkpoint.poison import DRESSES, Payload, dressed
+
+SHARDS = tuple(f"{section}/shard-00000-00000.safetensors" for section in ("model", "optim", "state"))
+STATE = "state/rank-00000.json"
+FILES = ("manifest.json", *(name + end for name in (*SHARDS, STATE) for end in ("", ".digests")))
+MEMORY_BYTES = 2 * 2**30
+"""More than any of these tests needs, and less than any forgery asks for."""
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[Path]:
+    """A file that only a payload makes."""
+    path = tmp_path / "executed"
+    yield path
+    assert not path.exists()
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Address space of what is in use and :data:`MEMORY_BYTES` more: who takes memory before looking fails."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_the_payload_runs_where_it_is_unpickled(tmp_path: Path) -> None:
+    for dress in DRESSES:
+        marker = tmp_path / dress
+        path = tmp_path / f"{dress}.pt"
+        path.write_bytes(dressed(dress, marker))
+        if dress.startswith("pickle"):
+            pickle.loads(path.read_bytes())
+        else:
+            torch.load(path, weights_only=False)
+        assert marker.exists(), dress
+
+
+# --- our own format ---------------------------------------------------------------------------------------------------
+
+
+def load_all(store: LocalStorage) -> Any:
+    manifest = read_manifest(store, 1)
+    return load_model(store, manifest), load_optimizer(store, manifest), load_state(store, manifest)
+
+
+def path_of(store: LocalStorage, manifest: Manifest, name: str) -> Path:
+    return Path(store.uri) / ("step-00000001/manifest.json" if name == "manifest.json" else manifest.prefix + name)
+
+
+def forge(store: LocalStorage, manifest: Manifest, name: str, data: bytes) -> None:
+    """Put ``data`` in the place of a file and correct everything that would give it away."""
+    digests_of = name.removesuffix(".digests")
+    digests = data
+    if digests_of == name:
+        digests = BlockDigests(size_bytes=len(data), blocks=(digest(data).partition(":")[2],)).encode()
+        path_of(store, manifest, name).write_bytes(data)
+    path_of(store, manifest, f"{digests_of}.digests").write_bytes(digests)
+    size = len(data) if digests_of == name else manifest.files[digests_of].size_bytes
+    entry = FileEntry(size_bytes=size, digests_bytes=len(digests), digests_digest=digest(digests))
+    sign(store, dataclasses.replace(manifest, files={**manifest.files, digests_of: entry}))
+
+
+def sign(store: LocalStorage, manifest: Manifest) -> None:
+    path_of(store, manifest, "manifest.json").write_bytes(encode_manifest(manifest))
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+@pytest.mark.parametrize("where", ["instead", "behind", "before"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_payload_in_any_file_is_found_and_not_run(
+    store: LocalStorage, save: Any, marker: Path, name: str, where: str, dress: str
+) -> None:
+    path = path_of(store, save(store, 1), name)
+    own, poison = path.read_bytes(), dressed(dress, marker)
+    path.write_bytes({"instead": poison, "behind": own + poison, "before": poison + own}[where])
+    list_checkpoints(store)
+    problems = verify(store, 1)
+    assert problems
+    assert str(path) in problems[0]
+    with pytest.raises(CheckpointDamaged, match="NXDT-S010"):
+        load_all(store)
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+@pytest.mark.parametrize("where", ["instead", "behind", "before"])
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_payload_whose_digests_were_forged_too_is_not_run(
+    store: LocalStorage, save: Any, marker: Path, name: str, where: str, dress: str
+) -> None:
+    """Bytes behind a shard's tensors are never looked at, and bytes before them shift what are numbers at worst."""
+    manifest = save(store, 1)
+    own, poison = path_of(store, manifest, name).read_bytes(), dressed(dress, marker)
+    forge(store, manifest, name, {"instead": poison, "behind": own + poison, "before": poison + own}[where])
+    list_checkpoints(store)
+    if name.endswith("safetensors"):
+        if where != "instead":
+            loaded = load_all(store)
+            assert loaded[0]["w"].shape == (4, 3)
+        return
+    with pytest.raises(CheckpointDamaged, match=name.removesuffix(".digests")):
+        load_all(store)
+
+
+def test_a_payload_in_names_and_values_of_the_manifest_is_text(store: LocalStorage, save: Any, marker: Path) -> None:
+    text = pickle.dumps(Payload(marker), 0).decode()
+    save(store, 1, facts=CheckpointFacts(config={text: text}, plugin_fingerprint=text), model={text: torch.ones(2)})
+    assert read_manifest(store, 1).facts.config == {text: text}
+    assert list(load_all(store)[0]) == [text]
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+def test_files_of_torchs_own_distributed_checkpoints_are_no_part_of_ours(
+    store: LocalStorage, save: Any, marker: Path, dress: str
+) -> None:
+    manifest = save(store, 1)
+    for folder in (Path(store.uri), Path(store.uri) / "step-00000001", path_of(store, manifest, "x").parent):
+        for name in (".metadata", "__0_0.distcp", "data.pkl"):
+            (folder / name).write_bytes(dressed(dress, marker))
+    assert verify(store, 1) == []
+    load_all(store)
+    path_of(store, manifest, "manifest.json").unlink()
+    with pytest.raises(CheckpointNotFound):
+        load_all(store)
+
+
+@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"a":' * 200_000, b"1" * 10_000, b"\xff", b"1e999999"])
+@pytest.mark.parametrize("name", [STATE, f"{STATE}.digests", f"{SHARDS[0]}.digests"])
+def test_json_that_is_deep_or_endless_is_damage(store: LocalStorage, save: Any, name: str, data: bytes) -> None:
+    forge(store, save(store, 1), name, data)
+    with pytest.raises(CheckpointDamaged, match=name.removesuffix(".digests")):
+        load_all(store)
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("claimed", [2**40, 2**60])
+@pytest.mark.parametrize("name", [SHARDS[0], SHARDS[1], STATE])
+def test_a_size_that_the_file_does_not_have_costs_no_memory(
+    store: LocalStorage, save: Any, name: str, claimed: int
+) -> None:
+    """Sizes, digests and shapes agree with one another, and with nothing else."""
+    manifest = save(store, 1)
+    digests = BlockDigests(size_bytes=claimed, blocks=("0",), block_bytes=claimed).encode()
+    path_of(store, manifest, f"{name}.digests").write_bytes(digests)
+    entry = FileEntry(size_bytes=claimed, digests_bytes=len(digests), digests_digest=digest(digests))
+    part = TensorPart(file=name, start=0, offsets=(0,), shape=(claimed,))
+    huge = TensorEntry(dtype="uint8", shape=(claimed,), parts=(part,))
+    tensors = {section: {**index, "w/huge": huge} for section, index in manifest.tensors.items()}
+    sign(store, dataclasses.replace(manifest, files={**manifest.files, name: entry}, tensors=tensors))
+    with pytest.raises(CheckpointDamaged, match=f"instead of {claimed}"):
+        load_all(store)
+    assert any(name in problem for problem in verify(store, 1))
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("claimed", [-5, -2, -1, 2**40, 2**62])
+def test_digests_of_any_claimed_size_cost_no_memory(store: LocalStorage, save: Any, claimed: int) -> None:
+    manifest = save(store, 1)
+    entry = dataclasses.replace(manifest.files[STATE], digests_bytes=claimed)
+    sign(store, dataclasses.replace(manifest, files={**manifest.files, STATE: entry}))
+    with pytest.raises(CheckpointDamaged, match="digests"):
+        load_all(store)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../secret", "/etc/hostname", "..", "a/../../secret", "./secret", "a\\..\\b", "\0"]
+)
+def test_names_that_lead_out_of_the_store_are_refused(
+    store: LocalStorage, save: Any, name: str, tmp_path: Path
+) -> None:
+    manifest = save(store, 1)
+    (tmp_path / "secret").write_text("secret")
+    entry = manifest.files[SHARDS[0]]
+    whole = TensorPart(file=name, start=0, offsets=(0,), shape=(3,))
+    tensors = {"model": {"w": TensorEntry(dtype="uint8", shape=(3,), parts=(whole,))}}
+    forged_file = dataclasses.replace(manifest, files={**manifest.files, name: entry}, tensors=tensors)
+    for forged in (forged_file, dataclasses.replace(manifest, attempt=name)):
+        sign(store, forged)
+        with pytest.raises(CheckpointDamaged):
+            load_all(store)
+        assert verify(store, 1)
+        assert list_checkpoints(store)[0].state == "damaged"
+        assert latest(store, warn=lambda line: None) is None
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/etc/hostname", "nowhere", "."])
+def test_links_in_place_of_files_are_damage(store: LocalStorage, save: Any, target: str) -> None:
+    path = path_of(store, save(store, 1), SHARDS[0])
+    path.unlink()
+    os.symlink(target, path)
+    with pytest.raises(CheckpointDamaged, match=SHARDS[0]):
+        load_all(store)
+    assert verify(store, 1)
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def builder() -> ModelBuilder:
+    """Of the model that :func:`weights` are of."""
+    llama = pytest.importorskip("nxdt_plugin_llama.builder", reason="nxdt-plugin-llama is not installed")
+    config = pytest.importorskip("nxdt_plugin_llama.config", reason="nxdt-plugin-llama is not installed")
+    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 4, "num_kv_heads": 2}
+    built: ModelBuilder = llama.LlamaBuilder(config.LlamaConfig(**sizes, vocab_size=8, max_position_embeddings=16))
+    return built
+
+
+def weights() -> dict[str, torch.Tensor]:
+    blocks = {
+        f"model.layers.{layer}.{name}.weight": torch.randn(shape)
+        for layer in range(2)
+        for name, shape in {
+            "self_attn.q_proj": (8, 8),
+            "self_attn.k_proj": (4, 8),
+            "self_attn.v_proj": (4, 8),
+            "self_attn.o_proj": (8, 8),
+            "mlp.gate_proj": (16, 8),
+            "mlp.up_proj": (16, 8),
+            "mlp.down_proj": (8, 16),
+            "input_layernorm": (8,),
+            "post_attention_layernorm": (8,),
+        }.items()
+    }
+    ends = {"model.embed_tokens.weight": (8, 8), "model.norm.weight": (8,), "lm_head.weight": (8, 8)}
+    return blocks | {name: torch.randn(shape) for name, shape in ends.items()}
+
+
+HF_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 8,
+    "max_position_embeddings": 16,
+}
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG))
+    save_file(weights(), directory / "model.safetensors")
+    return directory
+
+
+def import_all(directory: Path, builder: ModelBuilder) -> list[torch.Tensor]:
+    _, found = open_foreign(directory)
+    found.model_config()
+    return list(found.read(list(found.listing(builder))))
+
+
+def test_the_directories_are_good_before_they_are_poisoned(hf: Path, nxd: Path, builder: ModelBuilder) -> None:
+    assert len(import_all(hf, builder)) == 21
+    assert len(import_all(nxd, builder)) == 21 * 4
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+def test_pickled_weights_of_hugging_face_are_never_opened(
+    hf: Path, builder: ModelBuilder, marker: Path, file: str, dress: str
+) -> None:
+    (hf / file).write_bytes(dressed(dress, marker))
+    import_all(hf, builder)  # beside safetensors they do not matter
+    (hf / "model.safetensors").unlink()
+    with pytest.raises(WeightsPickled, match=file):
+        import_all(hf, builder)
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "model.safetensors.index.json"])
+def test_a_payload_in_place_of_a_file_of_hugging_face_is_refused(
+    hf: Path, builder: ModelBuilder, marker: Path, file: str, dress: str
+) -> None:
+    (hf / file).write_bytes(dressed(dress, marker))
+    with pytest.raises(HFFileDamaged, match=file):
+        import_all(hf, builder)
+
+
+def header(table: object, length: int | None = None) -> bytes:
+    encoded = table if isinstance(table, bytes) else json.dumps(table).encode()
+    return (len(encoded) if length is None else length).to_bytes(8, "little") + encoded
+
+
+HUGE = {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}
+OVERFLOWING = {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 0]}
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize(
+    "data",
+    [
+        header({}, 2**63),
+        header({}, 2**40),
+        header(b"[" * 1_000_000),
+        header({"lm_head.weight": HUGE}),
+        header({"lm_head.weight": OVERFLOWING}),
+        header({"lm_head.weight": {**HUGE, "shape": [1], "data_offsets": [8, 4]}}),
+        header({"lm_head.weight": {**HUGE, "shape": [-1]}}),
+        b"",
+        b"\0" * 7,
+    ],
+    ids=range(9),
+)
+def test_absurd_safetensors_headers_are_damage(hf: Path, builder: ModelBuilder, data: bytes) -> None:
+    (hf / "model.safetensors").write_bytes(data)
+    with pytest.raises(HFFileDamaged, match=r"model\.safetensors"):
+        import_all(hf, builder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"a":' * 200_000, b'{"a": ' + b"1" * 10_000 + b"}", b"null"])
+def test_json_of_hugging_face_that_is_deep_or_endless_is_damage(
+    hf: Path, builder: ModelBuilder, file: str, data: bytes
+) -> None:
+    (hf / file).write_bytes(data)
+    with pytest.raises(HFFileDamaged, match=file):
+        import_all(hf, builder)
+
+
+@pytest.mark.parametrize(
+    "file", ["../outside.safetensors", "{root}/outside.safetensors", "a/../../outside.safetensors"]
+)
+def test_an_index_of_hugging_face_names_no_files_elsewhere(hf: Path, builder: ModelBuilder, file: str) -> None:
+    (hf / "model.safetensors").rename(hf.parent / "outside.safetensors")
+    names = dict.fromkeys(weights(), file.format(root=hf.parent))
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(NxdtError, match=r"outside\.safetensors"):
+        import_all(hf, builder)
+
+
+# --- NxD Training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "xser"])
+def nxd(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    cut = Written(heads=4, kv_heads=2, tp=2, pp=2, dp=2, xser=request.param, masters=False)  # then all files are read
+    return cut.write(tmp_path / "tag.ckpt", weights(), 2)
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+def test_a_payload_in_any_file_of_nxd_is_refused_and_named(
+    nxd: Path, builder: ModelBuilder, marker: Path, dress: str
+) -> None:
+    """One of each kind of file; there are many of a kind. (Counts of steps are read from one rank alone.)"""
+    tensors = [path for path in nxd.rglob("tensor_*.pt") if torch.load(path).dim()]
+    others = [path for path in nxd.rglob("*.pt") if not path.name.startswith("tensor_")]
+    kinds = {(path.relative_to(nxd).parts[0], *path.suffixes): path for path in others}
+    kinds |= {(path.relative_to(nxd).parts[0], "tensor"): path for path in tensors}
+    assert len(kinds) == (7 if tensors else 3)
+    for path in kinds.values():
+        own = path.read_bytes()
+        path.write_bytes(dressed(dress, marker))
+        with pytest.raises((PickleRefused, NeuronxFileDamaged)) as caught:
+            import_all(nxd, builder)
+        assert str(path) in str(caught.value)
+        path.write_bytes(own)
+    import_all(nxd, builder)
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+def test_markers_of_nxd_are_names_and_not_read(nxd: Path, builder: ModelBuilder, marker: Path, dress: str) -> None:
+    for name in ("checkpoint", "done", "scheduler.pt", "newest"):
+        (nxd / name).write_bytes(dressed(dress, marker))
+    import_all(nxd, builder)
+
+
+def test_what_is_refused_is_named(nxd: Path, builder: ModelBuilder, marker: Path) -> None:
+    (nxd / "user_content.pt").write_bytes(dressed("torch", marker))
+    with pytest.raises(PickleRefused, match=r"names 'posix\.system', which could run code"):
+        import_all(nxd, builder)
+
+
+class Refers:
+    """Pickled as a call of something that is allowed, with arguments that it was not made for."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def endless(size: tuple[int, ...], stride: tuple[int, ...]) -> Refers:
+    one = torch.ones(1).untyped_storage()
+    storage = torch.storage.TypedStorage(wrap_storage=one, dtype=torch.float32, _internal=True)
+    return Refers(torch._utils._rebuild_tensor_v2, (storage, 0, size, stride, False, {}))
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model.norm.weight": endless((2**40,), (0,))},
+        {"model.norm.weight": endless((2**40,), (1,))},
+        {"model.norm.weight": endless((-1,), (1,))},
+        {"model.norm.weight": torch.ones(8).to_sparse()},
+        {"model.norm.weight": torch.empty(2**50, device="meta")},
+        {"model.norm.weight": Refers(bytearray, (2**50,))},
+        {"model.norm.weight": "text"},
+        [torch.ones(8)],
+        torch.ones(8),
+        None,
+    ],
+    ids=range(10),
+)
+def test_tensors_that_claim_more_than_there_is_are_damage(nxd: Path, builder: ModelBuilder, content: Any) -> None:
+    path = nxd / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt"
+    torch.save(content, path)
+    with pytest.raises((NeuronxFileDamaged, PickleRefused), match=path.name):
+        import_all(nxd, builder)
+
+
+@pytest.mark.parametrize("number", ["../../secret", "0", -1, 1.5, None, True, [0], 10**30])
+def test_references_of_nxd_name_no_files_elsewhere(nxd: Path, builder: ModelBuilder, number: Any) -> None:
+    path = nxd / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt"
+    with references_can_be_pickled():
+        torch.save({"model.norm.weight": TensorReference(number)}, path)
+    with pytest.raises((NeuronxFileDamaged, PickleRefused), match="dp_rank_00_tp_rank_00_pp_rank_01"):
+        import_all(nxd, builder)
+
+
+def test_shapes_that_xser_claims_cost_no_memory(tmp_path: Path, builder: ModelBuilder) -> None:
+    directory = Written(heads=4, kv_heads=2, xser=True).write(tmp_path / "tag", weights(), 2)
+    path = directory / "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.info.pt"
+    info = torch.load(path)
+    changes: list[Callable[[dict[str, Any]], None]] = [
+        lambda told: told.update(shape=torch.Size([2**40, 2])),
+        lambda told: told.update(shape="many"),
+        lambda told: told.update(dtype="os.system"),
+        lambda told: told.clear(),
+    ]
+    for change in changes:
+        forged = {number: dict(told) for number, told in info.items()}
+        change(forged[0])
+        torch.save(forged, path)
+        with pytest.raises(NeuronxFileDamaged):
+            import_all(directory, builder)
