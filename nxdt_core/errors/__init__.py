@@ -75,6 +75,7 @@ from nxdt_core.errors.exchange import (
     ForeignConfigMissing,
     ForeignFormatUnknown,
     ImportPlaceTaken,
+    SavedConfigUnusable,
     WeightsPickled,
 )
 from nxdt_core.errors.experts import ExpertsDoNotDivide, ModelWithoutExperts
@@ -261,6 +262,7 @@ __all__ = [
     "RunAlreadyHasCheckpoints",
     "SameWeightsSaved",
     "SaveTookTooLong",
+    "SavedConfigUnusable",
     "ScheduleHasNoEnd",
     "SequenceDoesNotDivide",
     "SequenceTooLongForModel",

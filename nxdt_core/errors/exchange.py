@@ -11,6 +11,7 @@ __all__ = [
     "ForeignConfigMissing",
     "ForeignFormatUnknown",
     "ImportPlaceTaken",
+    "SavedConfigUnusable",
     "WeightsPickled",
 ]
 
@@ -76,3 +77,16 @@ class ImportPlaceTaken(NxdtError):
     remedy = "Import to another place, or delete that one first."
     uri: str
     step: int
+
+
+class SavedConfigUnusable(NxdtError):
+    """The model of a checkpoint cannot be built here."""
+
+    code = "NXDT-S075"
+    happened = "The checkpoint {where} is of a model that cannot be built here."
+    remedy = "{listed}"
+    where: str
+    problems: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": "\n  ".join(self.problems)}

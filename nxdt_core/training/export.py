@@ -67,7 +67,7 @@ def export_hf(
     Raises:
         CheckpointNotFound: there is none.
         CheckpointDamaged: a file of it is not what was written.
-        ConfigError: its model cannot be built here; a missing plugin is named.
+        SavedConfigUnusable: its model cannot be built here; a missing plugin is named.
         HFExchangeUnsupported: its model has no counterpart at Hugging Face.
         HFNotWritable: ``target`` is not empty.
     """
@@ -76,17 +76,19 @@ def export_hf(
     place = checkpoint.open_storage(target, kernel)
     manifest = together(ranks, lambda: _find(storage, step) if rank_of(ranks) == 0 else None, where=source)[0]
     assert manifest is not None
+    address = assemble.step_uri(storage, manifest.step)
     planned: list[tuple[HFPlan, tuple[str, ...]]] = []
 
     def plan_all() -> None:
-        planned.append(plan_export(saved_config(manifest), manifest, dtype=dtype, max_shard_bytes=max_shard_bytes))
+        config = saved_config(manifest, where=address)
+        planned.append(plan_export(config, manifest, dtype=dtype, max_shard_bytes=max_shard_bytes))
 
     together(ranks, plan_all, where=source)
     plan, notes = planned[0]
     origin = f"{storage.uri}/{manifest.prefix}"
     write_hf(place, plan, read_from(storage, manifest), origin=origin, workers=workers, ranks=ranks)
     return Exported(
-        source=assemble.step_uri(storage, manifest.step),
+        source=address,
         target=place.uri,
         step=manifest.step,
         files=(*(shard.file for shard in plan.shards), *plan.texts),

@@ -72,7 +72,7 @@ def _load(uri: str) -> tuple[ResolvedConfig, TorchModel]:
     """The run that wrote the checkpoint, and its model with the checkpoint's weights."""
     found, step = checkpoint.locate(uri, Kernel.start())
     manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning)
-    config = saved_config(manifest)
+    config = saved_config(manifest, where=assemble.step_uri(found, manifest.step))
     engine = assemble.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=False)

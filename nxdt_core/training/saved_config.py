@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.errors import ConfigError, SavedConfigUnusable
 
 __all__ = ["saved_config"]
 
@@ -27,10 +28,36 @@ _ONE_PROCESS = (
 """The layout of a checkpoint's run matters to that run alone: any process can load any."""
 
 
-def saved_config(manifest: Manifest) -> ResolvedConfig:
-    """The run that wrote the checkpoint, as it would be on one process.
+_OF_DATA = ("seq_length", "tokenizer")
+
+
+def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
+    """The run that wrote the checkpoint, as it would be on one process, without what only training needs.
+
+    Data, callbacks, optimizer and store are left out: their plugins and files need not be here.
+
+    Args:
+        manifest: of the checkpoint.
+        where: its address, for messages.
 
     Raises:
-        ConfigError: it cannot be had here; where a plugin is missing, the error names it.
+        SavedConfigUnusable: the model or the tokenizer cannot be had here; a missing plugin is named.
     """
-    return load(manifest.facts.config, _ONE_PROCESS)
+    saved = manifest.facts.config
+    given = {
+        **saved,
+        "trainer": {**saved.get("trainer", {}), "callbacks": []},
+        "data": {
+            **{key: value for key, value in saved.get("data", {}).items() if key in _OF_DATA},
+            "name": "none",
+            "micro_batch_size": 1,
+            "global_batch_size": 1,
+        },
+        "model": {**saved.get("model", {}), "optim": {"lr": 0.0}},
+        "checkpoint": {},
+    }
+    try:
+        return load(given, _ONE_PROCESS)
+    except ConfigError as error:
+        problems = [f"{problem.key}: {problem.what()} {problem.do()}".strip() for problem in error.problems]
+        raise SavedConfigUnusable(where=where, problems=problems) from error

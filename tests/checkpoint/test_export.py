@@ -59,7 +59,7 @@ def saved(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def our_model(uri: str) -> torch.nn.Module:
     """The plain module with the checkpoint's weights."""
     manifest = newest(uri)
-    module = assemble.model_builder(saved_config(manifest)).build()
+    module = assemble.model_builder(saved_config(manifest, where="")).build()
     module.load_state_dict(checkpoint.load_model(LocalStorage(uri), manifest), strict=False)
     return module.eval()
 
@@ -137,7 +137,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize(("dtype", "limit"), [(None, 45_000), ("bfloat16", 22_500)])
 def test_no_more_than_one_file_of_weights_is_in_memory(tmp_path, saved, dtype, limit):
     manifest = newest(saved)
-    plan, _ = plan_export(saved_config(manifest), manifest, dtype=dtype, max_shard_bytes=limit)
+    plan, _ = plan_export(saved_config(manifest, where=""), manifest, dtype=dtype, max_shard_bytes=limit)
     largest = max(shard.layout.size_bytes for shard in plan.shards)
     assert plan.size_bytes > 3 * largest
     allocations = Allocations()
@@ -157,7 +157,7 @@ def test_no_more_than_one_file_of_weights_is_in_memory(tmp_path, saved, dtype, l
 
 def test_an_interrupted_export_is_no_model_and_goes_on(tmp_path, saved):
     manifest, target = newest(saved), LocalStorage(str(tmp_path / "hf"))
-    plan, _ = plan_export(saved_config(manifest), manifest, max_shard_bytes=20_000)
+    plan, _ = plan_export(saved_config(manifest, where=""), manifest, max_shard_bytes=20_000)
     counted: list[str] = []
     inner = hf_write.read_from(LocalStorage(saved), manifest)
 
@@ -183,14 +183,14 @@ def test_an_interrupted_export_is_no_model_and_goes_on(tmp_path, saved):
 
 def test_an_interrupted_export_of_something_else_is_not_mixed_with(tmp_path, saved):
     manifest, target = newest(saved), LocalStorage(str(tmp_path / "hf"))
-    plan, _ = plan_export(saved_config(manifest), manifest, max_shard_bytes=20_000)
+    plan, _ = plan_export(saved_config(manifest, where=""), manifest, max_shard_bytes=20_000)
     read = hf_write.read_from(LocalStorage(saved), manifest)
     with pytest.raises(StorageFull):
         hf_write.write_hf(FaultyStorage(target, 20), plan, read, origin="one")
     before = {path.name for path in (tmp_path / "hf").iterdir()}
     with pytest.raises(HFNotWritable):
         hf_write.write_hf(target, plan, read, origin="another")
-    other, _ = plan_export(saved_config(manifest), manifest, max_shard_bytes=30_000)
+    other, _ = plan_export(saved_config(manifest, where=""), manifest, max_shard_bytes=30_000)
     with pytest.raises(HFNotWritable):
         hf_write.write_hf(target, other, read, origin="one")
     assert {path.name for path in (tmp_path / "hf").iterdir()} == before

@@ -95,7 +95,7 @@ def test_the_directory_may_go_afterwards(tmp_path):
     uri = str(tmp_path / "store")
     import_foreign(str(tmp_path / "theirs"), uri)
     (tmp_path / "theirs/config.json").unlink()
-    builder = assemble.model_builder(saved_config(newest(uri)))
+    builder = assemble.model_builder(saved_config(newest(uri), where=""))
     assert (builder.vocab_size, builder.config.num_layers, builder.config.kv_heads) == (304, 2, 2)
 
 
