@@ -19,10 +19,10 @@ class Checksum:
 
     algorithm: str
     """As S3 calls it: ``CRC32C``."""
-    compute: Callable[[bytes | bytearray], int]
+    compute: Callable[[bytes | memoryview], int]
     size_bytes: int
 
-    def arguments(self, data: bytes | bytearray) -> dict[str, str]:
+    def arguments(self, data: bytes | memoryview) -> dict[str, str]:
         """What a request that carries ``data`` says of it."""
         digest = self.compute(data).to_bytes(self.size_bytes, "big")
         return {f"Checksum{self.algorithm}": base64.b64encode(digest).decode()}

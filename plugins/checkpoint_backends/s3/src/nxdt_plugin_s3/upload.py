@@ -13,6 +13,7 @@ import threading
 from concurrent.futures import Future, wait
 from typing import Any, final
 
+from nxdt_plugin_s3.body import Body
 from nxdt_plugin_s3.errors import S3ObjectTooLarge
 from nxdt_plugin_s3.faults import FAILURES, code_of, status_of
 from nxdt_plugin_s3.link import Link
@@ -84,7 +85,6 @@ class Upload(io.RawIOBase):
                 self._put()
                 return
         if self._filled:
-            del self._buffer[self._filled :]
             self._ship()
         with self._link.explained(self._where, "Writing"):
             self._complete([part.result() for part in self._parts])
@@ -126,7 +126,7 @@ class Upload(io.RawIOBase):
             raise S3ObjectTooLarge(where=self._where, reason=reason)
         self._link.slots.acquire()
         try:
-            part = self._link.threads.submit(self._send, number, self._buffer)
+            part = self._link.threads.submit(self._send, number, self._buffer, self._filled)
         except BaseException:
             self._link.slots.release()
             raise
@@ -144,11 +144,12 @@ class Upload(io.RawIOBase):
         )
         return {**self._target, "UploadId": begun["UploadId"]}
 
-    def _send(self, number: int, buffer: bytearray) -> dict[str, Any]:
+    def _send(self, number: int, buffer: bytearray, size: int) -> dict[str, Any]:
         """One part, in a thread of the link; what the completion says of it."""
-        checksum = self._link.checksum.arguments(buffer)
-        request = {**self._upload, "PartNumber": number, "Body": buffer, **checksum}
-        sent = self._run(lambda: self._link.client.upload_part(**request))
+        data = memoryview(buffer)[:size]
+        checksum = self._link.checksum.arguments(data)
+        request = {**self._upload, **checksum, "PartNumber": number}
+        sent = self._run(lambda: self._link.client.upload_part(**request, Body=Body(data)))
         self._link.give_back(buffer)
         return {"PartNumber": number, "ETag": sent["ETag"], **checksum}
 
@@ -163,13 +164,9 @@ class Upload(io.RawIOBase):
         self._run(request)
 
     def _put(self) -> None:
-        request = {
-            **self._target,
-            **self._link.object_arguments(),
-            **self._link.checksum.arguments(self._buffer),
-            "Body": self._buffer,
-        }
-        self._run(lambda: self._link.client.put_object(**request))
+        data = memoryview(self._buffer)
+        request = {**self._target, **self._link.object_arguments(), **self._link.checksum.arguments(data)}
+        self._run(lambda: self._link.client.put_object(**request, Body=Body(data)))
 
     def _run(self, request: Any, max_attempts: int | None = None) -> Any:
         stop = None if max_attempts else self._stop
