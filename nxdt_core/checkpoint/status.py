@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nxdt_core.checkpoint.committed import read_manifest
@@ -18,9 +18,18 @@ from nxdt_core.checkpoint.layout import digests_name, manifest_key, step_name, s
 from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.checkpoint_storage import ArchivingStorage, CheckpointStorage
 
-__all__ = ["CheckpointStatus", "Depth", "find_checkpoint", "find_problems", "latest", "list_checkpoints", "verify"]
+__all__ = [
+    "CheckpointStatus",
+    "Depth",
+    "find_checkpoint",
+    "find_problems",
+    "latest",
+    "list_checkpoints",
+    "verify",
+    "with_archive_states",
+]
 
 State = Literal["committed", "unfinished", "damaged"]
 
@@ -43,6 +52,8 @@ class CheckpointStatus:
     """Time of the save in UTC, ISO 8601; empty where no manifest can be read."""
     facts: CheckpointFacts | None = None
     """What the run said of itself, where a manifest can be read."""
+    archive: str = ""
+    """How far the store has copied it elsewhere, in words; filled in by :func:`with_archive_states`."""
 
 
 def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> list[CheckpointStatus]:
@@ -55,6 +66,13 @@ def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> lis
             if found is not None:
                 sizes[found][info.key] = info.size_bytes
         return [_status(storage, step, sizes[step]) for step in sorted(sizes)]
+
+
+def with_archive_states(storage: CheckpointStorage, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
+    """``found``, with what the store tells of its copies elsewhere, if it makes any; that may take long."""
+    if not isinstance(storage, ArchivingStorage):
+        return found
+    return [replace(status, archive=storage.archive_state(step_prefix(status.step))) for status in found]
 
 
 Depth = Literal["sizes", "digests", "bytes"]

@@ -9,7 +9,7 @@ def test_list_json_has_the_promised_shape(nxdt, store):
     assert [(row["step"], row["state"]) for row in rows] == [(10, "committed"), (20, "committed"), (30, "unfinished")]
     assert list(rows[0]) == [
         *("step", "state", "uri", "size_bytes", "created", "mesh", "metrics"),
-        *("consumed_samples", "consumed_tokens", "problem"),
+        *("consumed_samples", "consumed_tokens", "problem", "archive"),
     ]
     assert rows[0]["mesh"] == {"pp": 1, "dp": 2}
     assert rows[0]["metrics"] == {"loss": 1.5}

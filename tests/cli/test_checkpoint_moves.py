@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.checkpoint import list_checkpoints, open_storage
+from nxdt_core.checkpoint import list_checkpoints, open_storage, own
 
 
 @pytest.fixture
@@ -35,8 +35,9 @@ def steps(uri):
 
 
 def tree(uri):
-    """Bytes by path."""
-    return {path.relative_to(uri): path.read_bytes() for path in Path(uri).rglob("*") if path.is_file()}
+    """Bytes by path; who wrote there last is no part of it."""
+    files = (path for path in Path(uri).rglob("*") if path.is_file() and not path.name.startswith(".nxdt-lock-"))
+    return {path.relative_to(uri): path.read_bytes() for path in files}
 
 
 def test_copy_takes_all_committed_steps_and_repeats_nothing(nxdt, good, tmp_path):
@@ -168,3 +169,22 @@ def test_prune_asks_on_a_terminal(good, answer, left):
     child.wait(timeout=60)
     os.close(ours)
     assert steps(good) == left
+
+
+@pytest.mark.parametrize("verb", ["copy", "prune"])
+def test_a_store_that_a_run_saves_to_is_left_alone(nxdt, good, tmp_path, verb):
+    """Reading it is always possible."""
+    target = good if verb == "prune" else str(tmp_path / "to")
+    arguments = ("prune", good, "--keep-last", "1", "--yes") if verb == "prune" else ("copy", good, target)
+    ownership = own(open_storage(target), run="llama-tiny", say=pytest.fail)
+    before = tree(target)
+    refused = nxdt("checkpoint", *arguments)
+    assert refused.returncode == 2
+    assert "[NXDT-S040]" in refused.stderr
+    assert "belongs to 'llama-tiny'" in refused.stderr
+    assert tree(target) == before
+    assert nxdt("checkpoint", "list", good).returncode == 0
+    assert nxdt("checkpoint", "prune", good, "--keep-last", "1", "--dry-run").returncode == 0
+    ownership.release()
+    assert nxdt("checkpoint", *arguments).returncode == 0
+    assert steps(target) == ([40] if verb == "prune" else [10, 40])

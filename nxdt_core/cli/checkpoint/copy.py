@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for
 from nxdt_core.cli.progress import byte_bar
 from nxdt_core.cli.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json
@@ -51,12 +51,14 @@ def copy(source: str, destination: str, steps: str, deep: bool, threads: int, js
     chosen = _chosen(source, found, steps)
     target = _target(destination, chosen)
     reports = []
-    for status in chosen:
-        with byte_bar(status.size_bytes, f"step {status.step}") as progress:
-            report = copy_checkpoint(origin, target, status.step, threads=threads, deep=deep, progress=progress)
-        reports.append(report)
-        if not json_output:
-            click.echo(_sentence(report, target.uri))
+    with own_for("copy", target) as ownership:
+        for status in chosen:
+            ownership.check()
+            with byte_bar(status.size_bytes, f"step {status.step}") as progress:
+                report = copy_checkpoint(origin, target, status.step, threads=threads, deep=deep, progress=progress)
+            reports.append(report)
+            if not json_output:
+                click.echo(_sentence(report, target.uri))
     if json_output:
         print_json([_facts(report, target.uri) for report in reports])
 

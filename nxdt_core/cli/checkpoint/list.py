@@ -33,12 +33,16 @@ def list_(uri: str, json_output: bool) -> None:
 
     Missing files and wrong sizes are seen here; changed bytes are found by `verify --deep`, which reads them all.
     """
+    from nxdt_core.checkpoint.status import with_archive_states
+
     storage, found = look(uri)
+    found = with_archive_states(storage, found)
     if json_output:
         print_json([_facts(status) for status in found])
     elif found:
-        header = ("STEP", "TIME (UTC)", "STATE", "SIZE", "MESH", "METRICS", "URI")
-        print_table(header, [_row(status) for status in found], right=("STEP", "SIZE"))
+        archived = any(status.archive for status in found)
+        header = ("STEP", "TIME (UTC)", "STATE", *(("ARCHIVE",) if archived else ()), "SIZE", "MESH", "METRICS", "URI")
+        print_table(header, [_row(status, archived) for status in found], right=("STEP", "SIZE"))
     else:
         click.echo(f"No checkpoint lies at {uri}: {nothing_at(uri, storage, found)}.", err=True)
 
@@ -56,15 +60,17 @@ def _facts(status: CheckpointStatus) -> dict[str, object]:
         "consumed_samples": facts.consumed_samples if facts else None,
         "consumed_tokens": facts.consumed_tokens if facts else None,
         "problem": status.problem or None,
+        "archive": status.archive or None,
     }
 
 
-def _row(status: CheckpointStatus) -> tuple[str, ...]:
+def _row(status: CheckpointStatus, archived: bool) -> tuple[str, ...]:
     facts = status.facts
     return (
         str(status.step),
         status.created[:19].replace("T", " "),
         shade(status.state),
+        *((status.archive,) if archived else ()),
         human_size(status.size_bytes),
         _mesh(facts.mesh) if facts else "",
         _metrics(facts.metrics) if facts else "",

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, own_for
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 __all__ = ["prune"]
@@ -29,7 +29,7 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     """Delete all steps at URI that are older than the newest ones that are kept.
 
     Every byte of one of those kept is read first: while none of them is sound, nothing is deleted. Unfinished and
-    damaged steps do not count, and go when they are older. On a terminal it asks.
+    damaged steps do not count, and go when they are older. On a terminal it asks. While a run saves to URI, it refuses.
     """
     from nxdt_core.checkpoint import delete_step, locate
     from nxdt_core.checkpoint.faults import explained_os_errors
@@ -50,9 +50,11 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     asks = sys.stdin.isatty() and sys.stdout.isatty() and not (yes or dry_run or json_output)
     if plan.delete and asks:
         click.confirm(f"Delete {len(plan.delete)} of the steps at {uri}?", abort=True)
-    with explained_os_errors(storage.uri):
-        for doomed in () if dry_run else plan.delete:
-            delete_step(storage, doomed)
+    if plan.delete and not dry_run:
+        with own_for("prune", storage) as ownership, explained_os_errors(storage.uri):
+            for doomed in plan.delete:
+                ownership.check()
+                delete_step(storage, doomed)
     if json_output:
         print_json({"keep": plan.keep, "delete": plan.delete, "deleted": not dry_run})
 

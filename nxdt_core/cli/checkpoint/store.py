@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,10 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nxdt_core.checkpoint import CheckpointStatus, Manifest
+    from nxdt_core.checkpoint import CheckpointStatus, Manifest, Ownership
     from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["EXAMPLE_URI", "file_threads", "look", "look_for_committed", "nothing_at", "open_one"]
+__all__ = ["EXAMPLE_URI", "file_threads", "look", "look_for_committed", "nothing_at", "open_one", "own_for"]
 
 EXAMPLE_URI = "nxdt_experiments/llama-tiny/checkpoints"
 """Of a run that the documentation starts; for examples in help texts."""
@@ -61,10 +62,22 @@ def open_one(uri: str) -> tuple[CheckpointStorage, Manifest]:
     return storage, read_manifest(storage, found[-1].step)
 
 
+def own_for(command: str, storage: CheckpointStorage) -> AbstractContextManager[Ownership]:
+    """Keep runs and other commands from writing to ``storage`` for a block.
+
+    Raises:
+        StoreInUse: a run or another command writes to it.
+    """
+    from nxdt_core.checkpoint import owned
+
+    return owned(storage, run=f"nxdt checkpoint {command}", say=lambda line: click.echo(line, err=True))
+
+
 def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:
     """Why nothing at ``uri`` can be used, where the steps ``found`` there are all unfinished, or none."""
     from nxdt_core.checkpoint import list_checkpoints
     from nxdt_core.checkpoint.foreign import FORMATS
+    from nxdt_core.checkpoint.storage import scheme_of
 
     if found:
         return f"the save of {', '.join(f'step {status.step}' for status in found[-3:])} was not finished"
@@ -75,4 +88,5 @@ def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointS
     for known in FORMATS.values():
         if path.exists() and known.recognises(path):
             return f"it is {known.summary}, which 'nxdt checkpoint import' reads"
-    return "no run has saved anything there"
+    missing = scheme_of(uri) == "file" and not path.exists()
+    return "it does not exist" if missing else "no run has saved anything there"

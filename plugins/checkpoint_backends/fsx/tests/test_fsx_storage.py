@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from nxdt_core.checkpoint import (
     save_checkpoint,
     verify,
 )
+from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors import BadStorageUri, ConfigError
 from nxdt_core.protocols.checkpoint_storage import ArchivingStorage, LockableStorage
@@ -169,6 +171,22 @@ def test_a_committed_checkpoint_is_exported_whole(lustre: Path, lfs: Any) -> Non
     save(FsxStorage(storage.uri), 2)
     assert storage.archive_state("step-00000002/") == "not archived"
     assert storage.archive_state("step-00000003/") == ""
+
+
+def test_the_list_tells_how_far_the_export_is(
+    lustre: Path, lfs: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = FsxStorage(f"fsx://{lustre}/a", FsxStorageConfig(archive=True))
+    save(storage, 1)
+    lfs.behave(fails=["hsm_archive"], says="Operation not permitted")
+    save(storage, 2)
+    assert main(["checkpoint", "list", storage.uri]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert "ARCHIVE" in header
+    assert " archived " in first
+    assert " not archived " in second
+    main(["checkpoint", "list", storage.uri, "--json"])
+    assert [row["archive"] for row in json.loads(capsys.readouterr().out)] == ["archived", "not archived"]
 
 
 def test_more_files_than_a_command_line_takes(lustre: Path, lfs: Any) -> None:
