@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DRESSES", "Payload", "dressed"]
+__all__ = ["DRESSES", "Payload", "dressed", "packed"]
 
 
 class Payload:
@@ -31,12 +31,12 @@ def _saved(content: object) -> bytes:
     return buffer.getvalue()
 
 
-def _packed(payload: Payload) -> bytes:
+def packed(archive: bytes) -> bytes:
     """The same archive, compressed."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(_saved(payload))) as plain, zipfile.ZipFile(buffer, "w", 8) as packed:
+    with zipfile.ZipFile(io.BytesIO(archive)) as plain, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as small:
         for name in plain.namelist():
-            packed.writestr(name, plain.read(name))
+            small.writestr(name, plain.read(name))
     return buffer.getvalue()
 
 
@@ -55,7 +55,7 @@ DRESSES: Mapping[str, Callable[[Payload], bytes]] = {
     "pickle-5": lambda payload: pickle.dumps(payload, 5),
     "torch": _saved,
     "torch-beside-tensors": lambda payload: _saved({"model.norm.weight": torch.ones(2), "more": payload}),
-    "torch-packed": _packed,
+    "torch-packed": lambda payload: packed(_saved(payload)),
     "torch-legacy": lambda payload: _Legacy(payload.marker).save(),
 }
 """Bytes of a payload, by the name of the format."""

@@ -42,7 +42,7 @@ from nxdt_core.errors import (
 )
 from nxdt_core.protocols.model import ModelBuilder
 from tests.checkpoint.neuronx_writer import TensorReference, Written, references_can_be_pickled
-from tests.checkpoint.poison import DRESSES, Payload, dressed
+from tests.checkpoint.poison import DRESSES, Payload, dressed, packed
 
 SHARDS = tuple(f"{section}/shard-00000-00000.safetensors" for section in ("model", "optim", "state"))
 STATE = "state/rank-00000.json"
@@ -190,7 +190,8 @@ def test_a_size_that_the_file_does_not_have_costs_no_memory(
     entry = FileEntry(size_bytes=claimed, digests_bytes=len(digests), digests_digest=digest(digests))
     part = TensorPart(file=name, start=0, offsets=(0,), shape=(claimed,))
     huge = TensorEntry(dtype="uint8", shape=(claimed,), parts=(part,))
-    tensors = {section: {**index, "w/huge": huge} for section, index in manifest.tensors.items()}
+    forged = {section: {**index, "w/huge": huge} for section, index in manifest.tensors.items()}
+    tensors = manifest.tensors if name == STATE else forged
     sign(store, dataclasses.replace(manifest, files={**manifest.files, name: entry}, tensors=tensors))
     with pytest.raises(CheckpointDamaged, match=f"instead of {claimed}"):
         load_all(store)
@@ -457,6 +458,14 @@ def test_tensors_that_claim_more_than_there_is_are_damage(nxd: Path, builder: Mo
     path = nxd / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt"
     torch.save(content, path)
     with pytest.raises((NeuronxFileDamaged, PickleRefused), match=path.name):
+        import_all(nxd, builder)
+
+
+def test_an_archive_that_unfolds_is_not_unfolded(nxd: Path, builder: ModelBuilder) -> None:
+    path = nxd / "user_content.pt"
+    torch.save({"global_step": 1, "zeros": bytes(2**26)}, path)
+    path.write_bytes(packed(path.read_bytes()))
+    with pytest.raises(NeuronxFileDamaged, match="its entries are packed"):
         import_all(nxd, builder)
 
 
