@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
     from nxdt_core.checkpoint.ownership import Ownership, own, owned
     from nxdt_core.checkpoint.report import SaveReport
-    from nxdt_core.checkpoint.retention import delete_step, prune
+    from nxdt_core.checkpoint.retention import Retention, delete_step, prune
     from nxdt_core.checkpoint.save import save_checkpoint
     from nxdt_core.checkpoint.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
     from nxdt_core.checkpoint.storage import check_writable, locate, open_storage
@@ -33,6 +33,7 @@ __all__ = [
     "CheckpointStatus",
     "Manifest",
     "Ownership",
+    "Retention",
     "SaveReport",
     "check_writable",
     "delete_step",
@@ -61,6 +62,7 @@ _MODULES = {
     "CheckpointStatus": "status",
     "Manifest": "manifest",
     "Ownership": "ownership",
+    "Retention": "retention",
     "SaveReport": "report",
     "check_writable": "storage",
     "delete_step": "retention",

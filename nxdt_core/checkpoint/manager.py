@@ -79,7 +79,7 @@ class CheckpointManager:
         newest: Manifest | None = None,
         refuse_same_weights: bool = True,
         before_commit: Callable[[], None] | None = None,
-        after_commit: Callable[[Manifest], None] | None = None,
+        after_commit: Callable[[Manifest], object] | None = None,
         on_saved: Callable[[SaveReport], None] | None = None,
     ) -> None:
         self.storage = storage

@@ -73,7 +73,6 @@ def test_every_rule_names_a_key_whose_default_asks_for_nothing(rule):
         ),
         ("trainer.max_epochs=3", "found 3 (an integer); this version counts in steps. Allowed: -1."),
         ("trainer.precision=bf16", "found 'bf16' (text); precision.type decides. Allowed: 32."),
-        ("checkpoint.monitor=loss", "found 'loss' (text); this version keeps the newest checkpoints. Allowed: 'step'."),
         ("trainer.limit_train_batches=1", "found 1 (an integer); the training loop is the core's own. Allowed: 1.0."),
         ("trainer.limit_train_batches=1.0", None),
         ("trainer.overfit_batches=0.0", None),

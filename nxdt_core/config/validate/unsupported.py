@@ -89,7 +89,6 @@ RULES: tuple[Unsupported, ...] = (
         save_best_model=False,
         save_last_n_optim_states=-1,
     ),
-    *_group("checkpoint", "this version keeps the newest checkpoints", monitor="step", mode="max"),
     *_group("model", _NOT_YET, save_logits=False),
 )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import CheckpointManager, Manifest, SaveReport
+from nxdt_core.checkpoint import CheckpointManager, Manifest, Retention, SaveReport
 from nxdt_core.checkpoint.manifest import Keep
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.duration import seconds_of
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from nxdt_core.training.module import NxdtModule
 
 __all__ = ["CheckpointSaver"]
+
+_log = logging.getLogger(__name__)
 
 _TIME_TOPIC = "checkpoint time"
 _BREAKING_S = 60.0
@@ -48,6 +51,12 @@ class CheckpointSaver(pl.Callback):
         self._hooks = config.kernel.hooks
         self._metrics = metrics
         self._figures = figures
+        self._retention = Retention(
+            keep_last=self._config.keep_last or 0,
+            save_top_k=self._config.save_top_k,
+            monitor=self._config.monitor,
+            mode=self._config.mode,
+        )
         interval = self._config.train_time_interval
         self._interval_s = None if interval is None else seconds_of(interval)
         self._manager: CheckpointManager | None = None
@@ -153,9 +162,9 @@ class CheckpointSaver(pl.Callback):
 
     def _prune(self, manifest: Manifest) -> None:
         """After a commit, on the first rank, in the background."""
-        keep = -1 if self._config.save_top_k < 0 else max(self._config.save_top_k, self._config.keep_last or 1)
-        if keep > 0:
-            checkpoint.prune(self._storage, keep_last=keep, deep=False)
+        checkpoint.prune(self._storage, self._retention, deep=False)
+        if self._config.monitor != "step" and self._config.monitor not in manifest.facts.metrics:
+            _log.warning("step %d has no metric %r to rank its checkpoint by", manifest.step, self._config.monitor)
 
     def _tell(self, module: NxdtModule, report: SaveReport) -> None:
         manifest = module.saved = report.manifest
