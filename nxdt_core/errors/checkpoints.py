@@ -57,7 +57,7 @@ class StoragePathIsFile(StorageError):
 
     code = "NXDT-S003"
     happened = "{where} cannot hold checkpoints: {reason}."
-    remedy = "Set checkpoint.uri to a directory, which need not exist, or move what lies in the way."
+    remedy = "Name a directory (checkpoint.uri), which need not exist, or move what lies in the way."
 
 
 class BadStorageKey(StorageError):
@@ -83,7 +83,7 @@ class CheckpointDamaged(StorageError):
     happened = "The checkpoint file {where} is damaged: {reason}."
     remedy = (
         "Resume from another step ('nxdt checkpoint list' shows them), or restore the file from a copy; "
-        "'nxdt checkpoint verify' lists all that is damaged."
+        "'nxdt checkpoint verify --deep' lists all that is damaged."
     )
 
 

@@ -274,8 +274,7 @@ def test_memory_does_not_grow_with_the_size_of_a_file(save: Any) -> None:
         @contextmanager
         def open_write(self, key: str) -> Iterator[Any]:
             with super().open_write(key) as stream:
-                write = stream.write
-                yield type("Stream", (), {"write": lambda self, data: sizes.append(len(data)) or write(data)})()
+                yield _Tapped(stream, lambda data: sizes.append(len(data)))
 
     save(source, STEP, model={"w": torch.zeros(2 * SEVERAL_BLOCKS)})
     copy_checkpoint(source, Watched(), STEP)
@@ -323,6 +322,18 @@ def test_one_failure_ends_the_copies_of_other_files(save: Any) -> None:
     assert not any("model/shard" in key for key in destination.objects)
 
 
+class _Tapped:
+    """A stream that calls ``tap`` before each write."""
+
+    def __init__(self, stream: BinaryIO, tap: Callable[[Any], None]) -> None:
+        self._stream = stream
+        self._tap = tap
+
+    def write(self, data: bytes) -> int:
+        self._tap(data)
+        return self._stream.write(data)
+
+
 class _Endless(MemoryStorage):
     """Takes shards of the model as slowly as it can, until something else failed; has no room for anything else."""
 
@@ -331,5 +342,4 @@ class _Endless(MemoryStorage):
         if "model/shard" not in key:
             raise OSError(errno.ENOSPC, "full")
         with super().open_write(key) as stream:
-            write: Callable[[Any], int] = stream.write
-            yield type("Slow", (), {"write": lambda self, data: time.sleep(0.5) or write(data)})()
+            yield _Tapped(stream, lambda data: time.sleep(0.5))

@@ -155,7 +155,8 @@ def test_prune_never_deletes_the_last_good_one(nxdt, store):
 def test_prune_refuses_less_than_one_and_single_steps(nxdt, good):
     assert nxdt("checkpoint", "prune", good, "--keep-last", "0").returncode == 2
     assert nxdt("checkpoint", "prune", good).returncode == 2
-    assert "[NXDT-S005]" in nxdt("checkpoint", "prune", f"{good}/step-00000010", "--keep-last", "1").stderr
+    assert "names one step" in nxdt("checkpoint", "prune", f"{good}/step-00000010", "--keep-last", "1").stderr
+    assert "[NXDT-S011]" in nxdt("checkpoint", "prune", f"{good}/../nowhere", "--keep-last", "1").stderr
     assert steps(good) == [10, 40]
 
 

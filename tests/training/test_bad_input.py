@@ -131,7 +131,7 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(small_run, tmp_pat
         f'mount -t tmpfs -o size={room} none "{disk}" || exit {errno.EPERM + 100}\n'
         '"$@" trainer.max_steps=3; echo "status $?"\n'
         f'{sys.executable} -m nxdt_core checkpoint list "{disk}" --json\n'
-        f'{sys.executable} -m nxdt_core checkpoint verify "{disk}"'
+        f'{sys.executable} -m nxdt_core checkpoint verify --deep "{disk}"'
     )
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script, "sh", *train_command],

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, own_for
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, nothing_at, own_for
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 __all__ = ["prune"]
@@ -29,17 +29,20 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     """Delete all steps at URI that are older than the newest ones that are kept.
 
     Every byte of one of those kept is read first: while none of them is sound, nothing is deleted. Unfinished and
-    damaged steps do not count, and go when they are older. On a terminal it asks. While a run saves to URI, it refuses.
+    damaged steps do not count, and go when they are older. On a terminal it asks. While a run saves to URI, it
+    refuses.
     """
-    from nxdt_core.checkpoint import delete_step, locate
+    from nxdt_core.checkpoint import delete_step
     from nxdt_core.checkpoint.faults import explained_os_errors
+    from nxdt_core.checkpoint.layout import step_of
     from nxdt_core.checkpoint.retention import plan_prune
-    from nxdt_core.errors import BadStorageUri, NoSoundCheckpoint
-    from nxdt_core.kernel import Kernel
+    from nxdt_core.errors import CheckpointNotFound, NoSoundCheckpoint
 
-    storage, step = locate(uri, Kernel.start())
-    if step is not None:
-        raise BadStorageUri(where=uri, reason="pruning needs the directory of all steps, and it names one of them")
+    if step_of(uri.rstrip("/").rpartition("/")[2]) is not None:
+        raise click.BadParameter(f"{uri!r} names one step; name the address of all of them.", param_hint="'URI'")
+    storage, found = look(uri)
+    if not found:
+        raise CheckpointNotFound(where=uri, reason=nothing_at(uri, storage, found))
     plan = plan_prune(storage, keep_last)
     if plan.keep and not plan.sound:
         kept = ", ".join(map(str, plan.keep))
