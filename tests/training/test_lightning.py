@@ -1,8 +1,10 @@
 """The Lightning classes in a user's own Trainer."""
 
+import pytest
 import pytorch_lightning as pl
 import torch
 
+from nxdt_core.errors import UnsavableState
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy, train
 
 
@@ -72,3 +74,51 @@ def test_reading_lightnings_estimate_of_steps_does_not_move_the_data(small_run):
     summary = train(config)
     _, _, seen = fit(config, 4, Curious(), ckpt_path=summary.checkpoint, enable_checkpointing=False)
     assert seen == {step: losses[step] for step in (3, 4)}
+
+
+class Keeps(pl.Callback):
+    """Whose state is what it was given."""
+
+    def __init__(self, state):
+        self.state = state
+        self.loaded = None
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict
+
+
+def test_state_of_callbacks_comes_back_as_it_was(small_run, tmp_path):
+    state = {"best": 1.5, "seen": (1, 2), "by step": {3: None}, "mean": torch.ones(2)}
+    saver = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "pl", every_n_train_steps=2, save_top_k=-1)
+    fit(small_run(), 2, saver, Keeps(state))
+    (path,) = (tmp_path / "pl").iterdir()
+    again = Keeps({})
+    fit(small_run(), 3, again, ckpt_path=str(path), enable_checkpointing=False)
+    assert torch.equal(again.loaded.pop("mean"), state.pop("mean"))
+    assert again.loaded == state
+
+
+@pytest.mark.parametrize("bad", [object(), {1}, Keeps, len, b"bytes", torch.device("meta")])
+def test_state_of_callbacks_that_is_no_data_is_refused_with_its_key(small_run, tmp_path, bad):
+    saver = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "pl", every_n_train_steps=2, save_top_k=-1)
+    with pytest.raises(UnsavableState, match=r"callbacks/Keeps/deep/0'.* cannot be saved"):
+        fit(small_run(), 2, saver, Keeps({"deep": [bad]}))
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_state_of_the_data_module_is_refused_with_its_key(small_run, tmp_path):
+    class Data(NxdtDataModule):
+        def state_dict(self):
+            return {"pool": object()}
+
+    config = small_run()
+    strategy = NxdtStrategy(config)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1, max_epochs=-1, logger=False,
+                         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+                         enable_checkpointing=False)  # fmt: skip
+    trainer.fit(NxdtModule(config), Data(config))
+    with pytest.raises(UnsavableState, match="Data/pool"):
+        trainer.save_checkpoint(str(tmp_path / "pl"))
