@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import (
@@ -85,6 +87,43 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_named(store: LocalStorage,
         assert str(path) in lines[0]
     path.write_bytes(good)
     assert verify(store, 2) == []
+
+
+def test_loading_finds_a_flipped_bit_in_every_region(store: LocalStorage, save: Any) -> None:
+    """A length, a header, its padding, tensors of two blocks, digests, JSON: whatever is drawn."""
+    manifest = save(store, 1, model={"big": torch.randn(BLOCK_BYTES // 4 + 3), "é": torch.ones(3, dtype=torch.bool)})
+    paths = [path_of(store, manifest, name) for name in FILES]
+    header = 8 + int.from_bytes(paths[1].read_bytes()[:8], "little")
+    assert paths[1].read_bytes()[header - 1 : header] == b" "  # padding is there
+
+    def check(path: Path, bit: int) -> None:
+        flip_in_place(path, bit)
+        try:
+            with pytest.raises(StorageError) as caught:
+                load_all(store, 1)
+            assert str(path) in str(caught.value)
+            assert str(path) in verify(store, 1)[0]
+        finally:
+            flip_in_place(path, bit)
+
+    @seed(20261121)
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(st.data())
+    def drawn(data: st.DataObject) -> None:
+        path = data.draw(st.sampled_from(paths))
+        check(path, data.draw(st.integers(0, path.stat().st_size * 8 - 1)))
+
+    drawn()
+    for byte in (0, 7, 8, header - 1, header, BLOCK_BYTES - 1, BLOCK_BYTES, paths[1].stat().st_size - 1):
+        check(paths[1], byte * 8)
+
+
+def flip_in_place(path: Path, bit: int) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(bit // 8)
+        (byte,) = stream.read(1)
+        stream.seek(bit // 8)
+        stream.write(bytes([byte ^ 1 << bit % 8]))
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if "safetensors" not in name or "shard" in name])
