@@ -37,10 +37,10 @@ class Ram:
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Kernel:
-    """One that knows a store for ``ram://`` from a plugin file."""
+    """One that knows a store for ``ram://`` from a plugin file, and may not use the one for ``s3://``."""
     file = tmp_path / "ram_plugin.py"
     file.write_text(MEMORY_PLUGIN)
-    return Kernel.start(PluginPolicy(local=(file,)))
+    return Kernel.start(PluginPolicy(local=(file,), block=("s3",)))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_paths_need_no_kernel(tmp_path: Path) -> None:
     assert isinstance(store, LocalStorage)
 
 
-@pytest.mark.parametrize(("uri", "hint"), [("s3://bucket/x", "nxdt-plugin-s3"), ("ftp://host/x", "ftp")])
+@pytest.mark.parametrize(("uri", "hint"), [("s3://bucket/x", "nxdt-plugin-s3.* is blocked"), ("ftp://host/x", "ftp")])
 def test_an_unknown_scheme_says_what_to_do(kernel: Kernel, uri: str, hint: str) -> None:
     with pytest.raises(UnknownScheme, match=hint) as caught:
         open_storage(uri, kernel)

@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DISTS = (".", "plugins/checkpoint_backends/fsx", "plugins/datasets/text", "plugins/models/llama")
+DISTS = (
+    ".",
+    "plugins/checkpoint_backends/fsx",
+    "plugins/checkpoint_backends/s3",
+    "plugins/datasets/text",
+    "plugins/models/llama",
+)
 THIRD_PARTY = "examples/third_party"
 _NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments")
 

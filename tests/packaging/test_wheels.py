@@ -12,6 +12,7 @@ from nxdt_core import __version__
 OURS = {
     "nxdt_core": ("nxdt-core", ("nxdt_core/api.py", "nxdt_core/cli/app.py")),
     "nxdt_plugin_fsx": ("nxdt-plugin-fsx", ("nxdt_plugin_fsx/lfs.py",)),
+    "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),
     "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
     "nxdt_plugin_llama": ("nxdt-plugin-llama", ("nxdt_plugin_llama/recipes/llama-tiny.yaml",)),
 }
@@ -52,7 +53,16 @@ def test_each_plugin_has_one_entry_point_of_its_own_package(wheels):
             assert entries.split() == ["[nxdt.plugins]", package.removeprefix("nxdt_plugin_"), "=", package]
 
 
-@pytest.mark.parametrize("path", ["plugins/checkpoint_backends/fsx", "plugins/datasets/text", "plugins/models/llama", "."])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "plugins/checkpoint_backends/fsx",
+        "plugins/checkpoint_backends/s3",
+        "plugins/datasets/text",
+        "plugins/models/llama",
+        ".",
+    ],
+)
 def test_a_wheel_can_be_built_from_the_source_distribution_alone(source, tmp_path, path):
     """What a package index hands out must not need the repository around it."""
     command = (sys.executable, "-m", "build", "--quiet", "--no-isolation", "--outdir", tmp_path, source / path)

@@ -75,7 +75,8 @@ class S3Storage:
             except ClientError as error:
                 if status_of(error) == 404:
                     return None
-                self._ask_for_the_reason(name)
+                if status_of(error) < 500:
+                    self._ask_for_the_reason(name)
                 raise
         return ObjectInfo(key=key, size_bytes=found["ContentLength"], modified=found["LastModified"].timestamp())
 
