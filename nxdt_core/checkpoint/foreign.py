@@ -27,7 +27,7 @@ from nxdt_core.protocols.model import ModelBuilder
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FORMATS", "ForeignCheckpoint", "ForeignFormat", "open_foreign"]
+__all__ = ["FORMATS", "ForeignCheckpoint", "ForeignFormat", "open_foreign", "recognise"]
 
 
 class ForeignCheckpoint(Protocol):
@@ -93,6 +93,12 @@ FORMATS: Mapping[str, ForeignFormat] = {
 """By name; the first that recognises a path is taken."""
 
 
+def recognise(path: Path, format: str | None = None) -> str | None:
+    """The name of the format of ``path``, among all or ``format`` alone; None where it has none of them."""
+    names = (name for name, known in FORMATS.items() if format in (None, name) and known.recognises(path))
+    return next(names, None)
+
+
 def open_foreign(path: Path, format: str | None = None) -> tuple[str, ForeignCheckpoint]:
     """The checkpoint at ``path``, and the name of its format.
 
@@ -106,9 +112,9 @@ def open_foreign(path: Path, format: str | None = None) -> tuple[str, ForeignChe
     """
     reason = "it does not exist"
     if path.exists():
+        found = recognise(path, format)
+        if found is not None:
+            return found, FORMATS[found].open(path)
         reason = "its files are those of no known format" if format is None else f"it is not of the format {format!r}"
-        for name, known in FORMATS.items():
-            if format in (None, name) and known.recognises(path):
-                return name, known.open(path)
     summaries = [f"{name}: {known.summary}" for name, known in FORMATS.items()]
     raise ForeignFormatUnknown(path=str(path), reason=reason, formats=summaries)

@@ -10,6 +10,7 @@ __all__ = [
     "ArchitectureUnread",
     "ForeignConfigMissing",
     "ForeignFormatUnknown",
+    "ForeignHasWeightsOnly",
     "ImportPlaceTaken",
     "SavedConfigUnusable",
     "WeightsPickled",
@@ -90,3 +91,13 @@ class SavedConfigUnusable(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "listed": "\n  ".join(self.problems)}
+
+
+class ForeignHasWeightsOnly(NxdtError):
+    """A run shall go on from a checkpoint of another program, whose state is not its own."""
+
+    code = "NXDT-S076"
+    happened = "A run cannot go on from '{path}' ({format}): of another program's checkpoint only weights are taken."
+    remedy = "Set checkpoint.weight_init_only=true to begin a new run with its weights."
+    path: str
+    format: str

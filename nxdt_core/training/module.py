@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -51,6 +52,7 @@ class NxdtModule(pl.LightningModule):
         """Last step of the schedule that it was trained with."""
         self._resume: tuple[CheckpointStorage, Manifest] | None = None
         self._weights_only: tuple[CheckpointStorage, Manifest] | None = None
+        self._foreign: Path | None = None
 
     @property
     def engine(self) -> ParallelEngine:
@@ -63,6 +65,10 @@ class NxdtModule(pl.LightningModule):
         """Begin a new run with the weights of a checkpoint (``model.weight_init_only``)."""
         self._weights_only = (storage, manifest)
 
+    def start_from_foreign(self, path: Path) -> None:
+        """Begin a new run with the weights of another program's checkpoint."""
+        self._foreign = path
+
     def resume_from(self, storage: CheckpointStorage, manifest: Manifest) -> None:
         """Go on from a checkpoint once model and optimizer exist; called by the strategy."""
         self._resume = (storage, manifest)
@@ -72,11 +78,13 @@ class NxdtModule(pl.LightningModule):
         if hasattr(self, "model"):
             return
         seed_all(self.config.run.seed)
-        loads = self._resume is not None or self._weights_only is not None
+        loads = any(source is not None for source in (self._resume, self._weights_only, self._foreign))
         self.model = primitives.initialize_parallel_model(self.config, self.engine, materialise=not loads)
         if self._weights_only is not None:
             storage, manifest = self._weights_only
             primitives.load_checkpoint(storage, manifest, engine=self.engine, model=self.model)
+        if self._foreign is not None:
+            primitives.load_foreign(self._foreign, config=self.config, engine=self.engine, model=self.model)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer."""

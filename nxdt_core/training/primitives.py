@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
+from nxdt_core.checkpoint.foreign_load import load_foreign_into
 from nxdt_core.checkpoint.manifest import Keep
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.batch import Batch
@@ -40,6 +42,7 @@ __all__ = [
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
     "load_checkpoint",
+    "load_foreign",
     "save_checkpoint",
     "train_step",
 ]
@@ -285,3 +288,19 @@ def load_checkpoint(
         state.update(saved["train"])
     extra: dict[str, Any] = saved["extra"]
     return extra
+
+
+def load_foreign(path: Path, *, config: ResolvedConfig, engine: ParallelEngine, model: ParallelModel) -> None:
+    """Load the weights of another program's checkpoint, such as a Hugging Face directory.
+
+    Collective: every rank calls it and reads the parameters that it holds a part of.
+
+    Args:
+        path: of a format in :data:`nxdt_core.checkpoint.foreign.FORMATS`.
+        config: of the run; its model is that of the weights.
+        engine: of ``model``.
+        model: its weights are replaced.
+    """
+    weights = model.state_dict()
+    load_foreign_into(path, assemble.model_builder(config), weights, ranks=engine.ranks)
+    model.load_state_dict(weights)

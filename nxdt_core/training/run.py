@@ -6,7 +6,7 @@ import logging
 import shlex
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ from nxdt_core.training.callbacks.signals import StopRequests, StopSignals
 from nxdt_core.training.datamodule import NxdtDataModule
 from nxdt_core.training.memory import memory_errors_explained
 from nxdt_core.training.module import NxdtModule
-from nxdt_core.training.start import Start, agree_on_start
+from nxdt_core.training.start import ForeignStart, Start, agree_on_start
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
 
@@ -59,7 +59,7 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
     own = assemble.storage(config)
     ranks.on_rank_zero(lambda: _prepare(config, own))
     start = agree_on_start(config, own, console.say, ranks)
-    if start is not None and not start.weights_only and start.manifest.step >= config.run.trainer.max_steps:
+    if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
         strategy.engine.shutdown()
         return _finished(config, own, start)
@@ -106,9 +106,18 @@ def _names(config: ResolvedConfig) -> dict[str, str]:
     return {slot: component.qualified_name for slot, component in used.items()}
 
 
-def _start(module: NxdtModule, start: Start | None, console: Console) -> str | None:
+def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
+    """Whether the run goes on with everything, and not with weights alone."""
+    return isinstance(start, Start) and not start.weights_only
+
+
+def _start(module: NxdtModule, start: Start | ForeignStart | None, console: Console) -> str | None:
     """Tell the module what to begin with; returns the path to hand to Lightning."""
     if start is None:
+        return None
+    if isinstance(start, ForeignStart):
+        console.say(f"starting from the weights of {start.path}")
+        module.start_from_foreign(start.path)
         return None
     uri = assemble.step_uri(start.storage, start.manifest.step)
     if start.weights_only:
@@ -185,7 +194,7 @@ def _prepare(config: ResolvedConfig, own: CheckpointStorage) -> None:
 def _summary(
     config: ResolvedConfig,
     own: CheckpointStorage,
-    start: Start | None,
+    start: Start | ForeignStart | None,
     module: NxdtModule,
     metrics: MetricsWriter,
     signals: StopSignals,
@@ -216,13 +225,11 @@ def _finished(config: ResolvedConfig, own: CheckpointStorage, start: Start) -> R
     )
 
 
-def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | None) -> str | None:
+def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | ForeignStart | None) -> str | None:
     """The checkpoint that holds what was trained: the newest of this process, else the one that it went on from."""
     if module.saved is not None:
         return assemble.step_uri(own, module.saved.step)
-    if start is None or start.weights_only:
-        return None
-    return assemble.step_uri(start.storage, start.manifest.step)
+    return assemble.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
 
 
 def _resume_command(config: ResolvedConfig, step: int) -> str:

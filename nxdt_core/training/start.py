@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint.foreign import recognise
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors import NoCheckpointToResume, RunAlreadyHasCheckpoints
+from nxdt_core.errors import ForeignHasWeightsOnly, NoCheckpointToResume, RunAlreadyHasCheckpoints
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
 
-__all__ = ["Start", "agree_on_start", "decide_start"]
+__all__ = ["ForeignStart", "Start", "agree_on_start", "decide_start"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,26 +27,35 @@ class Start:
     weights_only: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignStart:
+    """Weights of another program that a run begins with."""
+
+    path: Path
+
+
 def agree_on_start(
     config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None], ranks: RankAgreement
-) -> Start | None:
+) -> Start | ForeignStart | None:
     """:func:`decide_start` on rank 0, for all: what one rank finds damaged or missing, no other may begin with.
 
     Collective. Raises on every rank what ``decide_start`` raises.
     """
 
-    def decide() -> tuple[str, Manifest, bool] | None:
+    def decide() -> tuple[str, Manifest, bool] | ForeignStart | None:
         start = decide_start(config, own, say)
-        return None if start is None else (start.storage.uri, start.manifest, start.weights_only)
+        return (start.storage.uri, start.manifest, start.weights_only) if isinstance(start, Start) else start
 
     decided = ranks.on_rank_zero(decide)
-    if decided is None:
-        return None
+    if not isinstance(decided, tuple):
+        return decided
     uri, manifest, weights_only = decided
     return Start(storage=assemble.locate(config, uri)[0], manifest=manifest, weights_only=weights_only)
 
 
-def decide_start(config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None]) -> Start | None:
+def decide_start(
+    config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None]
+) -> Start | ForeignStart | None:
     """Decide what to load; None starts afresh.
 
     Args:
@@ -55,6 +66,7 @@ def decide_start(config: ResolvedConfig, own: CheckpointStorage, say: Callable[[
     Raises:
         RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
         NoCheckpointToResume: told to resume, and there is nothing good to resume from.
+        ForeignHasWeightsOnly: told to go on from a checkpoint of another program.
     """
     wanted = config.run.checkpoint
     if wanted.resume_if_exists:
@@ -72,7 +84,12 @@ def decide_start(config: ResolvedConfig, own: CheckpointStorage, say: Callable[[
     return None
 
 
-def _named(config: ResolvedConfig, uri: str, weights_only: bool, say: Callable[[str], None]) -> Start:
+def _named(config: ResolvedConfig, uri: str, weights_only: bool, say: Callable[[str], None]) -> Start | ForeignStart:
+    format = recognise(Path(uri))
+    if format is not None:
+        if not weights_only:
+            raise ForeignHasWeightsOnly(path=uri, format=format)
+        return ForeignStart(path=Path(uri))
     storage, step = assemble.locate(config, uri)
     manifest = checkpoint.find_checkpoint(storage, step, warn=say)
     return Start(storage=storage, manifest=manifest, weights_only=weights_only)

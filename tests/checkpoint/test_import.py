@@ -14,12 +14,14 @@ from nxdt_core import checkpoint
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import foreign_hf
 from nxdt_core.checkpoint.foreign import open_foreign
+from nxdt_core.checkpoint.hf import load_hf
 from nxdt_core.checkpoint.hf_files import HFWeights
 from nxdt_core.checkpoint.hf_keys import Source
 from nxdt_core.errors import (
     ArchitectureUnread,
     ConfigError,
     ForeignFormatUnknown,
+    ForeignHasWeightsOnly,
     HFFileDamaged,
     ImportPlaceTaken,
     StorageFull,
@@ -28,12 +30,14 @@ from nxdt_core.errors import (
 )
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.testing.storage_faults import FaultyStorage
-from nxdt_core.training import assemble, foreign
+from nxdt_core.training import assemble, foreign, primitives
 from nxdt_core.training.export import export_hf
 from nxdt_core.training.foreign import import_foreign
 from nxdt_core.training.generate import generate
 from nxdt_core.training.saved_config import saved_config
-from tests.checkpoint.exchange import VOCABULARY, import_together, newest, write_tokenizer
+from nxdt_core.training.start import ForeignStart, decide_start
+from tests.checkpoint.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
+from tests.parallel.matrix.training import whole
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to import")
 
@@ -88,6 +92,46 @@ def test_what_is_imported_and_exported_again_is_equal_and_speaks_alike(tmp_path,
     tokens = model.float().generate(ids, do_sample=False, max_new_tokens=12, suppress_tokens=[*range(VOCABULARY, 304)])
     text = "".join(generate(uri, "And God said", max_new_tokens=12))
     assert reads.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd") == text.rstrip("\ufffd")
+
+
+def started(source: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """What a rank holds once a run has begun with the weights of a directory: whole parameters by name."""
+    config = llama("model.num_layers=2", *overrides)
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine, materialise=False)
+    primitives.load_foreign(Path(source), config=config, engine=engine, model=model)
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    engine.shutdown()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (1, ()),
+        (2, ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")),
+        (2, ("trainer.devices=2", "distributed_strategy.pipeline_model_parallel_size=2")),
+        (2, ("trainer.devices=2", "distributed_strategy.zero_stage=3")),
+    ],
+    ids=["one process", "tensor parallel", "pipeline", "sharded by FSDP"],
+)
+def test_a_run_begins_with_the_weights_of_a_directory_in_any_layout(theirs, ranks, overrides):
+    held = RankPool(ranks).run(started, str(theirs), overrides)
+    found = {name: weight for each in held for name, weight in each.items()}
+    expected = load_hf(theirs, assemble.model_builder(llama("model.num_layers=2")))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight.float()) for name, weight in expected.items())
+
+
+def test_a_run_names_a_directory_to_begin_with(tmp_path, theirs):
+    wanted = (f"checkpoint.resume_from={theirs}", "model.num_layers=2")
+    own = LocalStorage(str(tmp_path / "own"))
+    start = decide_start(llama(*wanted, "checkpoint.weight_init_only=true"), own, print)
+    assert isinstance(start, ForeignStart)
+    assert start.path == theirs
+    with pytest.raises(ForeignHasWeightsOnly, match="weight_init_only=true"):
+        decide_start(llama(*wanted), own, print)
 
 
 def test_the_directory_may_go_afterwards(tmp_path):
