@@ -131,12 +131,12 @@ def load_in(layout: Layout, uri: str) -> list[str]:
         load_model_into(storage, manifest, {name: tensor.detach() for name, tensor in held.items()}, ranks=ranks)
         state = load_optimizer_like(storage, manifest, held, ranks=ranks)
         expected = {name: whole(name) for name in held}
-        wrong = [f"model {name}" for name, tensor in held.items() if not _equal(tensor, expected[name])]
+        wrong = [f"model {name}" for name, tensor in held.items() if not equal(tensor, expected[name])]
         if state.keys() != optimizer_state(held).keys():
             return [*wrong, f"optimizer has {sorted(state)}"]
         for name, tensor in held.items():
             moment = state[f"{name}/exp_avg"]
-            if type(moment) is not type(tensor.detach()) or not _equal(moment, (expected[name] + 0.5) * 2):
+            if type(moment) is not type(tensor.detach()) or not equal(moment, (expected[name] + 0.5) * 2):
                 wrong.append(f"optimizer {name}")
             if not torch.equal(state[f"{name}/step"], torch.tensor(3.0)):
                 wrong.append(f"step of {name}")
@@ -155,7 +155,7 @@ def load_states(uri: str) -> dict[str, Any]:
     return in_group(work)
 
 
-def _equal(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+def equal(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     value = tensor.detach()
     return torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected)
 
