@@ -6,6 +6,7 @@
     step-00000100/<attempt>/model/shard-00000-00000.safetensors         <rank>-<number>
     step-00000100/<attempt>/model/shard-00000-00000.safetensors.digests
     step-00000100/<attempt>/state/rank-00000.json
+    step-00000100/<attempt>/hf/config.json                              in some saves, beside its weights
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = [
     "SECTIONS",
     "attempt_prefix",
     "digests_name",
+    "hf_name",
     "manifest_key",
     "new_attempt",
     "shard_name",
@@ -72,6 +74,11 @@ def shard_name(section: str, rank: int, number: int) -> str:
 def state_name(rank: int) -> str:
     """The JSON state of ``rank``."""
     return f"state/rank-{rank:05d}.json"
+
+
+def hf_name(file: str) -> str:
+    """A file of the Hugging Face form that a save may carry."""
+    return f"hf/{file}"
 
 
 def digests_name(name: str) -> str:

@@ -20,7 +20,7 @@ from nxdt_core.checkpoint.background import BackgroundJob
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.fingerprint import check_weights_moved
 from nxdt_core.checkpoint.layout import step_name
-from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest, encode_facts
+from nxdt_core.checkpoint.manifest import CheckpointFacts, FileEntry, Manifest, encode_facts
 from nxdt_core.checkpoint.plan import Planner, SavePlan
 from nxdt_core.checkpoint.report import SaveReport
 from nxdt_core.checkpoint.save import save_planned
@@ -63,6 +63,8 @@ class CheckpointManager:
         deadline_s: how long one save may take, in the background and in all.
         newest: the committed checkpoint that the run goes on from.
         refuse_same_weights: do not commit the same weights under two steps between which updates were applied.
+        add_files: called on every rank before each commit, with the manifest so far; writes further files below its
+            prefix and returns their entries.
         before_commit: called on rank 0 directly before each commit; what it raises fails the save.
         after_commit: called on rank 0 after each commit, in the background.
         on_saved: called on every rank, at one step, once a checkpoint is committed.
@@ -78,6 +80,7 @@ class CheckpointManager:
         deadline_s: float = 1800.0,
         newest: Manifest | None = None,
         refuse_same_weights: bool = True,
+        add_files: Callable[[Manifest], Mapping[str, FileEntry]] | None = None,
         before_commit: Callable[[], None] | None = None,
         after_commit: Callable[[Manifest], object] | None = None,
         on_saved: Callable[[SaveReport], None] | None = None,
@@ -90,6 +93,7 @@ class CheckpointManager:
         self._deadline_s = deadline_s
         self._newest = newest
         self._refuses = refuse_same_weights
+        self._add_files = add_files
         self._before_commit = before_commit
         self._after_commit = after_commit
         self._on_saved = on_saved
@@ -244,6 +248,7 @@ class CheckpointManager:
             write=write,
             facts=flight.facts,
             ranks=ranks,
+            add_files=self._add_files,
             before_commit=check,
         )
         flight.durable_at = time.monotonic()

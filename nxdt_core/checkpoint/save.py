@@ -7,9 +7,9 @@ of what it holds; the first commits once all are done, or none does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -134,6 +134,7 @@ def save_planned(
     write: Write,
     facts: CheckpointFacts,
     ranks: RankAgreement | None = None,
+    add_files: Callable[[Manifest], Mapping[str, FileEntry]] | None = None,
     before_commit: Callable[[Manifest], None] | None = None,
 ) -> Manifest:
     """As :func:`save_listed`, once the ranks know who writes what. Collective.
@@ -145,6 +146,8 @@ def save_planned(
         write: as of :func:`save_listed`.
         facts: what goes into the manifest beside; that of rank 0 counts.
         ranks: of the run; None for a process that is alone.
+        add_files: called on every rank once the files of all are durable, with the manifest so far; writes further
+            ones below its prefix and returns their entries.
         before_commit: as of :func:`save_checkpoint`, called with the manifest that is about to be written.
     """
     where, rank = f"{storage.uri}/{step_name(step)}", rank_of(ranks)
@@ -173,6 +176,8 @@ def save_planned(
             files={name: entry for each in written for name, entry in each.files.items()},
             tensors=merge(plan.listings, [each.parts for each in written], SECTIONS),
         )
+        if add_files is not None:
+            manifest = _with_files(manifest, together(ranks, lambda: add_files(manifest), where=where))
         on_first_rank(ranks, lambda: _commit(storage, manifest, replaces[0], ranks, before_commit), where=where)
     except BaseException:
         if rank == 0:
@@ -188,6 +193,11 @@ class _Written:
 
     files: Mapping[str, FileEntry]
     parts: Mapping[Place, TensorPart]
+
+
+def _with_files(manifest: Manifest, added: Sequence[Mapping[str, FileEntry]]) -> Manifest:
+    files = {name: entry for each in added for name, entry in each.items()}
+    return replace(manifest, files={**manifest.files, **files})
 
 
 def _commit(

@@ -53,6 +53,8 @@ class CheckpointConfig:
     """Seconds that one checkpoint may take until the run stops with an error."""
     refuse_same_weights: bool = True
     """Stop with an error where a checkpoint would hold the very weights of the one before in spite of updates."""
+    hf_every_n_saves: PositiveInt | None = None
+    """Let every n-th checkpoint carry its model as a Hugging Face directory, too; ``null``: none does."""
     resume_if_exists: bool = False
     """Go on from the newest good checkpoint at ``uri``."""
     resume_ignore_no_checkpoint: bool = False

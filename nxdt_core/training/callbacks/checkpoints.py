@@ -19,6 +19,7 @@ from nxdt_core.training import assemble
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.save_figures import SaveFigures
+from nxdt_core.training.hf_form import HFForm
 from nxdt_core.training.managed_save import ManagedSave
 from nxdt_core.training.primitives import SaveFacts
 
@@ -76,12 +77,19 @@ class CheckpointSaver(pl.Callback):
             deadline_s=self._config.deadline_s,
             refuse_same_weights=self._config.refuse_same_weights,
             newest=pl_module.resumed,
+            add_files=self._hf_form(pl_module),
             after_commit=self._prune,
             on_saved=lambda report: self._tell(pl_module, report),
         )
         if pl_module.resumed is not None:
             self._figures.resumed(pl_module.resumed)
             self._hooks.nxdt_checkpoint_loaded(self._context(pl_module.resumed, pl_module))
+
+    def _hf_form(self, pl_module: NxdtModule) -> HFForm | None:
+        every = self._config.hf_every_n_saves
+        if every is None:
+            return None
+        return HFForm(pl_module.config, self._storage, pl_module.engine.ranks, every=every)
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
