@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, Literal, TypeVar
 
 from nxdt_core.errors import NxdtError, SaveTookTooLong
 
 __all__ = ["BackgroundJob"]
+
+_NICENESS = 15
+"""Of the thread, and of those that it starts: on a host that computes, a save takes what cores training leaves it."""
 
 T = TypeVar("T")
 
@@ -75,6 +81,7 @@ class BackgroundJob(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def _run(self, work: Callable[[BackgroundJob[T]], T]) -> None:
+        _yield_cores()
         try:
             self._value = work(self)
         except NxdtError as error:
@@ -91,3 +98,10 @@ class BackgroundJob(Generic[T]):
         error = SaveTookTooLong(where=self._where, reason=f"it takes more than {self._deadline_s:g} s")
         error.__cause__ = cause
         return error
+
+
+def _yield_cores() -> None:
+    """Let other threads of this process go first. Only Linux has priorities of threads."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

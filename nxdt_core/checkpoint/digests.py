@@ -7,6 +7,7 @@ probability 2⁻¹²⁸), not forgery; what protects from forged files is that n
 from __future__ import annotations
 
 import json
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -17,6 +18,7 @@ __all__ = ["BLOCK_BYTES", "BlockDigests", "DigestingWriter", "block_digest", "di
 BLOCK_BYTES = 8 * 2**20
 """Bytes that one digest covers."""
 
+_WORTH_A_THREAD_BYTES = 2**20
 _ALGORITHM = "xxh3_128"
 
 
@@ -72,10 +74,16 @@ class BlockDigests:
 
 
 class DigestingWriter:
-    """Passes bytes on to ``stream`` and digests them on their way, block by block while they are in the cache."""
+    """Passes bytes on to ``stream`` and digests them on their way, block by block.
 
-    def __init__(self, stream: BinaryIO) -> None:
+    Args:
+        stream: takes the bytes.
+        helper: digests a large part of a block while ``stream`` takes it; both leave the interpreter's lock.
+    """
+
+    def __init__(self, stream: BinaryIO, helper: Executor) -> None:
         self._stream = stream
+        self._helper = helper
         self._running = xxh3_128()
         self._filled = 0
         self._blocks: list[str] = []
@@ -86,8 +94,7 @@ class DigestingWriter:
         view = memoryview(data)
         while view:
             chunk = view[: BLOCK_BYTES - self._filled]
-            self._running.update(chunk)
-            self._stream.write(chunk)
+            self._pass_on(chunk)
             self._filled += len(chunk)
             self._size += len(chunk)
             if self._filled == BLOCK_BYTES:
@@ -99,6 +106,17 @@ class DigestingWriter:
         if self._filled:
             self._close_block()
         return BlockDigests(size_bytes=self._size, blocks=tuple(self._blocks))
+
+    def _pass_on(self, chunk: memoryview) -> None:
+        if len(chunk) < _WORTH_A_THREAD_BYTES:
+            self._running.update(chunk)
+            self._stream.write(chunk)
+            return
+        digested = self._helper.submit(self._running.update, chunk)
+        try:
+            self._stream.write(chunk)
+        finally:
+            digested.result()
 
     def _close_block(self) -> None:
         self._blocks.append(self._running.hexdigest())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,8 +33,8 @@ class AttemptWriter:
     @contextmanager
     def file(self, name: str) -> Iterator[DigestingWriter]:
         """Stream the file ``name``; its digests are written when the block ends without an exception."""
-        with self._storage.open_write(self._prefix + name) as stream:
-            writer = DigestingWriter(stream)
+        with ThreadPoolExecutor(1) as helper, self._storage.open_write(self._prefix + name) as stream:
+            writer = DigestingWriter(stream, helper)
             yield writer
         digests = writer.finish()
         encoded = digests.encode()
