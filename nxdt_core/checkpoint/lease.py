@@ -76,6 +76,8 @@ class Lease:
 
     def check(self) -> None:
         """Raise where another process has taken the store since."""
+        if self._heartbeat is None:
+            raise OwnershipLost(where=self._storage.uri, reason="this run has given it back")
         found = _standing(self._storage)
         if found is None or found.owner != self._me:
             other = "the object that says so was deleted" if found is None else f"{found.name} has taken it over"

@@ -24,11 +24,13 @@ class LockedStore:
     def __init__(self, storage: LockableStorage, lock: StorageLock, me: Owner) -> None:
         self.fencing = 0
         self._storage = storage
-        self._lock = lock
+        self._lock: StorageLock | None = lock
         self._me = me
 
     def check(self) -> None:
         """Raise unless the lock still keeps others out; one whose file was only deleted is taken again."""
+        if self._lock is None:
+            raise OwnershipLost(where=self._storage.uri, reason="this run has given it back")
         if self._lock.held():
             return
         before = self._storage.lock_note(_KEY)
@@ -41,7 +43,9 @@ class LockedStore:
 
     def release(self) -> None:
         """Unlock it."""
-        self._lock.release()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
 
 def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> LockedStore:

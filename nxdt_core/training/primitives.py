@@ -66,6 +66,8 @@ class SaveFacts:
     """Figures by which retention may rank it."""
     keep: Keep = "regular"
     """How retention treats it."""
+    fencing: int = 0
+    """Number of the ownership under which it is saved; 0 where nobody owns the store."""
 
 
 def initialize_parallel_model(
@@ -247,6 +249,7 @@ def _parts(
             mesh=dict(engine.rank_info.mesh),
             metrics=dict(about.metrics),
             keep=about.keep,
+            fencing=about.fencing,
         ),
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import shlex
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -12,6 +14,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.kernel.contexts import ConfigureContext
@@ -29,6 +32,7 @@ from nxdt_core.training.callbacks.signals import StopRequests, StopSignals
 from nxdt_core.training.datamodule import NxdtDataModule
 from nxdt_core.training.memory import memory_errors_explained
 from nxdt_core.training.module import NxdtModule
+from nxdt_core.training.owned import owned_on_rank_zero
 from nxdt_core.training.start import ForeignStart, Start, agree_on_start
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
@@ -58,6 +62,20 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
     )
     own = assemble.storage(config)
     ranks.on_rank_zero(lambda: _prepare(config, own))
+    with owned_on_rank_zero(config, own, console.say, ranks) as ownership:
+        return _train(config, strategy, console, own, ownership, requests)
+
+
+def _train(
+    config: ResolvedConfig,
+    strategy: NxdtStrategy,
+    console: Console,
+    own: CheckpointStorage,
+    ownership: Ownership | None,
+    requests: StopRequests | None,
+) -> RunSummary:
+    ranks = strategy.engine.ranks
+    ranks.on_rank_zero(lambda: _keep_config(config))
     start = agree_on_start(config, own, console.say, ranks)
     if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
@@ -82,7 +100,7 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
         num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
         inference_mode=config.run.trainer.inference_mode,
         logger=[_built(selected, config.run_dir) for selected in config.loggers] if strategy.is_global_zero else False,
-        callbacks=_callbacks(config, own, console, metrics, figures, signals),
+        callbacks=_callbacks(config, own, ownership, console, metrics, figures, signals),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -143,6 +161,7 @@ def _metrics(config: ResolvedConfig, console: Console, figures: SaveFigures) -> 
 def _callbacks(
     config: ResolvedConfig,
     own: CheckpointStorage,
+    ownership: Ownership | None,
     console: Console,
     metrics: MetricsWriter,
     figures: SaveFigures,
@@ -150,7 +169,8 @@ def _callbacks(
 ) -> list[pl.Callback]:
     """In the order in which they see a step: figures first, then what acts on them, then saving and stopping."""
     named = [_built(selected, config.run_dir) for selected in config.callbacks]
-    saver = [CheckpointSaver(own, console, config, metrics, figures)] if config.run.checkpoint.enabled else []
+    saves = config.run.checkpoint.enabled
+    saver = [CheckpointSaver(own, console, config, metrics, figures, ownership)] if saves else []
     stops = config.run.trainer.nonfinite == "stop"
     guard = [NonFiniteGuard(config.run.trainer.log_every_n_steps)] if stops else []
     compiling = [CompileTime(console)] if config.run.model.compile else []
@@ -181,14 +201,25 @@ def _val_batches(config: ResolvedConfig, data: NxdtDataModule) -> int | float:
 
 
 def _prepare(config: ResolvedConfig, own: CheckpointStorage) -> None:
-    """Make the run's directory, keep the configuration beside what it produces, and see whether it can be written."""
-    try:
+    """Make the run's directory, and see whether checkpoints can be written."""
+    with _run_dir_explained(config):
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
-    except OSError as error:
-        raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
     if config.run.checkpoint.enabled:
         checkpoint.check_writable(own)
+
+
+def _keep_config(config: ResolvedConfig) -> None:
+    """Beside what it produces."""
+    with _run_dir_explained(config):
+        (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
+
+
+@contextmanager
+def _run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
 
 
 def _summary(

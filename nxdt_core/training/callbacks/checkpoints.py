@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import CheckpointManager, Manifest, Retention, SaveReport
+from nxdt_core.checkpoint import CheckpointManager, Manifest, Ownership, Retention, SaveReport
 from nxdt_core.checkpoint.manifest import Keep
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.duration import seconds_of
@@ -45,6 +45,7 @@ class CheckpointSaver(pl.Callback):
         config: ResolvedConfig,
         metrics: MetricsWriter,
         figures: SaveFigures,
+        ownership: Ownership | None = None,
     ) -> None:
         self._config = config.run.checkpoint
         self._storage = storage
@@ -52,6 +53,7 @@ class CheckpointSaver(pl.Callback):
         self._hooks = config.kernel.hooks
         self._metrics = metrics
         self._figures = figures
+        self._ownership = ownership
         self._retention = Retention(
             keep_last=self._config.keep_last or 0,
             save_top_k=self._config.save_top_k,
@@ -78,6 +80,7 @@ class CheckpointSaver(pl.Callback):
             refuse_same_weights=self._config.refuse_same_weights,
             newest=pl_module.resumed,
             add_files=self._hf_form(pl_module),
+            before_commit=None if self._ownership is None else self._ownership.check,
             after_commit=self._prune,
             on_saved=lambda report: self._tell(pl_module, report),
         )
@@ -153,7 +156,8 @@ class CheckpointSaver(pl.Callback):
         step = module.train_state.step
         if step == self._saved:
             return
-        about, begun = SaveFacts(metrics=self._metrics_now(trainer), keep=keep), time.monotonic()
+        fencing = 0 if self._ownership is None else self._ownership.fencing
+        about, begun = SaveFacts(metrics=self._metrics_now(trainer), keep=keep, fencing=fencing), time.monotonic()
         managed = ManagedSave(manager=self._manager_made, about=about)
         trainer.save_checkpoint(assemble.step_uri(self._storage, step), storage_options=managed)
         if not managed.begun:

@@ -1,0 +1,151 @@
+"""Whole runs in one place: the second is refused, a killed one is followed at once, a copy is nobody's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nxdt_core import checkpoint
+from nxdt_core.errors import NxdtError, OwnershipLost
+from nxdt_core.training import assemble, train
+
+Run = Callable[..., "Child"]
+ENDLESS = ("trainer.max_steps=100000", "checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=2")
+
+
+class Child:
+    """``nxdt train`` in a process of its own; what it says goes to a file, which never fills up as a pipe does."""
+
+    def __init__(self, config: Any, file: Path) -> None:
+        file.write_text(yaml.safe_dump(config.to_dict()))
+        words = [sys.executable, "-m", "nxdt_core", "train", str(file)]
+        self._output = file.with_suffix(".out")
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text()
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Run]:
+    """``command(config)`` starts a run."""
+    started: list[Child] = []
+
+    def start(config: Any) -> Child:
+        started.append(Child(config, tmp_path / f"run-{len(started)}.yaml"))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.process.kill()
+        child.process.wait()
+
+
+def wait_for_steps(config: Any, count: int, child: Child, deadline_s: float = 120) -> list[int]:
+    """Wait until step ``count`` or a later one is committed; returns those that are."""
+    store = assemble.storage(config)
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        steps = [found.step for found in checkpoint.list_checkpoints(store) if found.state == "committed"]
+        if steps and steps[-1] >= count:
+            return steps
+        assert child.process.poll() is None, child.said
+        time.sleep(0.05)
+    pytest.fail(f"no step {count} is committed after {deadline_s} s")
+
+
+def test_a_second_run_is_refused_in_words_and_one_in_a_copied_directory_is_not(small_run, command, tmp_path):
+    """The first goes on, undisturbed by both."""
+    config = small_run(*ENDLESS)
+    first = command(config)
+    wait_for_steps(config, 2, first)
+    kept = (config.run_dir / "config.yaml").read_bytes()
+    second = command(small_run(*ENDLESS, "seed=99"))
+    assert second.process.wait(timeout=120) == 2, second.said
+    assert "[NXDT-S040]" in second.said
+    assert f"{config.checkpoint_uri} belongs to 'run' (process {first.process.pid} on " in second.said
+    assert "Traceback" not in second.said
+    assert (config.run_dir / "config.yaml").read_bytes() == kept, "a run that is refused changes nothing"
+
+    copied = tmp_path / "elsewhere"
+    while True:
+        try:
+            shutil.copytree(config.run_dir, copied / "run")
+            break
+        except shutil.Error:  # a checkpoint was pruned on the way
+            shutil.rmtree(copied)
+    newest = checkpoint.latest(assemble.storage(small_run(exp_dir=copied)), warn=print)
+    summary = train(small_run(f"trainer.max_steps={newest.step + 2}", exp_dir=copied))
+    assert summary.step == newest.step + 2
+    assert first.process.poll() is None, first.said
+    wait_for_steps(config, newest.step + 4, first)
+
+
+def test_a_killed_run_is_followed_at_once_by_the_same_command(small_run, command):
+    """Its loader's workers, which are forked from it, may live on for seconds."""
+    config = small_run(*ENDLESS, "data.num_workers=2")
+    first = command(config)
+    wait_for_steps(config, 3, first)
+    first.process.kill()
+    first.process.wait()
+    second = command(config)
+    steps = [found.step for found in checkpoint.list_checkpoints(assemble.storage(config))]
+    wait_for_steps(config, steps[-1] + 2, second)
+    second.process.terminate()
+    second.process.wait(timeout=120)
+    assert "resuming from" in second.said
+    assert "waiting" not in second.said
+    newest = checkpoint.latest(assemble.storage(config), warn=pytest.fail)
+    assert newest.step > steps[-1]
+    assert newest.facts.fencing == 2
+
+
+def test_a_run_gives_its_place_back_however_it_ends(small_run):
+    config = small_run("trainer.max_steps=1")
+    train(config)
+    with pytest.raises(NxdtError, match="do not fit"):
+        train(small_run("trainer.max_steps=2", "model.ffn_hidden_size=128"))
+    checkpoint.own(assemble.storage(config), run="next", say=pytest.fail).release()
+    train(config)
+    checkpoint.own(assemble.storage(config), run="next", say=pytest.fail).release()
+
+
+def test_a_run_whose_place_was_taken_commits_nothing_more(small_run, tmp_path):
+    """Its directory is moved away while it runs, and another run begins there."""
+    config = small_run("trainer.max_steps=3", "checkpoint.every_n_train_steps=1", "checkpoint.async_save=false")
+    store = assemble.storage(config)
+    taken: list[Any] = []
+    commit = checkpoint.CheckpointManager.save
+
+    def move_away_first(self: Any, *, step: int, **more: Any) -> Any:
+        if step == 2:
+            (config.run_dir / "checkpoints").rename(tmp_path / "moved")
+            taken.append(checkpoint.own(store, run="other", say=pytest.fail))
+        return commit(self, step=step, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.CheckpointManager, "save", move_away_first)
+        with pytest.raises(OwnershipLost, match="another run began to save there, 'other'"):
+            train(config)
+    assert checkpoint.list_checkpoints(store) == []
+    taken[0].check()
+
+
+def test_a_run_that_saves_nothing_needs_no_place(small_run):
+    config = small_run("trainer.max_steps=1")
+    ownership = checkpoint.own(assemble.storage(config), run="other", say=pytest.fail)
+    assert train(small_run("trainer.max_steps=1", "checkpoint.enabled=false")).step == 1
+    ownership.release()
