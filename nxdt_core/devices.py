@@ -49,6 +49,8 @@ class DeviceProfile:
     """Whether two ranks can send to each other without the rest of their group."""
     pinned_host_memory: bool = False
     """Whether copies to the host run faster, and beside kernels, into memory that is locked in place."""
+    broadcast_loads: bool = False
+    """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
     static_shapes: bool = False
     """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
     compile_backend: str = "inductor"
@@ -82,6 +84,7 @@ PROFILES: Mapping[str, DeviceProfile] = {
             lightning_accelerator="cuda",
             fused_optimizers=True,
             pinned_host_memory=True,
+            broadcast_loads=True,
             attention_kernel="flash_or_efficient",
             peak_flops={
                 "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},
@@ -97,6 +100,7 @@ PROFILES: Mapping[str, DeviceProfile] = {
             lightning_accelerator="neuron",
             point_to_point=False,
             context_parallel_method="gather",
+            broadcast_loads=True,
             static_shapes=True,
             compile_backend="neuron",
             peak_flops={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -12,19 +13,33 @@ from nxdt_core.errors import OptimizerStateDoesNotFit, WeightsDoNotFit
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["check_model", "check_optimizer"]
+__all__ = ["Unmatched", "check_model", "check_optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmatched:
+    """Names over all ranks that a load which is not strict passed over."""
+
+    missing: list[str] = field(default_factory=list)
+    """Parameters that the checkpoint lacks."""
+    extra: list[str] = field(default_factory=list)
+    """Parameters of the checkpoint that the model lacks."""
 
 
 def check_model(
-    index: Mapping[str, TensorEntry], tensors: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement | None
-) -> None:
+    index: Mapping[str, TensorEntry],
+    tensors: Mapping[str, torch.Tensor | Piece],
+    ranks: RankAgreement | None,
+    *,
+    strict: bool = True,
+) -> Unmatched:
     """Compare the names and whole shapes of ``tensors``, this rank's, with ``index``.
 
     Collective.
 
     Raises:
-        WeightsDoNotFit: a rank lacks something in the checkpoint, or the checkpoint has what no rank asks for; the
-            same on every rank.
+        WeightsDoNotFit: shapes differ; or, if ``strict``, a rank lacks something in the checkpoint, or the checkpoint
+            has what no rank asks for; the same on every rank.
     """
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     gathered = [own] if ranks is None else ranks.all_gather_object(own)
@@ -36,8 +51,9 @@ def check_model(
         for name, shape in held.items()
         if name in index and index[name].shape != shape
     ]
-    if missing or extra or shapes:
+    if shapes or (strict and (missing or extra)):
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
+    return Unmatched(missing=missing, extra=extra)
 
 
 def check_optimizer(

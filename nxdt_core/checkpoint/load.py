@@ -13,7 +13,7 @@ import torch
 
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import read_whole
-from nxdt_core.checkpoint.fitting import check_model, check_optimizer
+from nxdt_core.checkpoint.fitting import Unmatched, check_model, check_optimizer
 from nxdt_core.checkpoint.layout import state_name
 from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.checkpoint.pieces import empty_like, piece_of
@@ -23,6 +23,7 @@ from nxdt_core.checkpoint.tensor_index import TensorEntry
 from nxdt_core.checkpoint.together import together
 from nxdt_core.errors import CheckpointDamaged, TensorNotInCheckpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.engine import Replicas
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 
@@ -67,7 +68,9 @@ def load_model_into(
     tensors: Mapping[str, torch.Tensor | Piece],
     *,
     ranks: RankAgreement | None = None,
-) -> None:
+    replicas: Replicas | None = None,
+    strict: bool = True,
+) -> Unmatched:
     """Fill parameters and buffers in place, each rank what it holds of them; the layout of the save does not matter.
 
     Collective: it succeeds on all ranks or fails on all.
@@ -77,15 +80,26 @@ def load_model_into(
         manifest: of the checkpoint.
         tensors: of this rank by global name, DTensors or pieces where they are sharded.
         ranks: of the run; None for a process that is alone.
+        replicas: ranks that share one reading; None where each reads what it holds.
+        strict: refuse where names differ; otherwise what the checkpoint lacks stays as it is.
+
+    Returns:
+        The names that differ, over all ranks.
 
     Raises:
-        WeightsDoNotFit: names or shapes are others than the checkpoint's, over all ranks; nothing was read.
+        WeightsDoNotFit: shapes, or under ``strict`` names, are others than the checkpoint's, over all ranks; nothing
+            was read.
         CheckpointDamaged: a file is not what was written; some tensors may be filled.
     """
     where = f"{storage.uri}/{manifest.prefix}model"
     index = manifest.tensors.get("model", {})
-    check_model(index, tensors, ranks)
-    together(ranks, lambda: _fill(storage, manifest, index, tensors, where), where=where)
+    unmatched = check_model(index, tensors, ranks, strict=strict)
+    present = {name: tensor for name, tensor in tensors.items() if name in index}
+    reads = replicas is None or replicas.reads
+    together(ranks, lambda: _fill(storage, manifest, index, present if reads else {}, where), where=where)
+    if replicas is not None:
+        replicas.spread(_local_tensors(present))
+    return unmatched
 
 
 def load_optimizer_like(
@@ -94,6 +108,8 @@ def load_optimizer_like(
     parameters: Mapping[str, torch.Tensor | Piece],
     *,
     ranks: RankAgreement | None = None,
+    replicas: Replicas | None = None,
+    strict: bool = True,
 ) -> dict[str, torch.Tensor | Piece]:
     """This rank's optimizer state: what has its parameter's shape is laid out as that, the rest whole on the host.
 
@@ -104,14 +120,17 @@ def load_optimizer_like(
         manifest: of the checkpoint.
         parameters: of this rank by global name, DTensors or pieces where they are sharded.
         ranks: of the run; None for a process that is alone.
+        replicas: ranks that share one reading; None where each reads what it holds.
+        strict: refuse state of parameters that no rank has; otherwise it is left out.
 
     Raises:
-        OptimizerStateDoesNotFit: state of parameters that no rank has.
+        OptimizerStateDoesNotFit: there is such state.
         CheckpointDamaged: a file is not what was written.
     """
     where = f"{storage.uri}/{manifest.prefix}optim"
     index = manifest.tensors.get("optim", {})
-    check_optimizer(index, parameters, ranks)
+    if strict:
+        check_optimizer(index, parameters, ranks)
     state: dict[str, torch.Tensor | Piece] = {}
 
     def read() -> None:
@@ -119,9 +138,11 @@ def load_optimizer_like(
         check_fits(storage, manifest, own.values())
         for key, entry in own.items():
             state[key] = empty_like(parameters[key.rpartition("/")[0]], entry.shape, getattr(torch, entry.dtype))
-        _fill(storage, manifest, index, state, where)
+        _fill(storage, manifest, index, state if replicas is None or replicas.reads else {}, where)
 
     together(ranks, read, where=where)
+    if replicas is not None:
+        replicas.spread(_local_tensors(state))
     return state
 
 
@@ -175,6 +196,10 @@ def read_tensors(
         wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
     fill(storage, manifest, wanted, index)
     return {name: wanted[owner].tensor for name, owner in owner_of.items()}
+
+
+def _local_tensors(tensors: Mapping[str, torch.Tensor | Piece]) -> list[torch.Tensor]:
+    return [piece_of(name, tensor).tensor for name, tensor in tensors.items()]
 
 
 def _fill(

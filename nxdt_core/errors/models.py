@@ -115,10 +115,14 @@ class WeightsDoNotFit(NxdtError):
 
     code = "NXDT-M050"
     happened = "The weights do not fit the model: {summary}."
-    remedy = "Use the configuration that the weights were trained with, or give the new run another name=…."
+    remedy = (
+        "{origin}Use the configuration that the weights were trained with, or give the new run another name=….{loose}"
+    )
     missing: list[str]
     extra: list[str]
     shapes: list[str]
+    saved: list[str] | None = None
+    """Of a checkpoint of ours: keys of the model, with values, that its run had otherwise."""
 
     def _view(self) -> dict[str, Any]:
         parts = [
@@ -126,7 +130,14 @@ class WeightsDoNotFit(NxdtError):
             for names, word in ((self.missing, "missing"), (self.extra, "unknown"), (self.shapes, "of another shape"))
             if names
         ]
-        return {**super()._view(), "summary": "; ".join(parts)}
+        origin = f"Their run had {', '.join(self.saved[:8])}. " if self.saved else ""
+        loose = self.saved is not None and not self.shapes
+        return {
+            **super()._view(),
+            "summary": "; ".join(parts),
+            "origin": origin,
+            "loose": " With checkpoint.strict=false what both have is loaded." if loose else "",
+        }
 
 
 class VocabularyTooSmall(NxdtError):

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from nxdt_core.devices import profile_of
 from nxdt_core.errors import WeightsDoNotFit
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
@@ -24,6 +25,7 @@ from nxdt_core.parallel.pipeline.runner import PipelineRunner
 from nxdt_core.parallel.pipeline.stream import HiddenLike
 from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.parallel.placement import local_of
+from nxdt_core.parallel.replicas import Replicas, replica_group
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
@@ -58,6 +60,9 @@ class TorchModel:
             dict(zip(stages.numbers, stages.modules, strict=True)), stages.plan, stage_count=mesh.sizes.stages
         )
         self._tied_group = tied_group(mesh) if self._tied else None
+        group = replica_group(mesh, sharded=stages.sharded)
+        shares = profile_of(numerics.device).broadcast_loads
+        self._replicas = Replicas(group) if shares and group is not None else None
         self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._pipeline: PipelineRunner | None = None
@@ -130,6 +135,11 @@ class TorchModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their global names; a tied one under its owner's."""
         return iter(self._parameters.by_name.items())
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Ranks that share one reading of a checkpoint, where the device makes that faster."""
+        return self._replicas
 
     @property
     def padded(self) -> Mapping[str, PaddedDim]:

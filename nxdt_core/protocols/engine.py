@@ -6,7 +6,7 @@ another library. An engine applies the plan in the order of :class:`nxdt_core.pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -22,7 +22,7 @@ from nxdt_core.protocols.ranks import RankAgreement
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ParallelEngine", "ParallelModel", "ParallelOptimizer", "RankInfo", "StepLoss"]
+__all__ = ["ParallelEngine", "ParallelModel", "ParallelOptimizer", "RankInfo", "Replicas", "StepLoss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,25 @@ class StepLoss:
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+class Replicas(Protocol):
+    """The ranks that hold the very same elements of all parameters as this one."""
+
+    reads: bool
+    """Whether this one reads a checkpoint for all of them."""
+
+    def spread(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every rank the elements of the one that reads, in place. Collective."""
+        ...
+
+
 @runtime_checkable
 class ParallelModel(Protocol):
     """A model in its layout."""
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Ranks that had better share one reading of a checkpoint; None where each reads what it holds."""
+        ...
 
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Forward and backward over this rank's micro-batches of one global batch. Gradients come out

@@ -15,6 +15,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.managed_save import ManagedSave
+from nxdt_core.training.misfit import misfit_explained
 from nxdt_core.training.state import TrainState, seed_all
 from nxdt_core.training.strategy import NxdtStrategy
 
@@ -79,10 +80,13 @@ class NxdtModule(pl.LightningModule):
             return
         seed_all(self.config.run.seed)
         loads = any(source is not None for source in (self._resume, self._weights_only, self._foreign))
-        self.model = primitives.initialize_parallel_model(self.config, self.engine, materialise=not loads)
+        strict = self.config.run.checkpoint.strict
+        fresh = not (loads and strict)  # what a checkpoint lacks keeps what it began with
+        self.model = primitives.initialize_parallel_model(self.config, self.engine, materialise=fresh)
         if self._weights_only is not None:
             storage, manifest = self._weights_only
-            primitives.load_checkpoint(storage, manifest, engine=self.engine, model=self.model)
+            with misfit_explained(self.config, manifest):
+                primitives.load_checkpoint(storage, manifest, engine=self.engine, model=self.model, strict=strict)
         if self._foreign is not None:
             primitives.load_foreign(self._foreign, config=self.config, engine=self.engine, model=self.model)
 
@@ -96,14 +100,16 @@ class NxdtModule(pl.LightningModule):
         if self._resume is None:
             return
         storage, manifest = self._resume
-        extra = primitives.load_checkpoint(
-            storage,
-            manifest,
-            engine=self.engine,
-            model=self.model,
-            optimizer=getattr(self, "optimizer", None),
-            state=self.train_state,
-        )
+        with misfit_explained(self.config, manifest):
+            extra = primitives.load_checkpoint(
+                storage,
+                manifest,
+                engine=self.engine,
+                model=self.model,
+                optimizer=getattr(self, "optimizer", None),
+                state=self.train_state,
+                strict=self.config.run.checkpoint.strict,
+            )
         self.resumed, self.resumed_horizon = manifest, extra["horizon"]
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:

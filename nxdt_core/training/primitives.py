@@ -13,6 +13,7 @@ A whole training loop::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
 from nxdt_core.checkpoint.foreign_load import load_foreign_into
 from nxdt_core.checkpoint.manifest import Keep
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors.base import listing
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
@@ -46,6 +48,8 @@ __all__ = [
     "save_checkpoint",
     "train_step",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +266,7 @@ def load_checkpoint(
     model: ParallelModel,
     optimizer: ParallelOptimizer | None = None,
     state: TrainState | None = None,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Load what is given and return the ``extra`` of the save.
 
@@ -276,15 +281,26 @@ def load_checkpoint(
         model: its weights are replaced.
         optimizer: None leaves optimizer state and random-number generators alone: weights only.
         state: its counters are replaced.
+        strict: refuse a checkpoint that lacks parameters of the model or has others; otherwise what it lacks stays as
+            it is, what else it has is left out, and a warning names both.
     """
     ranks, weights = engine.ranks, model.state_dict()
-    checkpoint.load_model_into(storage, manifest, weights, ranks=ranks)
+    unmatched = checkpoint.load_model_into(
+        storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
+    )
+    for names, fate in ((unmatched.missing, "keep their fresh values"), (unmatched.extra, "are left out")):
+        if names and ranks.rank == 0:
+            which = "that the checkpoint lacks" if names is unmatched.missing else "that the model lacks"
+            _log.warning("%d parameters %s %s: %s", len(names), which, fate, listing(names))
     model.load_state_dict(weights)
     same_layout = dict(manifest.facts.mesh) == dict(engine.rank_info.mesh)
     same_layout &= checkpoint.saved_ranks(manifest) == ranks.world_size
     saved = checkpoint.load_state(storage, manifest, rank=ranks.rank if same_layout else 0, ranks=ranks)
     if optimizer is not None:
-        optimizer.load_state_dict(checkpoint.load_optimizer_like(storage, manifest, weights, ranks=ranks))
+        found = checkpoint.load_optimizer_like(
+            storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
+        )
+        optimizer.load_state_dict(found)
         if same_layout:
             restore_rng(saved["rng"], engine.device)
     if state is not None:

@@ -65,5 +65,8 @@ class CheckpointConfig:
     """One checkpoint to start from: its directory or URI."""
     weight_init_only: bool = False
     """Take only the weights from ``resume_from``: optimizer, step and data start afresh."""
+    strict: bool = True
+    """Refuse a checkpoint that lacks parameters of the model or has others. ``false`` leaves what it lacks at fresh
+    values and what else it has aside, and says so; shapes must agree all the same."""
     storage: StorageSection = field(default_factory=StorageSection)
     """The store."""

@@ -1,0 +1,83 @@
+"""Ranks that hold the same parameters read a checkpoint once among them, and each gets the very same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from nxdt_core import devices
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint import read_manifest
+from nxdt_core.parallel.placement import local_of
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import assemble, primitives
+from nxdt_core.training.state import TrainState
+from tests.parallel.matrix.batches import global_batch, share
+from tests.parallel.matrix.layouts import Layout
+from tests.parallel.matrix.training import configuration
+
+LAYOUTS = {
+    "whole on each rank": (Layout(dp=2, zero=0), 1),
+    "replicas of shards": (Layout(dp=4, replicas=2), 2),
+    "experts over ranks": (Layout(dp=2, ep=2, zero=0, moe=True), 2),
+    "sharded": (Layout(dp=2), 2),
+}
+"""Layout, and the ranks that read tensors."""
+
+
+class Counting(LocalStorage):
+    """Counts the openings of files of tensors."""
+
+    opened = 0
+
+    def open_read(self, key, start=0, length=None):
+        self.opened += "/state/" not in key and "shard-" in key
+        return super().open_read(key, start, length)
+
+
+def elements(state):
+    return {
+        name: (value.tensor if isinstance(value, Piece) else local_of(value)).clone() for name, value in state.items()
+    }
+
+
+def save_and_load(layout, uri):
+    """Train two steps and save; load into a fresh model. What was there, what came back, and whether this rank read."""
+    profile = replace(devices.PROFILES["cpu"], broadcast_loads=True)
+    with mock.patch.dict(devices.PROFILES, {"cpu": profile}):
+        config = configuration(layout, "float64")
+        engine = assemble.engine(config)
+        engine.start()
+        model = primitives.initialize_parallel_model(config, engine)
+        optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+        state, place = TrainState(), engine.rank_info
+        batches = share(global_batch(packed=False), place.dp_rank, place.dp_size)
+        objective, schedule = assemble.objective(config), assemble.schedule(config)
+        for _ in range(2):
+            primitives.train_step(model, optimizer, batches, objective, schedule, state)
+        primitives.save_checkpoint(
+            LocalStorage(uri), config=config, engine=engine, model=model, optimizer=optimizer, state=state
+        )
+        before = elements(model.state_dict()), elements(optimizer.state_dict())
+        store = Counting(uri)
+        model = primitives.initialize_parallel_model(config, engine, materialise=False)
+        optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+        primitives.load_checkpoint(store, read_manifest(store, 2), engine=engine, model=model, optimizer=optimizer)
+        after = elements(model.state_dict()), elements(optimizer.state_dict())
+        engine.shutdown()
+    return before, after, store.opened > 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_of_them_reads(tmp_path, name):
+    layout, readers = LAYOUTS[name]
+    reports = RankPool(layout.world).run(save_and_load, layout, str(tmp_path), timeout_s=120)
+    for before, after, _ in reports:
+        for saved, found in zip(before, after, strict=True):
+            assert saved.keys() == found.keys()
+            assert all(torch.equal(saved[key], found[key]) for key in saved)
+    assert sum(read for *_, read in reports) == readers
