@@ -1,0 +1,88 @@
+"""A checkpoint of another model: refused with the keys that differ, or loaded as far as it goes."""
+
+import logging
+
+import pytest
+import torch
+
+from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.training import NxdtStrategy, primitives, train
+
+
+@pytest.fixture
+def saved(small_run):
+    """Address of a checkpoint of two steps."""
+    return train(small_run("trainer.max_steps=2", "model.num_layers=2", name="saved")).checkpoint
+
+
+def other(small_run, saved, *overrides, name="other"):
+    return small_run(f"checkpoint.resume_from={saved}", "trainer.max_steps=3", *overrides, name=name)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize(
+    ("override", "found", "saved_with"),
+    [
+        (
+            "model.num_layers=3",
+            r"9 missing \('layers\.2\.attention_norm.weight', .* and 5 more\)",
+            "model.num_layers=2",
+        ),
+        (
+            "model.num_layers=1",
+            r"9 unknown \('layers\.1\.attention_norm.weight', .* and 5 more\)",
+            "model.num_layers=2",
+        ),
+        ("model.vocab_size=384", "2 of another shape", "model.vocab_size=272"),
+        ("model.ffn_hidden_size=40", "6 of another shape", "model.ffn_hidden_size="),
+    ],
+)
+def test_another_model_is_refused_with_what_differs(small_run, saved, weights_only, override, found, saved_with):
+    config = other(small_run, saved, "model.num_layers=2", override, f"checkpoint.weight_init_only={weights_only}")
+    with pytest.raises(WeightsDoNotFit, match=found) as caught:
+        train(config)
+    assert saved_with in caught.value.do()
+    assert ("strict=false" in caught.value.do()) == ("num_layers" in override)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_what_is_missing_keeps_its_fresh_values_and_is_told(small_run, saved, weights, caplog, weights_only):
+    common = ("model.num_layers=3", f"checkpoint.weight_init_only={weights_only}", "checkpoint.strict=false")
+    steps = () if weights_only else ("model.optim.lr=0.0", "model.optim.sched.min_lr=0.0")
+    config = other(small_run, saved, *common, *steps, f"trainer.max_steps={1 if weights_only else 3}")
+    with caplog.at_level(logging.WARNING):
+        train(config)
+    assert (
+        "9 parameters that the checkpoint lacks keep their fresh values: 'layers.2.attention_norm.weight'"
+        in caplog.text
+    )
+    if weights_only:
+        return
+    fresh = weights_of_fresh(small_run)
+    old, new = weights(small_run(name="saved")), weights(config)
+    assert torch.equal(new["layers.1.mlp.up_proj.weight"], old["layers.1.mlp.up_proj.weight"])
+    assert torch.equal(new["layers.2.mlp.up_proj.weight"], fresh["layers.2.mlp.up_proj.weight"])
+
+
+def weights_of_fresh(small_run):
+    """Of a model of three layers that was never trained."""
+    config = small_run("model.num_layers=3", name="fresh")
+    strategy = NxdtStrategy(config)
+    strategy.start()
+    try:
+        return primitives.initialize_parallel_model(config, strategy.engine).state_dict()
+    finally:
+        strategy.engine.shutdown()
+
+
+def test_what_the_model_lacks_is_left_out_and_told(small_run, saved, weights, caplog):
+    config = other(small_run, saved, "model.num_layers=1", "checkpoint.strict=false")
+    with caplog.at_level(logging.WARNING):
+        train(config)
+    assert "9 parameters that the model lacks are left out: 'layers.1.attention_norm.weight'" in caplog.text
+    assert not [name for name in weights(config) if "layers.1." in name]
+
+
+def test_shapes_must_agree_all_the_same(small_run, saved):
+    with pytest.raises(WeightsDoNotFit, match="2 of another shape"):
+        train(other(small_run, saved, "model.num_layers=2", "model.vocab_size=384", "checkpoint.strict=false"))
