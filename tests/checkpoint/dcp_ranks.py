@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.checkpoint.dcp import NxdtReader
+from nxdt_core.checkpoint.dcp_write import NxdtWriter
 from nxdt_core.parallel.process_group import Ranks
 from tests.checkpoint.sharded import STEP, Layout, equal, in_group, optimizer_state, parameters, whole
 
@@ -25,6 +27,32 @@ def read_in(layout: Layout, uri: str) -> list[str]:
         wrong = [name for name, tensor in held.items() if not equal(tensor, expected[name])]
         state = optimizer_state(expected)
         return wrong + [name for name, tensor in moments.items() if not equal(tensor, state[name])]
+
+    return in_group(work)
+
+
+def write_in(layout: Layout, uri: str) -> None:
+    """``dcp.save`` of the tensors that :func:`tests.checkpoint.sharded.save_in` saves."""
+
+    def work(ranks: Ranks) -> None:
+        held = {name: tensor.detach() for name, tensor in parameters(layout).items()}
+        save(held, storage_writer=NxdtWriter(LocalStorage(uri), STEP))
+
+    in_group(work)
+
+
+def refused_in(layout: Layout, uri: str, failing: int) -> str:
+    """The text of what ``dcp.save`` raises on this rank where one rank has something that is no tensor."""
+
+    def work(ranks: Ranks) -> str:
+        held: dict[str, object] = {name: tensor.detach() for name, tensor in parameters(layout).items()}
+        if ranks.rank == failing:
+            held["epoch"] = 3
+        try:
+            save(held, storage_writer=NxdtWriter(LocalStorage(uri), STEP))
+        except CheckpointException as error:
+            return str(error)
+        return ""
 
     return in_group(work)
 

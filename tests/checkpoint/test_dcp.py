@@ -1,7 +1,8 @@
-"""Stock ``dcp.load`` reads what our collective save wrote: a second witness of the format, in any layout."""
+"""Stock ``dcp.load`` reads what our save wrote, and our load what ``dcp.save`` wrote: a witness of the format."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,18 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
 from nxdt_core.checkpoint.dcp import NxdtReader
+from nxdt_core.checkpoint.dcp_write import NxdtWriter
+from nxdt_core.errors import StorageError
 from nxdt_core.testing.ranks import RankPool
+from nxdt_core.testing.storage_faults import FaultyStorage
 from nxdt_core.testing.storage_memory import MemoryStorage
-from tests.checkpoint.dcp_ranks import error_in, read_in
-from tests.checkpoint.sharded import Layout, save_in
+from tests.checkpoint.dcp_ranks import error_in, read_in, refused_in, write_in
+from tests.checkpoint.sharded import SHAPES, STEP, Layout, save_in, whole
 
 
 @pytest.mark.parametrize(
@@ -77,3 +84,45 @@ def test_nothing_but_tensors_is_offered(save: Any) -> None:
     metadata = NxdtReader(storage, manifest, "state").read_metadata()
     assert set(metadata.state_dict_metadata) == set(manifest.tensors["state"])
     assert metadata.planner_data is None
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, tp=2), Layout()], ids=str)
+def test_what_torch_saves_is_a_checkpoint(tmp_path: Path, layout: Layout) -> None:
+    """Written twice: a committed step is replaced, and nothing of the older save is left."""
+    storage = LocalStorage(str(tmp_path / "checkpoints"))
+    for _ in range(2):
+        RankPool(layout.world).run(write_in, layout, storage.uri)
+    assert verify(storage, STEP) == []
+    manifest = read_manifest(storage, STEP)
+    loaded = load_model(storage, manifest)
+    assert loaded.keys() == SHAPES.keys()
+    assert all(torch.equal(tensor, whole(name)) for name, tensor in loaded.items())
+    assert {info.key.split("/")[1] for info in storage.list("step-")} == {"manifest.json", manifest.attempt}
+
+
+def test_what_torch_would_pickle_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path / "checkpoints"))
+    for text in RankPool(2).run(refused_in, Layout(tp=2), storage.uri, 1):
+        assert "NXDT-S013" in text
+        assert "'epoch'" in text
+    assert list_checkpoints(storage) == []
+
+
+def test_a_save_by_torch_that_fails_at_any_call_leaves_what_was_committed(save: Any) -> None:
+    def act(storage: Any) -> None:
+        dcp_save({"w": torch.ones(3)}, storage_writer=NxdtWriter(storage, 1), no_dist=True)
+
+    def build() -> MemoryStorage:
+        storage = MemoryStorage()
+        save(storage, 1)
+        return storage
+
+    counting = FaultyStorage(build())
+    act(counting)
+    for call in range(counting.calls):
+        storage = build()
+        with suppress(CheckpointException, StorageError):
+            act(FaultyStorage(storage, call))
+        assert verify(storage, 1) == [], f"failing call {call} broke what was committed"
+        act(storage)
+        assert set(load_model(storage, read_manifest(storage, 1))) == {"w"}
