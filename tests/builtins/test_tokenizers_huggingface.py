@@ -276,3 +276,34 @@ except NxdtError as error:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert "pip install nxdt-core[huggingface]" in done.stdout
     assert missing in done.stdout
+
+
+def exported(tokenizer, directory):
+    """The tokenizer that transformers makes of the files."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    directory.mkdir()
+    for name, content in tokenizer.hf_files().items():
+        (directory / name).write_bytes(content)
+    return transformers.AutoTokenizer.from_pretrained(str(directory))
+
+
+def test_exported_files_make_the_same_tokenizer_in_transformers(tokenizer, directory, tmp_path):
+    theirs = exported(tokenizer, tmp_path / "out")
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, 0, 2)
+    for line in LINES[:50]:
+        assert theirs.encode(line, add_special_tokens=False) == tokenizer.encode(line)
+
+
+def test_exported_files_have_the_special_tokens_of_the_configuration(directory, tmp_path):
+    theirs = exported(load(model=directory, eos_token="<s>"), tmp_path / "out")
+    assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("<s>", "<s>", "<pad>")
+
+
+def test_a_pair_of_files_is_exported_as_one(trained, tmp_path):
+    trained.model.save(str(tmp_path))
+    ours = load(vocab_file=tmp_path / "vocab.json", merge_file=tmp_path / "merges.txt")
+    theirs = exported(ours, tmp_path / "out")
+    assert theirs.eos_token_id == ours.eos_id == 0
+    for line in LINES[:50]:
+        assert theirs.encode(line) == ours.encode(line)

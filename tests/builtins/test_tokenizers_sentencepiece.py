@@ -120,3 +120,23 @@ except NxdtError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert "pip install nxdt-core[sentencepiece]" in done.stdout
+
+
+def test_an_exported_model_of_merges_gives_the_same_ids_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    options = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    ours = load(trained(tmp_path, **options))
+    for name, content in ours.hf_files().items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, 2, 3)
+    for line in [*LINES[:200], "naïve – 東京 🙂", "two  spaces\n\n", ""]:
+        assert theirs.encode(line) == ours.encode(line)
+
+
+@pytest.mark.parametrize(
+    "options", [{"model_type": "unigram"}, {"model_type": "bpe", "remove_extra_whitespaces": True}]
+)
+def test_a_model_that_transformers_would_read_otherwise_is_not_exported(tmp_path, options):
+    assert load(trained(tmp_path, **options)).hf_files() == {}
