@@ -39,6 +39,4 @@ def _uploads(link: Link, prefix: str) -> Iterator[tuple[dict[str, Any], datetime
     for page in link.client.get_paginator("list_multipart_uploads").paginate(Bucket=link.bucket, Prefix=prefix):
         date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
         now = parsedate_to_datetime(date) if date else datetime.now(UTC)
-        for upload in page.get("Uploads", []):
-            if upload["Key"].startswith(prefix):
-                yield upload, now
+        yield from ((upload, now) for upload in page.get("Uploads", []))
