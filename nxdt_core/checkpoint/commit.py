@@ -7,6 +7,7 @@ until the newer one does. A step whose manifest is damaged loses it first.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from nxdt_core.checkpoint.committed import committed_attempt, read_object
 from nxdt_core.checkpoint.layout import attempt_prefix, manifest_key, step_prefix
@@ -81,11 +82,17 @@ def withdraw(storage: CheckpointStorage, step: int, attempt: str) -> None:
         _log.info("files of the attempt %s of %s may be left: %s", attempt, storage.uri, error)
 
 
-def clear_other_attempts(storage: CheckpointStorage, manifest: Manifest) -> None:
-    """After the commit: delete files of the step that are not this attempt's. Never raises for the store."""
+def clear_other_attempts(
+    storage: CheckpointStorage, manifest: Manifest, check_in_time: Callable[[], None] = lambda: None
+) -> None:
+    """After the commit: delete files of the step that are not this attempt's. Never raises for the store.
+
+    ``check_in_time`` raises once a later attempt may have begun: what was listed before that is none of its files.
+    """
     keep = manifest_key(manifest.step)
     try:
         found = [info.key for info in storage.list(step_prefix(manifest.step))]
+        check_in_time()
         storage.delete_many([key for key in found if key != keep and not key.startswith(manifest.prefix)])
     except (OSError, StorageError) as error:
         _log.warning("files of older saves are left under %s/%s: %s", storage.uri, keep, error)

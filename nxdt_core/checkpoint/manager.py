@@ -58,7 +58,7 @@ class CheckpointManager:
     Args:
         storage: where to; every rank reaches the same store.
         ranks: of the run; None for a process that is alone.
-        asynchronous: False commits before :meth:`save` returns.
+        asynchronous: False takes no copy, and commits before :meth:`save` returns.
         when_busy: what a save does while one is in flight: ``wait`` for that, or ``skip``.
         deadline_s: how long one save may take, in the background and in all.
         newest: the committed checkpoint that the run goes on from.
@@ -141,17 +141,19 @@ class CheckpointManager:
 
         plan = self._planner.plan(prepare, where=self._where(step))
         flight = _Flight(step=step, share=shares[0], plan=plan, facts=facts, begun=begun, captured_at=captured_at)
-        if not self._asynchronous:
-            manifest = self._write(flight, self._ranks)
-            flight.blocked_s = time.monotonic() - begun
-            self._land(flight, manifest)
-            return True
-        self._stage(flight)
+        if self._asynchronous:
+            self._stage(flight)
+        ranks = self._background
         flight.job = BackgroundJob(
-            lambda job: self._write(flight, self._background, job), where=self._where(step), deadline_s=self._deadline_s
+            lambda job: self._write(flight, ranks, job),
+            where=self._where(step),
+            deadline_s=self._deadline_s,
+            yields=self._asynchronous,
         )
         self._flight = flight
         flight.blocked_s = time.monotonic() - begun
+        if not self._asynchronous:
+            self.wait()
         return True
 
     def poll(self) -> None:
@@ -197,9 +199,11 @@ class CheckpointManager:
         self._flight = None
         if self._ranks is not None:
             self._ranks.last_answer(topic=_TOPIC)
-        if flight.running.state != "done":
+        try:
+            together(self._ranks, flight.running.raise_failure, where=self._where(flight.step))
+        except BaseException:  # on all ranks: to connect anew is collective
             self._background, self._staging = None, StagingBuffers()  # a thread that hangs keeps the old ones
-        together(self._ranks, flight.running.raise_failure, where=self._where(flight.step))
+            raise
         flight.blocked_s += time.monotonic() - begun
         self._land(flight, flight.running.result())
 
@@ -223,10 +227,8 @@ class CheckpointManager:
         except Exception as error:  # told by the save itself, to all ranks
             flight.unstaged = error
 
-    def _write(
-        self, flight: _Flight, ranks: RankAgreement | None, job: BackgroundJob[Manifest] | None = None
-    ) -> Manifest:
-        """The save itself: in the background over copies, else over the tensors."""
+    def _write(self, flight: _Flight, ranks: RankAgreement | None, job: BackgroundJob[Manifest]) -> Manifest:
+        """The save itself: beside training over copies, else over the tensors."""
 
         def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
             if flight.unstaged is not None:
@@ -234,8 +236,6 @@ class CheckpointManager:
             return write_share(writer, flight.share, mine, rank=self._rank)
 
         def check(manifest: Manifest) -> None:
-            if job is not None:
-                job.check_deadline()
             if self._refuses:
                 check_weights_moved(self._newest, manifest, uri=self.storage.uri)
             if self._before_commit is not None:
@@ -250,6 +250,7 @@ class CheckpointManager:
             ranks=ranks,
             add_files=self._add_files,
             before_commit=check,
+            check_in_time=job.check_deadline,
         )
         flight.durable_at = time.monotonic()
         if self._rank == 0 and self._after_commit is not None:
@@ -261,7 +262,7 @@ class CheckpointManager:
 
     def _connect(self) -> None:
         """Give the thread ways of its own to the other ranks. Collective."""
-        if self._asynchronous and self._ranks is not None and self._background is None:
+        if self._ranks is not None and self._background is None:
             self._background = self._ranks.sibling(timeout_s=self._deadline_s)
 
     def _where(self, step: int) -> str:

@@ -75,7 +75,7 @@ def save_checkpoint(
         StorageFull, StorageDenied, StorageError: the store failed; committed checkpoints are as they were, and what
             this save wrote is deleted as far as the store lets it.
         CheckpointConflict: another run committed the same step meanwhile.
-        CheckpointFilesMissing: rank 0 does not see what others wrote.
+        CheckpointFilesMissing: rank 0 does not see what was written, whole.
     """
     rank = rank_of(ranks)
     prepared: list[Share] = []
@@ -136,6 +136,7 @@ def save_planned(
     ranks: RankAgreement | None = None,
     add_files: Callable[[Manifest], Mapping[str, FileEntry]] | None = None,
     before_commit: Callable[[Manifest], None] | None = None,
+    check_in_time: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """As :func:`save_listed`, once the ranks know who writes what. Collective.
 
@@ -149,6 +150,7 @@ def save_planned(
         add_files: called on every rank once the files of all are durable, with the manifest so far; writes further
             ones below its prefix and returns their entries.
         before_commit: as of :func:`save_checkpoint`, called with the manifest that is about to be written.
+        check_in_time: raises once this save was given up, and another one of the step may be under way.
     """
     where, rank = f"{storage.uri}/{step_name(step)}", rank_of(ranks)
     replaces: list[bytes | None] = []
@@ -178,12 +180,12 @@ def save_planned(
         )
         if add_files is not None:
             manifest = _with_files(manifest, together(ranks, lambda: add_files(manifest), where=where))
-        on_first_rank(ranks, lambda: _commit(storage, manifest, replaces[0], ranks, before_commit), where=where)
+        on_first_rank(ranks, lambda: _commit(storage, manifest, replaces[0], before_commit, check_in_time), where=where)
     except BaseException:
         if rank == 0:
             withdraw(storage, step, attempt)
         raise
-    on_first_rank(ranks, lambda: _finish(storage, manifest), where=where)
+    on_first_rank(ranks, lambda: _finish(storage, manifest, check_in_time), where=where)
     return manifest
 
 
@@ -204,29 +206,29 @@ def _commit(
     storage: CheckpointStorage,
     manifest: Manifest,
     replaces: bytes | None,
-    ranks: RankAgreement | None,
     before_commit: Callable[[Manifest], None] | None,
+    check_in_time: Callable[[], None],
 ) -> None:
     with explained_os_errors(f"{storage.uri}/{step_name(manifest.step)}"):
-        if ranks is not None and ranks.world_size > 1:
-            _check_visible(storage, manifest)
+        _check_visible(storage, manifest)
         if before_commit is not None:
             before_commit(manifest)
+        check_in_time()
         commit(storage, manifest, replaces)
 
 
 def _check_visible(storage: CheckpointStorage, manifest: Manifest) -> None:
-    """Files that other ranks wrote to their own machine's disk are no part of a checkpoint that is committed here."""
+    """Files that the store has cut off, or that other ranks wrote to their own machine's disk, are no checkpoint."""
     wanted = {name: entry.size_bytes for name, entry in manifest.files.items()}
     wanted |= {digests_name(name): entry.digests_bytes for name, entry in manifest.files.items()}
     found = {info.key: info.size_bytes for info in storage.list(manifest.prefix)}
     missing = [name for name, size in wanted.items() if found.get(manifest.prefix + name) != size]
     if missing:
-        reason = f"rank 0 does not see {len(missing)} of {len(wanted)} files that the ranks wrote, first {missing[0]}"
+        reason = f"rank 0 does not see {len(missing)} of {len(wanted)} files as they were written, first {missing[0]}"
         raise CheckpointFilesMissing(where=f"{storage.uri}/{manifest.prefix}", reason=reason)
 
 
-def _finish(storage: CheckpointStorage, manifest: Manifest) -> None:
-    clear_other_attempts(storage, manifest)
+def _finish(storage: CheckpointStorage, manifest: Manifest, check_in_time: Callable[[], None]) -> None:
+    clear_other_attempts(storage, manifest, check_in_time)
     with explained_os_errors(f"{storage.uri}/{step_name(manifest.step)}"):
         storage.after_commit(step_prefix(manifest.step))

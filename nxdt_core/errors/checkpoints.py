@@ -147,8 +147,11 @@ class CheckpointRankFailed(StorageError):
 
 
 class CheckpointFilesMissing(StorageError):
-    """The ranks do not write to one and the same store."""
+    """The ranks do not write to one and the same store, or it has lost what they wrote."""
 
     code = "NXDT-S018"
     happened = "The checkpoint {where} was not committed: {reason}."
-    remedy = "Set checkpoint.uri to a place that all nodes share, such as a network file system or an object store."
+    remedy = (
+        "Set checkpoint.uri to a place that all nodes share, such as a network file system or an object store. Where "
+        "they do share it, it has cut off or lost files without an error: check its health and its quota."
+    )

@@ -10,9 +10,9 @@ from typing import BinaryIO, Literal, TypeVar
 
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, ObjectInfo
 
-__all__ = ["FaultyStorage", "disk_full"]
+__all__ = ["FaultyStorage", "When", "disk_full"]
 
-When = Literal["before", "after"]
+When = Literal["before", "during", "after"]
 T = TypeVar("T")
 
 
@@ -29,9 +29,10 @@ class FaultyStorage:
     Args:
         inner: the store that does the work.
         fail_at: number of the call that fails; None counts only.
-        when: ``before`` the call takes effect, or ``after`` it, as a store does whose answer is lost.
+        when: ``before`` the call takes effect; ``during`` it, so that of what it writes only the first half arrives;
+            or ``after`` it, as a store does whose answer is lost.
         forever: later calls fail as well.
-        error: makes the exception.
+        error: makes the exception. It may take its time; where it returns None, the call goes on as if all were well.
     """
 
     def __init__(
@@ -41,80 +42,111 @@ class FaultyStorage:
         *,
         when: When = "before",
         forever: bool = False,
-        error: Callable[[], BaseException] = disk_full,
+        error: Callable[[], BaseException | None] = disk_full,
     ) -> None:
         self.uri = inner.uri
-        self.calls = 0
-        """Calls so far, so that a test knows how many there are to fail."""
-        self._inner = inner
+        self.inner = inner
+        """The store that does the work."""
+        self.strike(fail_at, when=when, forever=forever, error=error)
+
+    def strike(
+        self,
+        fail_at: int | None = None,
+        *,
+        when: When = "before",
+        forever: bool = False,
+        error: Callable[[], BaseException | None] = disk_full,
+    ) -> None:
+        """Count from 0 again, and from now on fail as the arguments say; they are those of the class."""
+        self.history: list[str] = []
+        """The calls so far, in words, so that a test knows how many there are to fail, and which."""
         self._fail_at = fail_at
         self._when = when
         self._forever = forever
         self._error = error
 
+    @property
+    def calls(self) -> int:
+        """How many calls there were."""
+        return len(self.history)
+
     @contextmanager
     def open_write(self, key: str) -> Iterator[BinaryIO]:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
-        self._call(lambda: None)
-        with self._inner.open_write(key) as stream:
-            yield _FaultyStream(stream, self._call)  # type: ignore[misc]
-            hit = self._hit()
+        self._call(f"open {key}", lambda: None)
+        with self.inner.open_write(key) as stream:
+            yield _FaultyStream(stream, key, self._call)  # type: ignore[misc]
+            hit = self._hit(f"close {key}")
             if hit and self._when == "before":
-                raise self._error()
-        if hit:
-            raise self._error()
+                self._fail()
+        if hit and self._when != "before":
+            self._fail()
 
     @contextmanager
     def open_read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[BinaryIO]:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
-        self._call(lambda: None)
-        with self._inner.open_read(key, start, length) as stream:
+        self._call(f"read {key}", lambda: None)
+        with self.inner.open_read(key, start, length) as stream:
             yield stream
 
     def stat(self, key: str) -> ObjectInfo | None:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
-        return self._call(lambda: self._inner.stat(key))
+        return self._call(f"stat {key}", lambda: self.inner.stat(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
-        return self._call(lambda: self._inner.list(prefix))
+        return iter(self._call(f"list {prefix}", lambda: tuple(self.inner.list(prefix))))
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
-        self._call(lambda: self._inner.delete_many(keys))
+        chosen = tuple(keys)
+        first = tuple(chosen[: len(chosen) // 2])
+        self._call(
+            f"delete {len(chosen)}", lambda: self.inner.delete_many(chosen), lambda: self.inner.delete_many(first)
+        )
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
-        return self._call(lambda: self._inner.put_if_absent(key, data))
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`. It is atomic ``during``, too."""
+        return self._call(f"put {key}", lambda: self.inner.put_if_absent(key, data))
 
     def after_commit(self, prefix: str) -> None:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
-        self._call(lambda: self._inner.after_commit(prefix))
+        self._call(f"after_commit {prefix}", lambda: self.inner.after_commit(prefix))
 
-    def _hit(self) -> bool:
-        """Count a call; True where it is one that fails."""
-        number, self.calls = self.calls, self.calls + 1
+    def _hit(self, call: str) -> bool:
+        """Note a call; True where it is one that fails."""
+        number = len(self.history)
+        self.history.append(call)
         if self._fail_at is None:
             return False
         return number == self._fail_at or (self._forever and number > self._fail_at)
 
-    def _call(self, action: Callable[[], T]) -> T:
-        hit = self._hit()
+    def _call(self, call: str, action: Callable[[], T], half: Callable[[], T] | None = None) -> T:
+        hit = self._hit(call)
         if hit and self._when == "before":
-            raise self._error()
-        result = action()
-        if hit:
-            raise self._error()
+            self._fail()
+        result = half() if hit and half is not None and self._when == "during" else action()
+        if hit and self._when != "before":
+            self._fail()
         return result
+
+    def _fail(self) -> None:
+        error = self._error()
+        if error is not None:
+            raise error
 
 
 class _FaultyStream:
     """A stream whose every write is a call."""
 
-    def __init__(self, stream: BinaryIO, call: Callable[[Callable[[], int]], int]) -> None:
+    def __init__(
+        self, stream: BinaryIO, key: str, call: Callable[[str, Callable[[], int], Callable[[], int]], int]
+    ) -> None:
         self._stream = stream
+        self._key = key
         self._call = call
 
     def write(self, data: bytes) -> int:
         """Write ``data``."""
-        return self._call(lambda: self._stream.write(data))
+        first = data[: len(data) // 2]
+        return self._call(f"write {self._key}", lambda: self._stream.write(data), lambda: self._stream.write(first))
