@@ -29,11 +29,15 @@ class BackgroundJob(Generic[T]):
         work: called with this job.
         where: what is worked on, for messages.
         deadline_s: how long it may take.
+        yields: let other threads of this process have the cores first, for a caller that does not just wait.
     """
 
-    def __init__(self, work: Callable[[BackgroundJob[T]], T], *, where: str, deadline_s: float) -> None:
+    def __init__(
+        self, work: Callable[[BackgroundJob[T]], T], *, where: str, deadline_s: float, yields: bool = True
+    ) -> None:
         self._where = where
         self._deadline_s = deadline_s
+        self._yields = yields
         self._ends_at = time.monotonic() + deadline_s
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -81,7 +85,8 @@ class BackgroundJob(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def _run(self, work: Callable[[BackgroundJob[T]], T]) -> None:
-        _yield_cores()
+        if self._yields:
+            _yield_cores()
         try:
             self._value = work(self)
         except NxdtError as error:

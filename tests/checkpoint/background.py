@@ -156,3 +156,18 @@ def hang(uri: str, deadline_s: float) -> dict[str, Any]:
     ranks = Ranks.from_environment()
     ranks.start(HOST, timeout_s=LIMIT_S)
     return work(ranks)
+
+
+def save_what_changes(uri: str) -> None:
+    """What is held changes between saves: on one rank only, then everywhere."""
+
+    def work(ranks: Ranks) -> None:
+        manager = CheckpointManager(LocalStorage(uri), ranks=ranks)
+        first = {"w": torch.arange(4.0)}
+        second = first if ranks.rank == 0 else {**first, "mine": torch.arange(3.0)}
+        third = {"w": torch.arange(6.0)}
+        for step, model in enumerate((first, first, second, third), start=1):
+            manager.save(step=step, model=model, optimizer={}, state={}, facts=CheckpointFacts())
+        manager.wait()
+
+    in_group(work)

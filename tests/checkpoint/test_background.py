@@ -261,6 +261,14 @@ def test_ranks_save_their_shares_in_the_background(tmp_path: Path, layout: Layou
         assert all(torch.equal(optimizer[f"{name}/exp_avg"], (whole(name) + 0.5) * 2) for name in SHAPES)
 
 
+def test_what_a_rank_holds_may_change_between_saves(tmp_path: Path) -> None:
+    RankPool(2).run(background.save_what_changes, str(tmp_path))
+    storage = LocalStorage(str(tmp_path))
+    found = {step: load_model(storage, read_manifest(storage, step)) for step in committed(storage)}
+    shapes = {step: {name: list(tensor.shape) for name, tensor in model.items()} for step, model in found.items()}
+    assert shapes == {1: {"w": [4]}, 2: {"w": [4]}, 3: {"w": [4], "mine": [3]}, 4: {"w": [6]}}
+
+
 def test_all_ranks_raise_at_one_step_what_one_of_them_met(tmp_path: Path) -> None:
     found = RankPool(2).run(background.fail_and_go_on, str(tmp_path))
     assert found[0] == found[1]

@@ -67,6 +67,24 @@ def test_a_loop_can_save_and_go_on(small_run):
     assert all(torch.equal(value, whole.state_dict()[name]) for name, value in resumed.state_dict().items())
 
 
+def test_a_loop_can_save_while_it_goes_on(small_run):
+    config = small_run("trainer.max_steps=6")
+    _, whole, _, _, losses = loop(config, 6)
+    engine, model, optimizer, state, first = loop(config, 2)
+    storage = assemble.storage(config)
+    manager = checkpoint.CheckpointManager(storage, ranks=engine.ranks)
+    assert primitives.begin_checkpoint(
+        manager, config=config, engine=engine, model=model, optimizer=optimizer, state=state
+    )
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            parameter.zero_()
+    manager.wait()
+    _, resumed, _, _, second = loop(config, 6, TrainState(), storage=storage)
+    assert first + second == losses
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in resumed.state_dict().items())
+
+
 def test_evaluate_is_the_mean_over_loss_tokens(small_run):
     config = small_run()
     engine = assemble.engine(config)

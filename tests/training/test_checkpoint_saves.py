@@ -1,0 +1,201 @@
+"""Runs that save while they train: what is saved, which are kept, what it costs, what stops a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.checkpoint.staging import StagingBuffers
+from nxdt_core.errors import SameWeightsSaved, StorageFull
+from nxdt_core.training import assemble, train
+from nxdt_core.training.callbacks import checkpoints
+from nxdt_core.training.step_times import STEPS, StepTimes
+
+
+def steps(config):
+    return [entry.step for entry in checkpoint.list_checkpoints(assemble.storage(config)) if entry.state == "committed"]
+
+
+def model_of(config, step):
+    store = assemble.storage(config)
+    return checkpoint.load_model(store, checkpoint.read_manifest(store, step))
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_checkpoint_holds_its_step_whatever_training_did_meanwhile(small_run):
+    long = small_run("trainer.max_steps=6", "checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=-1", name="long")
+    train(long)
+    short = small_run("trainer.max_steps=3", "checkpoint.async_save=false", name="short")
+    train(short)
+    assert steps(long) == [1, 2, 3, 4, 5, 6]
+    expected = model_of(short, 3)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model_of(long, 3).items())
+
+
+def test_every_save_is_reported(small_run, metric_rows):
+    config = small_run("trainer.max_steps=26", "checkpoint.every_n_train_steps=12")
+    train(config)
+    saves = {row["step"]: row for row in rows(config.run_dir / "saves.jsonl")}
+    assert list(saves) == [12, 24, 26]
+    for row in saves.values():
+        assert set(row) == {"step", "blocked_s", "seconds", "bytes", "gb_per_s", "slowdown"}
+        assert min(row["blocked_s"], row["seconds"], row["gb_per_s"]) > 0
+    store = assemble.storage(config)
+    assert saves[12]["bytes"] == checkpoint.read_manifest(store, 12).size_bytes
+    assert saves[12]["slowdown"] is not None
+    assert saves[26]["slowdown"] is None, "no step followed"
+    logged = metric_rows(config.run_dir)
+    assert "checkpoint_age_s" not in logged[11]
+    shown = {key: logged[26][f"checkpoint_{key}"] for key in ("blocked_s", "seconds", "bytes", "gb_per_s")}
+    assert shown in [{key: saves[step][key] for key in shown} for step in (12, 24)], "of the newest that has ended"
+    assert "checkpoint_slowdown" in logged[26]
+    assert logged[26]["checkpoint_age_s"] > 0
+
+
+def test_slowdown_compares_ten_steps_with_the_ten_before():
+    times = StepTimes()
+    for seconds in (9.0, *[1.0] * STEPS):
+        times.step(seconds)
+    times.mark()
+    assert times.slowdown is None
+    for seconds in (*[1.5] * STEPS, 50.0):
+        times.step(seconds)
+    assert times.complete
+    assert times.slowdown == 0.5
+
+
+def test_a_save_that_fails_stops_the_run_and_the_checkpoint_before_stays(small_run, monkeypatch):
+    open_write = LocalStorage.open_write
+
+    def full(self, key):
+        if key.startswith("step-00000004/"):
+            raise StorageFull(where=key, reason="no space left")
+        return open_write(self, key)
+
+    monkeypatch.setattr(LocalStorage, "open_write", full)
+    config = small_run("trainer.max_steps=50", "checkpoint.every_n_train_steps=2")
+    with pytest.raises(StorageFull, match="step-00000004"):
+        train(config)
+    assert steps(config) == [2]
+    monkeypatch.undo()
+    assert train(small_run("trainer.max_steps=5", "exp_manager.resume_if_exists=true")).step == 5
+
+
+def test_stale_copies_stop_a_run(small_run, monkeypatch):
+    """The copies are made once and never again, while the run goes on."""
+    stage = StagingBuffers.stage
+    made = []
+
+    def once(self, pieces):
+        made.append(made[0] if made else stage(self, pieces))
+        return made[-1]
+
+    monkeypatch.setattr(StagingBuffers, "stage", once)
+    config = small_run("trainer.max_steps=6", "checkpoint.every_n_train_steps=2")
+    with pytest.raises(SameWeightsSaved, match="step-00000002 to the bit, and 2 update"):
+        train(config)
+    assert steps(config) == [2]
+
+
+@pytest.mark.parametrize("reason", ["no learning rate", "nothing finite"])
+def test_weights_that_nothing_has_changed_are_saved_again(small_run, monkeypatch, reason):
+    overrides = ["model.optim.lr=0", "model.optim.sched.min_lr=0"]
+    if reason == "nothing finite":
+        overrides = ["trainer.nonfinite=skip"]
+        monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.zeros_like(tensor, dtype=torch.bool))
+    config = small_run("trainer.max_steps=4", "checkpoint.every_n_train_steps=2", *overrides)
+    train(config)
+    assert steps(config) == [2, 4]
+    first, second = model_of(config, 2), model_of(config, 4)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_the_best_by_a_metric_of_their_own_step_are_kept(small_run, weights):
+    settings = (
+        "trainer.val_check_interval=2",
+        "trainer.limit_val_batches=1",
+        "checkpoint.every_n_train_steps=2",
+        "checkpoint.monitor=val_loss",
+        "checkpoint.mode=max",
+        "checkpoint.save_top_k=2",
+    )
+    config = small_run("trainer.max_steps=8", *settings)
+    train(config)
+    store = assemble.storage(config)
+    losses = {row["step"]: row["loss"] for row in rows(config.run_dir / "validation.jsonl")}
+    assert losses[2] > losses[4] > losses[6] > losses[8], "the run learns"
+    assert steps(config) == [2, 4, 8], "the two worst, as told, and the newest"
+    for step in steps(config):
+        metrics = checkpoint.read_manifest(store, step).facts.metrics
+        assert metrics["val_loss"] == pytest.approx(losses[step])
+        assert metrics["grad_norm"] > 0
+    whole = weights(config)
+    for step in (8, 6):
+        checkpoint.delete_step(store, step)
+    train(small_run("trainer.max_steps=8", *settings, "exp_manager.resume_if_exists=true"))
+    resumed = weights(config)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items()), "saved between two steps"
+
+
+def test_permanent_and_ephemeral_checkpoints(small_run):
+    config = small_run(
+        "trainer.max_steps=9",
+        "checkpoint.permanent_every_n_steps=4",
+        "checkpoint.ephemeral_every_n_steps=1",
+        "checkpoint.every_n_train_steps=3",
+        "checkpoint.save_top_k=1",
+    )
+    train(config)
+    store = assemble.storage(config)
+    kinds = {step: checkpoint.read_manifest(store, step).facts.keep for step in steps(config)}
+    assert kinds == {4: "permanent", 8: "permanent", 9: "regular"}
+
+
+def test_checkpoints_by_the_clock(small_run, monkeypatch):
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    config = small_run(
+        "trainer.max_steps=12", "checkpoint.train_time_interval={seconds: 45}", "checkpoint.save_top_k=-1"
+    )
+    train(config)
+    found = steps(config)
+    assert found[-1] == 12
+    assert 1 < len(found) < 6
+    gaps = {after - before for before, after in pairwise(found[:-1])}
+    assert len(gaps) <= 1, "at an even pace of the clock"
+
+
+def test_a_save_is_left_out_while_another_one_goes_on(small_run, monkeypatch, capsys):
+    """The first shard is held back until a later step has been told that it has to wait."""
+    said = []
+    open_write = LocalStorage.open_write
+
+    def slow(self, key):
+        while "shard" in key and not any("no checkpoint" in line for line in said):
+            time.sleep(0.01)
+        return open_write(self, key)
+
+    say = checkpoints.Console.say
+    monkeypatch.setattr(checkpoints.Console, "say", lambda self, line: (said.append(line), say(self, line)))
+    monkeypatch.setattr(LocalStorage, "open_write", slow)
+    config = small_run(
+        "trainer.max_steps=8",
+        "checkpoint.every_n_train_steps=1",
+        "checkpoint.when_busy=skip",
+        "checkpoint.save_top_k=-1",
+    )
+    train(config)
+    assert any(line.startswith("step 2: no checkpoint, ") for line in said)
+    assert steps(config)[0] == 1
+    assert 2 not in steps(config)
+    assert steps(config)[-1] == 8
