@@ -110,7 +110,7 @@ class NxdtModule(pl.LightningModule):
                 state=self.train_state,
                 strict=self.config.run.checkpoint.strict,
             )
-        self.resumed, self.resumed_horizon = manifest, extra["horizon"]
+        self.resumed, self.resumed_horizon = manifest, extra.get("horizon", self.horizon.max_steps)
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit a checkpoint of everything under the root or step that ``uri`` names."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -133,7 +135,8 @@ class NxdtStrategy(Strategy):
         manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning)
         self._module.resume_from(storage, manifest)
         saved = checkpoint.load_state(storage, manifest)
-        lightning: dict[str, Any] = saved["extra"]["lightning"]
+        imported = "lightning" not in saved["extra"]  # no run of ours wrote it
+        lightning: dict[str, Any] = self._begun_at(manifest.step) if imported else saved["extra"]["lightning"]
         return {**lightning, "state_dict": {}, "optimizer_states": [], "lr_schedulers": []}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -205,6 +208,14 @@ class NxdtStrategy(Strategy):
         if not self._broken or self.engine.ranks.world_size == 1:
             self.engine.shutdown()
             self._started = False
+
+    def _begun_at(self, step: int) -> dict[str, Any]:
+        """What Lightning would have dumped after ``step`` optimizer steps, its loops being otherwise at their start."""
+        loops = deepcopy(self._module.trainer.fit_loop.state_dict())
+        for count in loops["epoch_loop.manual_optimization.optim_step_progress"].values():
+            count.update(ready=step, completed=step)
+        lightning = version("pytorch-lightning")
+        return {"pytorch-lightning_version": lightning, "epoch": 0, "global_step": step, "loops": {"fit_loop": loops}}
 
     @property
     def _module(self) -> NxdtModule:

@@ -27,5 +27,5 @@ class ResumeNotes(pl.Callback):
         before, now = pl_module.resumed_horizon, pl_module.horizon.max_steps
         if before != now:
             self._console.say(f"the learning rate's curve now ends at step {now}, it ended at {before}")
-        if pl_module.resumed.facts.plugin_fingerprint != pl_module.config.kernel.fingerprint():
+        if pl_module.resumed.facts.plugin_fingerprint not in ("", pl_module.config.kernel.fingerprint()):
             self._console.say("the installed plugins are not those that wrote the checkpoint")
