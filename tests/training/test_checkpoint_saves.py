@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,10 +14,42 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint.staging import StagingBuffers
+from nxdt_core.cli import main
 from nxdt_core.errors import SameWeightsSaved, StorageFull
+from nxdt_core.testing.ranks import RankPool, RanksFailed
 from nxdt_core.training import assemble, train
 from nxdt_core.training.callbacks import checkpoints
 from nxdt_core.training.step_times import STEPS, StepTimes
+from tests.training.small import SMALL
+
+
+def train_here(arguments):
+    return main(arguments)
+
+
+def train_where_rank_1_runs_out_of_space(arguments):
+    """From step 4 on."""
+    open_write = LocalStorage.open_write
+
+    def full(self, key):
+        if os.environ["RANK"] == "1" and key.startswith("step-00000004/"):
+            raise StorageFull(where=key, reason="no space left")
+        return open_write(self, key)
+
+    LocalStorage.open_write = full
+    return main(arguments)
+
+
+def train_by_a_clock(arguments):
+    """Ten seconds pass whenever somebody looks, on each rank for itself."""
+    clock = iter(range(0, 10_000, 10))
+    checkpoints.time = SimpleNamespace(monotonic=lambda: next(clock))
+    return main(arguments)
+
+
+def on_two_ranks(where, *more):
+    settings = ("trainer.devices=2", "checkpoint.every_n_train_steps=2", "checkpoint.save_top_k=-1", "name=two")
+    return ["train", "recipe:llama-tiny", *SMALL, *settings, f"exp_manager.exp_dir={where}", *more]
 
 
 def steps(config):
@@ -199,3 +232,33 @@ def test_a_save_is_left_out_while_another_one_goes_on(small_run, monkeypatch, ca
     assert steps(config)[0] == 1
     assert 2 not in steps(config)
     assert steps(config)[-1] == 8
+
+
+def test_two_ranks_save_while_they_train(small_run, tmp_path):
+    assert RankPool(2).run(train_here, on_two_ranks(tmp_path, "trainer.max_steps=7"), timeout_s=120) == [0, 0]
+    config = small_run(name="two")
+    assert steps(config) == [2, 4, 6, 7]
+    assert [checkpoint.verify(assemble.storage(config), step) for step in steps(config)] == [[]] * 4
+    alone = small_run("trainer.max_steps=4", name="alone")
+    train(alone)
+    expected = model_of(alone, 4)
+    assert all(torch.allclose(tensor, expected[name], atol=1e-5) for name, tensor in model_of(config, 4).items())
+
+
+def test_what_fails_on_one_of_two_ranks_ends_the_run_once(small_run, tmp_path):
+    arguments = on_two_ranks(tmp_path, "trainer.max_steps=100000")
+    with pytest.raises(RanksFailed) as failed:
+        RankPool(2).run(train_where_rank_1_runs_out_of_space, arguments, timeout_s=120)
+    accounts = "".join(failed.value.accounts.values())
+    assert accounts.count("NXDT-S001") == 1
+    assert "Traceback" not in accounts
+    assert steps(small_run(name="two")) == [2]
+
+
+def test_two_ranks_save_by_the_clock_of_the_first(small_run, tmp_path):
+    arguments = on_two_ranks(tmp_path, "trainer.max_steps=14", "checkpoint.train_time_interval={seconds: 45}")
+    arguments.remove("checkpoint.every_n_train_steps=2")
+    assert RankPool(2).run(train_by_a_clock, arguments, timeout_s=120) == [0, 0]
+    found = steps(small_run(name="two"))
+    assert len(found) > 2
+    assert all(after - before > 2 for before, after in pairwise(found[:-1])), "one save for each interval"

@@ -139,10 +139,11 @@ class CheckpointSaver(pl.Callback):
         kind = self._kind(module.train_state.step)
         if self._interval_s is None:
             return kind
-        # The first rank's clock decides; each rank learns at the next step what it decided.
+        # The first rank's clock decides; each rank learns at the next step what it decided, and a save may lie between.
         ranks = module.engine.ranks
         over = ranks.rank == 0 and time.monotonic() - self._saved_at >= self._interval_s
-        return "regular" if ranks.largest_before(int(over), topic=_TIME_TOPIC) and kind is None else kind
+        decided = ranks.largest_before(int(over), topic=_TIME_TOPIC) and self._saved != module.train_state.step - 1
+        return "regular" if decided and kind is None else kind
 
     def _kind(self, step: int) -> Keep | None:
         intervals: tuple[tuple[int | None, Keep], ...] = (
@@ -162,6 +163,7 @@ class CheckpointSaver(pl.Callback):
         trainer.save_checkpoint(assemble.step_uri(self._storage, step), storage_options=managed)
         if not managed.begun:
             self._console.say(f"step {step}: no checkpoint, the one before is still being written")
+            self._saved_at = time.monotonic()
             return
         self._saved, self._saved_at = step, time.monotonic()
         self._manager_made.note_wait(self._saved_at - begun - managed.took_s)
