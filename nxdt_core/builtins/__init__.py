@@ -17,6 +17,8 @@ from nxdt_core.api import (
     TokenizerComponent,
     hookimpl,
 )
+from nxdt_core.builtins.optimizers.records import OPTIMIZERS
+from nxdt_core.builtins.schedules.records import SCHEDULES
 
 _HERE = "nxdt_core.builtins"
 
@@ -61,51 +63,14 @@ def nxdt_tokenizers() -> list[TokenizerComponent]:
 
 @hookimpl
 def nxdt_optimizers() -> list[OptimizerComponent]:
-    """AdamW."""
-    return [
-        OptimizerComponent(
-            name="adamw",
-            target=f"{_HERE}.optimizers:adamw",
-            config=f"{_HERE}.optimizer_config:AdamWConfig",
-            aliases=("adamw_fp32OptState",),  # its state is float32 under every policy that exists here
-            summary="AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), torch's fused or foreach kernels",
-        ),
-    ]
+    """Torch's, and those that look at whole parameters."""
+    return [*OPTIMIZERS]
 
 
 @hookimpl
 def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
-    """Cosine, linear, warmup-stable-decay and constant curves, each with warm-up."""
-    config = f"{_HERE}.lr_schedulers"
-    return [
-        LRSchedulerComponent(
-            name="CosineAnnealing",
-            target=f"{config}:cosine_annealing",
-            config=f"{config}:CosineAnnealingConfig",
-            summary="linear warm-up, cosine to min_lr, constant_steps at min_lr",
-            aliases=("cosine",),
-        ),
-        LRSchedulerComponent(
-            name="LinearAnnealingWithWarmUp",
-            target=f"{config}:linear_annealing",
-            config=f"{config}:LinearAnnealingConfig",
-            summary="linear warm-up, then linear to min_lr",
-            aliases=("linear",),
-        ),
-        LRSchedulerComponent(
-            name="WSD",
-            target=f"{config}:warmup_stable_decay",
-            config=f"{config}:WSDConfig",
-            summary="warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)",
-            aliases=("wsd",),
-        ),
-        LRSchedulerComponent(
-            name="constant",
-            target=f"{config}:constant",
-            config=f"{config}:ConstantConfig",
-            summary="linear warm-up, then constant",
-        ),
-    ]
+    """Curves under NeMo's and torch's names."""
+    return [*SCHEDULES]
 
 
 @hookimpl

@@ -113,6 +113,7 @@ from nxdt_core.errors.neuronx import (
     NeuronxUnreadable,
     PickleRefused,
 )
+from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, ParameterGroupEmpty
 from nxdt_core.errors.ownership import OwnershipLost, StoreInUse
 from nxdt_core.errors.pipeline import (
     LayersDoNotDivide,
@@ -245,10 +246,12 @@ __all__ = [
     "NotEnoughDevices",
     "NotSupported",
     "NxdtError",
+    "OptimizerNeedsWholeParameters",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "OutOfMemory",
     "OwnershipLost",
+    "ParameterGroupEmpty",
     "PickleRefused",
     "PipelineCutsDoNotFit",
     "PipelinePlanMissing",

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import current_device, profile_of
+from nxdt_core.errors import ParameterGroupEmpty
 from nxdt_core.parallel.data import needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.layout import materialise as materialise_stages
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.model import TorchModel
-from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
+from nxdt_core.parallel.optimizer import TorchOptimizer, chosen, parameter_groups
 from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.parallel.shards import tables
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.protocols.model import ModelBuilder
@@ -84,13 +87,21 @@ class TorchEngine:
     def initialize_optimizer(
         self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
     ) -> TorchOptimizer:
-        """Build the optimizer over this rank's shards of the model's decayed and undecayed parameters."""
+        """Build the optimizer over this rank's shards of the model's parameters, in groups. Collective.
+
+        Raises:
+            ParameterGroupEmpty: a pattern of ``model.optim.param_groups`` chooses no parameter on any rank.
+            OptimizerNeedsWholeParameters: the optimizer would take shards for wholes.
+        """
+        overrides = self._run.model.optim.param_groups
+        self._check_chosen(model, overrides)
         groups = parameter_groups(
             model.named_parameters(),
             model.plan,
             lr=config.lr,
             weight_decay=getattr(config, "weight_decay", 0.0),
             decay_norms=decay_norms,
+            overrides=overrides,
         )
         return TorchOptimizer(
             lambda shards: factory(shards, config),
@@ -98,7 +109,18 @@ class TorchEngine:
             model.finish_gradients,
             after_step=model.weights_changed,
             padded=model.padded,
+            tables=tables(model.local_modules(), model.plan),
         )
+
+    def _check_chosen(self, model: TorchModel, overrides: Sequence[ParamGroupConfig]) -> None:
+        if not overrides:
+            return
+        own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        names = sorted({name for each in self.ranks.all_gather_object(own) for name in each})
+        used = [chosen(overrides, name) for name in names]
+        empty = [override.params for override in overrides if not any(override is each for each in used)]
+        if empty:
+            raise ParameterGroupEmpty(patterns=empty, names=names)
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value on every rank."""

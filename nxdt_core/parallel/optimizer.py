@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import profile_of
-from nxdt_core.errors import OptimizerStateDoesNotFit, OptimizerStateNotTensor
-from nxdt_core.nn.patterns import matches_any
-from nxdt_core.parallel.placement import local_of
+from nxdt_core.errors import OptimizerNeedsWholeParameters, OptimizerStateDoesNotFit, OptimizerStateNotTensor
+from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.parallel.placement import local_of, sharded_over
+from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["GradientNorm", "TorchOptimizer", "parameter_groups"]
+__all__ = ["GradientNorm", "TorchOptimizer", "chosen", "parameter_groups"]
 
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 """Python numbers that an optimizer may keep as state, and the dtype that holds them exactly."""
+
+_OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+"""Torch's optimizers whose updates are not made element by element."""
 
 GradientNorm = Callable[[float | None], torch.Tensor]
 """Finishes the gradients of a step, clips them to a norm unless that is None, and returns the norm before clipping."""
@@ -33,27 +38,37 @@ def parameter_groups(
     lr: float,
     weight_decay: float,
     decay_norms: bool,
+    overrides: Sequence[ParamGroupConfig] = (),
 ) -> list[ParameterGroup]:
-    """Split the trainable parameters into a decayed and an undecayed group; an empty one is left out.
+    """Split the trainable parameters by learning rate and weight decay, in the order of their first parameters.
 
     Args:
         parameters: (global name, parameter) pairs.
         plan: its ``no_weight_decay`` patterns are never decayed, its ``norms`` only with ``decay_norms``.
-        lr: peak learning rate of both groups.
-        weight_decay: of the decayed group; the other has 0.
+        lr: peak learning rate.
+        weight_decay: of parameters that decay.
         decay_norms: ``model.do_layer_norm_weight_decay``.
+        overrides: ``model.optim.param_groups``; see :func:`chosen`. What they say of decay counts for all that they
+            choose.
     """
     exempt = plan.no_weight_decay if decay_norms else (*plan.no_weight_decay, *plan.norms)
-    groups = [
-        ParameterGroup(params=[], names=[], lr=lr, weight_decay=weight_decay),
-        ParameterGroup(params=[], names=[], lr=lr, weight_decay=0.0),
-    ]
+    groups: dict[tuple[float, float], ParameterGroup] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:
-            group = groups[matches_any(exempt, name)]
+            override = chosen(overrides, name)
+            rate, decay = lr, 0.0 if matches_any(exempt, name) else weight_decay
+            if override is not None:
+                rate = rate if override.lr is None else override.lr
+                decay = decay if override.weight_decay is None else override.weight_decay
+            group = groups.setdefault((rate, decay), ParameterGroup(params=[], names=[], lr=rate, weight_decay=decay))
             group["params"].append(parameter)
             group["names"].append(name)
-    return [group for group in groups if group["params"]]
+    return list(groups.values())
+
+
+def chosen(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig | None:
+    """The last of ``model.optim.param_groups`` whose pattern matches a parameter."""
+    return next((override for override in reversed(overrides) if matches(override.params, name)), None)
 
 
 class TorchOptimizer:
@@ -71,9 +86,14 @@ class TorchOptimizer:
         *,
         after_step: Callable[[], None] | None = None,
         padded: Mapping[str, PaddedDim] | None = None,
+        tables: Collection[str] = (),
     ) -> None:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
-        ``padded`` names the parameters with zeros that no checkpoint sees."""
+        ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
+
+        Raises:
+            OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
+        """
         self._padded = padded or {}
         self._named = {
             name: parameter for group in groups for name, parameter in zip(group["names"], group["params"], strict=True)
@@ -84,13 +104,29 @@ class TorchOptimizer:
             else parameter
             for name, parameter in self._named.items()
         }
-        self.inner = build([{**group, "params": [self._shards[name] for name in group["names"]]} for group in groups])
+        self.inner = build([self._of_shards(group, tables) for group in groups])
+        self._check_whole()
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
         self._after_step = after_step
         self._rejected: torch.Tensor | None = None
         self.skipped_steps: torch.Tensor | int = 0
         """Steps that were not applied since their loss or gradient was not finite; a device scalar after the first."""
+
+    def _of_shards(self, group: ParameterGroup, tables: Collection[str]) -> ParameterGroup:
+        names = group["names"]
+        return {
+            **group,
+            "params": [self._shards[name] for name in names],
+            "shards": [
+                shard_of(self._named[name], self._padded.get(name), matrix=name not in tables) for name in names
+            ],
+        }
+
+    def _check_whole(self) -> None:
+        cut = [name for name, parameter in self._named.items() if sharded_over(parameter)]
+        if cut and isinstance(self.inner, _OF_THE_WHOLE):
+            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """2-norm over all gradients, before clipping; a device scalar."""

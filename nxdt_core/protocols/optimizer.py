@@ -3,35 +3,86 @@
 Example::
 
     def build_sgd(groups: list[ParameterGroup], config: SGDConfig) -> torch.optim.Optimizer:
-        return torch.optim.SGD(as_torch(groups), lr=config.lr, momentum=config.momentum)
+        return torch.optim.SGD(as_torch(groups), momentum=config.momentum)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+
+from nxdt_core.protocols.piece import Box
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
-__all__ = ["OptimizerFactory", "ParameterGroup"]
+__all__ = ["OptimizerFactory", "ParameterGroup", "ParameterShard", "as_torch", "shards_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShard:
+    """Where the elements of a parameter that this rank trains lie in the whole one, and who has the others.
+
+    For optimizers that look at more than one element at a time. What all ranks of ``groups`` compute together they
+    must compute alike: the ranks beyond hold the same elements as one of them.
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    box: Box
+    """This rank's elements in it; there may be none."""
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    """Along which the whole is cut, the outermost first; none where this rank has all of it."""
+    matrix: bool = False
+    """Whether it is a matrix, or a stack of them, of a hidden layer: no embedding, output head, norm or bias."""
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of ``box`` in a tensor of the local parameter's shape, which zeros may fill up; a view."""
+        return tensor[tuple(slice(0, size) for size in self.box.shape)]
 
 
 class ParameterGroup(TypedDict):
     """A parameter group as ``torch.optim`` takes it. ``lr`` and ``weight_decay`` are set by the core from
-    ``model.optim``, the plan's norm and no-decay patterns and ``do_layer_norm_weight_decay``."""
+    ``model.optim`` with its ``param_groups``, the plan's norm and no-decay patterns and
+    ``do_layer_norm_weight_decay``."""
 
     params: list[torch.nn.Parameter]
+    """This rank's shards as plain tensors."""
     names: list[str]
     """Global names, one a parameter; optimizer state is saved under them."""
     lr: float
     weight_decay: float
+    shards: NotRequired[list[ParameterShard]]
+    """One a parameter; without them every parameter is whole."""
+
+
+def as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
+    """The groups with what torch's optimizers know: names, learning rate and weight decay."""
+    return [{key: value for key, value in group.items() if key != "shards"} for group in groups]
+
+
+def shards_of(groups: Sequence[ParameterGroup]) -> Mapping[torch.Tensor, ParameterShard]:
+    """The shard of each parameter; one that nothing is said of is whole, and a matrix where it has rows and columns."""
+    found: dict[torch.Tensor, ParameterShard] = {}
+    for group in groups:
+        whole = [_whole(tuple(parameter.shape)) for parameter in group["params"]]
+        found.update(zip(group["params"], group.get("shards", whole), strict=True))
+    return found
+
+
+def _whole(shape: tuple[int, ...]) -> ParameterShard:
+    return ParameterShard(shape=shape, box=Box.whole(shape), matrix=len(shape) >= 2)
 
 
 class OptimizerFactory(Protocol):
     """The target of the kind: a callable. ``config`` is the dataclass of ``model.optim``.
 
     Its dataclass should have ``lr`` and ``weight_decay``. The optimizer keeps its state per parameter in
-    ``optimizer.state[p]``: tensors of the parameter's shape, or scalars; nothing else can be resharded.
+    ``optimizer.state[p]``: tensors of the parameter's shape are resharded with it; scalars, and tensors of another
+    number of dimensions, must be equal on all ranks that share the parameter. An update that is not made element by
+    element needs ``shards``, since ``params`` are pieces.
     """
 
     def __call__(self, groups: list[ParameterGroup], config: Any) -> torch.optim.Optimizer:

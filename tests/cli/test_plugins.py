@@ -7,7 +7,7 @@ from nxdt_core.api import OptimizerComponent, hookimpl
 
 @hookimpl
 def nxdt_optimizers():
-    return [OptimizerComponent(name="lion", target="nowhere:Lion", summary="signs", aliases=("evo",))]
+    return [OptimizerComponent(name="wolf", target="nowhere:Wolf", summary="signs", aliases=("evo",))]
 """
 HEAVY = ("torch", "numpy", "omegaconf", "pytorch_lightning", "transformers")
 
@@ -24,7 +24,7 @@ def test_list_json_has_the_promised_shape_and_nothing_else_on_stdout(nxdt, dist)
         "version": "1.0",
         "state": "ok",
         "reason": "",
-        "components": [{"kind": "optimizer", "name": "lion"}],
+        "components": [{"kind": "optimizer", "name": "wolf"}],
     }
     assert (rows["broken"]["state"], rows["broken"]["components"]) == ("broken", [])
     assert "at import" in rows["broken"]["reason"]
@@ -38,7 +38,7 @@ def test_list_shows_one_line_a_plugin_aligned(nxdt, dist):
     assert len(lines) == len(json.loads(nxdt("plugins", "list", "--json").stdout))
     column = header.index("STATE")
     assert all(line[column:].startswith("ok ") for line in lines)
-    assert any(line.startswith("acme ") and line.endswith(" lion") for line in lines)
+    assert any(line.startswith("acme ") and line.endswith(" wolf") for line in lines)
 
 
 def test_light_commands_import_nothing_heavy(nxdt):
@@ -50,7 +50,7 @@ def test_light_commands_import_nothing_heavy(nxdt):
 def test_show_tells_names_aliases_and_reason(nxdt, dist):
     dist("acme", OFFER)
     dist("broken", "raise RuntimeError('at import')")
-    assert "lion = evo" in nxdt("plugins", "show", "acme").stdout
+    assert "wolf = evo" in nxdt("plugins", "show", "acme").stdout
     assert "at import" in nxdt("plugins", "show", "broken").stdout
 
 

@@ -57,7 +57,7 @@ def test_names_aliases_and_rules_select(load, good, override, slot, name):
         (["model.name=null", "name=hf_mixtral"], "model.name", ["'mixtral'", "nxdt-plugin-mixtral"]),
         (["model.name=null"], "model.name", ["'llama'"]),
         (["model.name=null", "model_source=megatron"], "model.name", ["'gpt'"]),
-        (["model.optim.name=adamm"], "model.optim.name", ["Did you mean 'adamw'?"]),
+        (["model.optim.name=fusssy"], "model.optim.name", ["Did you mean 'fussy'?"]),
         (["model.optim.name=lost"], "model.optim.name", ["module 'no_such_package.config' does not exist"]),
         (["checkpoint.uri=s3://bucket"], "checkpoint.uri", ["s3:// addresses", "nxdt-plugin-s3"]),
         (["adapter=lora"], "adapter.name", ["'lora'", "nxdt-plugin-lora"]),

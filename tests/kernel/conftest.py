@@ -81,3 +81,11 @@ def plugin_named() -> Callable[[Kernel, str], PluginInfo]:
         return plugin
 
     return find
+
+
+@pytest.fixture
+def contributed():
+    """Qualified names of the optimizers that are not built in."""
+    return lambda kernel: [
+        found.qualified_name for found in kernel.registry.all("optimizer") if found.plugin != "builtin"
+    ]

@@ -94,19 +94,19 @@ BROKEN_SOURCES = {
 
 
 @pytest.mark.parametrize("case", BROKEN_SOURCES)
-def test_a_plugin_whose_code_is_wrong_is_broken_with_its_reason(site, plugin_named, case):
+def test_a_plugin_whose_code_is_wrong_is_broken_with_its_reason(site, plugin_named, case, contributed):
     source, reason = BROKEN_SOURCES[case]
     site.add("nxdt-plugin-bad", source)
-    site.add_optimizer("nxdt-plugin-good", "lion")
+    site.add_optimizer("nxdt-plugin-good", "wolf")
     kernel = site.start()
     bad = plugin_named(kernel, "bad")
     assert (bad.state, plugin_named(kernel, "good").state) == ("broken", "ok")
     assert reason in bad.reason
     assert "\n" not in bad.reason
-    assert kernel.registry.names("optimizer") == ("adamw", "lion")
+    assert contributed(kernel) == ["good:wolf"]
 
 
-def test_a_broken_plugin_registers_nothing_at_all(site):
+def test_a_broken_plugin_registers_nothing_at_all(site, contributed):
     site.add(
         "nxdt-plugin-half",
         """
@@ -126,7 +126,7 @@ def test_a_broken_plugin_registers_nothing_at_all(site):
         """,
     )
     kernel = site.start()
-    assert kernel.registry.names("optimizer") == ("adamw",)
+    assert contributed(kernel) == []
     assert kernel.hooks.implementations("nxdt_step_end") == ()
 
 
@@ -151,14 +151,14 @@ def test_the_reason_of_a_failing_module_names_file_and_line(site, plugin_named):
 )
 def test_malformed_entry_points_of_an_unrelated_distribution_disturb_nobody(site, content):
     site.add("unrelated", entry_points=content)
-    site.add_optimizer("nxdt-plugin-good", "lion")
+    site.add_optimizer("nxdt-plugin-good", "wolf")
     kernel = site.start(strict=True)
     assert [plugin.name for plugin in kernel.plugins] == ["builtin", "good"]
 
 
 def test_another_malformed_group_of_a_plugin_is_not_our_business(site, plugin_named):
     text = "[other]\nnonsense here\n[nxdt.plugins]\n# a comment\ngood = nxdt_plugin_good [extra]\n[x]\n==="
-    site.add_optimizer("nxdt-plugin-good", "lion", entry_points=text)
+    site.add_optimizer("nxdt-plugin-good", "wolf", entry_points=text)
     assert plugin_named(site.start(), "good").state == "ok"
 
 
@@ -171,14 +171,14 @@ def test_another_malformed_group_of_a_plugin_is_not_our_business(site, plugin_na
         (b"\xff\xfe[nxdt.plugins]", "cannot be read"),
     ],
 )
-def test_malformed_entry_points_of_a_plugin_are_corrupt(site, content, reason):
+def test_malformed_entry_points_of_a_plugin_are_corrupt(site, content, reason, contributed):
     site.add("nxdt-plugin-bad", entry_points=content)
-    site.add_optimizer("nxdt-plugin-good", "lion")
+    site.add_optimizer("nxdt-plugin-good", "wolf")
     kernel = site.start()
     (bad,) = [plugin for plugin in kernel.plugins if plugin.state == "corrupt"]
     assert bad.dist == "nxdt-plugin-bad"
     assert reason in bad.reason
-    assert kernel.registry.names("optimizer") == ("adamw", "lion")
+    assert contributed(kernel) == ["good:wolf"]
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_an_unrelated_distribution_without_metadata_disturbs_nobody(site):
 
 def test_the_same_distribution_later_on_the_path_is_shadowed(new_site):
     late, early = new_site("late"), new_site("early")
-    late.add_optimizer("nxdt-plugin-twice", "lion", version="1.0")
-    early.add_optimizer("NXDT_plugin.twice", "lion", version="2.0", plugins={"twice": "NXDT_plugin.twice"})
+    late.add_optimizer("nxdt-plugin-twice", "wolf", version="1.0")
+    early.add_optimizer("NXDT_plugin.twice", "wolf", version="2.0", plugins={"twice": "NXDT_plugin.twice"})
     kernel = Kernel.start(path=[str(early.path), str(late.path)])
     twice = [plugin for plugin in kernel.plugins if plugin.name == "twice"]
     assert [plugin.version for plugin in twice] == ["2.0", "1.0"]
@@ -215,7 +215,7 @@ def test_the_same_distribution_later_on_the_path_is_shadowed(new_site):
 
 def test_of_releases_left_in_one_directory_the_last_by_name_is_meant_however_they_are_listed(site):
     for version in ("3.0", "1.0", "6.0", "2.0", "5.0", "4.0"):
-        site.add_optimizer("nxdt-plugin-twice", "lion", version=version)
+        site.add_optimizer("nxdt-plugin-twice", "wolf", version=version)
     plugins = site.start().plugins[1:]
     assert [plugin.version for plugin in plugins] == ["6.0", "5.0", "4.0", "3.0", "2.0", "1.0"]
     assert [plugin.state for plugin in plugins] == ["ok", *["shadowed"] * 5]
@@ -223,29 +223,29 @@ def test_of_releases_left_in_one_directory_the_last_by_name_is_meant_however_the
 
 def test_a_newer_release_that_dropped_its_plugin_shadows_the_older_one(new_site):
     late, early = new_site("late"), new_site("early")
-    late.add_optimizer("nxdt-plugin-old", "lion", version="1.0")
+    late.add_optimizer("nxdt-plugin-old", "wolf", version="1.0")
     early.add("nxdt-plugin-old", version="2.0", plugins={}, module="nothing")
     kernel = Kernel.start(path=[str(early.path), str(late.path)])
     assert [plugin.state for plugin in kernel.plugins] == ["ok", "shadowed"]
 
 
 def test_one_directory_named_twice_on_the_path_shadows_nothing(site, tmp_path):
-    site.add_optimizer("nxdt-plugin-good", "lion")
+    site.add_optimizer("nxdt-plugin-good", "wolf")
     (tmp_path / "link").symlink_to(site.path)
     kernel = Kernel.start(path=[str(site.path), str(site.path), str(tmp_path / "link")], strict=True)
     assert [plugin.name for plugin in kernel.plugins] == ["builtin", "good"]
 
 
 @pytest.mark.parametrize("policy", [{"block": ("spy",)}, {"block": ("Nxdt_Plugin_Spy",)}, {"allow": ("good",)}])
-def test_a_blocked_plugin_does_not_run(site, plugin_named, policy):
+def test_a_blocked_plugin_does_not_run(site, plugin_named, policy, contributed):
     witness = site.path / "witness"
     site.add("nxdt-plugin-spy", f"open({str(witness)!r}, 'w').close()")
-    site.add_optimizer("nxdt-plugin-good", "lion")
+    site.add_optimizer("nxdt-plugin-good", "wolf")
     kernel = site.start(**policy)
     assert plugin_named(kernel, "spy").state == "blocked"
     assert "spy" not in str(sorted(sys.modules))
     assert not witness.exists()
-    assert kernel.registry.names("optimizer") == ("adamw", "lion")
+    assert contributed(kernel) == ["good:wolf"]
     site.start(strict=True, allow=("good", "spy"))
     assert witness.exists()
 

@@ -22,11 +22,11 @@ def digest(site, name: str) -> str:
 def test_the_same_wheel_in_two_places_has_one_fingerprint(new_site):
     sites = [new_site("one"), new_site("two")]
     for site in sites:
-        site.add_optimizer("nxdt-plugin-lion", "lion")
-    (sites[1].path / "nxdt_plugin_lion-1.0.dist-info" / "RECORD").open("a").write(
-        "../../../bin/lion,sha256=of-a-script-that-names-the-interpreter,9\n"
-        "nxdt_plugin_lion-1.0.dist-info/INSTALLER,sha256=another,3\n"
-        "__pycache__/nxdt_plugin_lion.cpython-311.pyc,,\n"
+        site.add_optimizer("nxdt-plugin-wolf", "wolf")
+    (sites[1].path / "nxdt_plugin_wolf-1.0.dist-info" / "RECORD").open("a").write(
+        "../../../bin/wolf,sha256=of-a-script-that-names-the-interpreter,9\n"
+        "nxdt_plugin_wolf-1.0.dist-info/INSTALLER,sha256=another,3\n"
+        "__pycache__/nxdt_plugin_wolf.cpython-311.pyc,,\n"
     )
     first, second = (site.start(strict=True).fingerprint() for site in sites)
     assert first == second
@@ -35,29 +35,29 @@ def test_the_same_wheel_in_two_places_has_one_fingerprint(new_site):
 
 def test_another_file_version_or_plugin_changes_the_fingerprint(new_site):
     sites = [new_site(name) for name in "abcd"]
-    sites[0].add_optimizer("nxdt-plugin-lion", "lion")
-    sites[1].add_optimizer("nxdt-plugin-lion", "tiger")
-    sites[2].add_optimizer("nxdt-plugin-lion", "lion", version="1.1")
-    sites[3].add_optimizer("nxdt-plugin-lion", "lion")
+    sites[0].add_optimizer("nxdt-plugin-wolf", "wolf")
+    sites[1].add_optimizer("nxdt-plugin-wolf", "tiger")
+    sites[2].add_optimizer("nxdt-plugin-wolf", "wolf", version="1.1")
+    sites[3].add_optimizer("nxdt-plugin-wolf", "wolf")
     sites[3].add_optimizer("nxdt-plugin-more", "more")
     assert len({site.start().fingerprint() for site in sites}) == 4
 
 
 def test_a_blocked_plugin_is_no_part_of_the_fingerprint(site):
     before = site.start().fingerprint()
-    site.add_optimizer("nxdt-plugin-lion", "lion")
-    assert site.start(block=("lion",)).fingerprint() == before
+    site.add_optimizer("nxdt-plugin-wolf", "wolf")
+    assert site.start(block=("wolf",)).fingerprint() == before
     assert site.start().fingerprint() != before
 
 
 def test_an_editable_plugin_is_read_from_its_files(site):
-    site.add_optimizer("nxdt-plugin-lion", "lion")
-    as_wheel = digest(site, "lion")
-    (site.path / "nxdt_plugin_lion-1.0.dist-info" / "direct_url.json").write_text(EDITABLE)
-    before = digest(site, "lion")
-    module = site.path / "nxdt_plugin_lion.py"
+    site.add_optimizer("nxdt-plugin-wolf", "wolf")
+    as_wheel = digest(site, "wolf")
+    (site.path / "nxdt_plugin_wolf-1.0.dist-info" / "direct_url.json").write_text(EDITABLE)
+    before = digest(site, "wolf")
+    module = site.path / "nxdt_plugin_wolf.py"
     module.write_text(module.read_text() + "# edited\n")
-    assert len({as_wheel, before, digest(site, "lion")}) == 3
+    assert len({as_wheel, before, digest(site, "wolf")}) == 3
 
 
 def test_an_editable_package_is_read_whole_without_byte_code(site):
@@ -86,7 +86,7 @@ def test_a_local_file_is_read(site, tmp_path):
 
 @pytest.fixture
 def locked(site, tmp_path):
-    site.add_optimizer("nxdt-plugin-lion", "lion")
+    site.add_optimizer("nxdt-plugin-wolf", "wolf")
     site.add("nxdt-plugin-bad", "1 / 0")
     lock = tmp_path / "plugins.lock"
     write_lock(site.start(), lock)
@@ -109,14 +109,14 @@ def test_a_plugin_that_slipped_in_does_not_run(site, locked):
 
 @pytest.mark.parametrize(
     ("version", "name", "words"),
-    [("1.0", "tiger", "has other files than were locked"), ("2.0", "lion", "has version 2.0, locked is 1.0")],
+    [("1.0", "tiger", "has other files than were locked"), ("2.0", "wolf", "has version 2.0, locked is 1.0")],
 )
 def test_another_release_or_content_than_locked_is_refused(new_site, locked, version, name, words):
     other = new_site("other")
-    other.add_optimizer("nxdt-plugin-lion", name, version=version)
+    other.add_optimizer("nxdt-plugin-wolf", name, version=version)
     with pytest.raises(PluginLockMismatch) as caught:
         verify_lock(Kernel.start(path=[str(other.path)]), locked)
-    assert f"'lion' of nxdt-plugin-lion {words}" in str(caught.value)
+    assert f"'wolf' of nxdt-plugin-wolf {words}" in str(caught.value)
     assert "'bad' of nxdt-plugin-bad is missing" in str(caught.value)
 
 
@@ -132,6 +132,6 @@ def test_a_lock_file_that_cannot_be_read_is_an_error(site, tmp_path, content):
 
 
 def test_policy_entries_that_name_nothing_are_told(site):
-    site.add_optimizer("nxdt-plugin-lion", "lion")
-    kernel = site.start(block=("lino",), prefer=("nxdt_plugin_lion", "gone"))
+    site.add_optimizer("nxdt-plugin-wolf", "wolf")
+    kernel = site.start(block=("lino",), prefer=("nxdt_plugin_wolf", "gone"))
     assert kernel.unmatched_policy() == ("lino", "gone")

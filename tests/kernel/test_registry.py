@@ -22,34 +22,34 @@ def test_a_name_or_an_alias_finds_the_component(site):
 
 
 @pytest.fixture
-def two_lions(site):
-    site.add_optimizer("nxdt-plugin-a", "lion")
-    site.add_optimizer("nxdt-plugin-b", "lion")
+def two_wolves(site):
+    site.add_optimizer("nxdt-plugin-a", "wolf")
+    site.add_optimizer("nxdt-plugin-b", "wolf")
     return site
 
 
-def test_two_plugins_with_one_name_are_ambiguous_and_the_error_names_both_and_the_ways_out(two_lions):
+def test_two_plugins_with_one_name_are_ambiguous_and_the_error_names_both_and_the_ways_out(two_wolves):
     with pytest.raises(AmbiguousComponent) as caught:
-        two_lions.start(strict=True).registry.get("optimizer", "lion")
+        two_wolves.start(strict=True).registry.get("optimizer", "wolf")
     assert "nxdt-plugin-a 1.0 and nxdt-plugin-b 1.0" in str(caught.value)
-    assert "'a:lion' or 'b:lion'" in str(caught.value)
+    assert "'a:wolf' or 'b:wolf'" in str(caught.value)
     assert "plugins.prefer" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["b:lion", "nxdt-plugin-b:lion", "nxdt_Plugin.B:lion"])
-def test_a_qualified_name_is_not_ambiguous(two_lions, name):
-    assert two_lions.start().registry.get("optimizer", name).dist == "nxdt-plugin-b"
+@pytest.mark.parametrize("name", ["b:wolf", "nxdt-plugin-b:wolf", "nxdt_Plugin.B:wolf"])
+def test_a_qualified_name_is_not_ambiguous(two_wolves, name):
+    assert two_wolves.start().registry.get("optimizer", name).dist == "nxdt-plugin-b"
 
 
 @pytest.mark.parametrize("prefer", [("b",), ("nxdt-plugin-b", "a"), ("absent", "b")])
-def test_prefer_decides_in_its_order(two_lions, prefer):
-    assert two_lions.start(prefer=prefer).registry.get("optimizer", "lion").plugin == "b"
+def test_prefer_decides_in_its_order(two_wolves, prefer):
+    assert two_wolves.start(prefer=prefer).registry.get("optimizer", "wolf").plugin == "b"
 
 
-def test_what_is_offered_twice_is_listed_once_by_name_and_twice_in_all(two_lions):
-    registry = two_lions.start().registry
-    assert registry.names("optimizer") == ("adamw", "lion")
-    assert [component.qualified_name for component in registry.all("optimizer")][1:] == ["a:lion", "b:lion"]
+def test_what_is_offered_twice_is_listed_once_by_name_and_twice_in_all(two_wolves, contributed):
+    kernel = two_wolves.start()
+    assert kernel.registry.names("optimizer").count("wolf") == 1
+    assert contributed(kernel) == ["a:wolf", "b:wolf"]
 
 
 def test_nobody_overrides_a_built_in(site):
@@ -59,28 +59,28 @@ def test_nobody_overrides_a_built_in(site):
 
 
 def test_two_distributions_with_one_plugin_name_are_told_apart_by_distribution(site):
-    for dist in ("first-lion", "second-lion"):
-        site.add_optimizer(dist, "lion", plugins={"lion": dist.replace("-", "_")})
+    for dist in ("first-wolf", "second-wolf"):
+        site.add_optimizer(dist, "wolf", plugins={"wolf": dist.replace("-", "_")})
     registry = site.start(strict=True).registry
-    for name in ("lion", "lion:lion"):
-        with pytest.raises(AmbiguousComponent, match="'first-lion:lion' or 'second-lion:lion'"):
+    for name in ("wolf", "wolf:wolf"):
+        with pytest.raises(AmbiguousComponent, match="'first-wolf:wolf' or 'second-wolf:wolf'"):
             registry.get("optimizer", name)
-    assert registry.get("optimizer", "second-lion:lion").dist == "second-lion"
+    assert registry.get("optimizer", "second-wolf:wolf").dist == "second-wolf"
 
 
 @pytest.mark.parametrize(
     ("name", "close"),
     [
-        ("admaw", "'adamw'"),
-        ("ADAMW", "'adamw'"),
-        ("builtin:adam", "'builtin:adamw'"),
-        ("builtn:adamw", "'builtin:adamw'"),
+        ("novogard", "'novograd'"),
+        ("NOVOGRAD", "'novograd'"),
+        ("builtin:novogra", "'builtin:novograd'"),
+        ("builtn:novograd", "'builtin:novograd'"),
     ],
 )
 def test_an_unknown_name_is_answered_with_close_ones(site, name, close):
     with pytest.raises(UnknownComponent) as caught:
         site.start().registry.get("optimizer", name)
-    assert f"Did you mean {close}?" in caught.value.do()
+    assert f"Did you mean {close}" in caught.value.do()
     assert "model.optim.name" in caught.value.what()
     assert "pip install" not in str(caught.value)
 
@@ -152,11 +152,11 @@ def test_an_unknown_scheme_is_answered_with_the_known_ones_and_the_pip_command(s
         site.start().registry.storage_for_scheme("s3")
 
 
-def test_an_error_survives_the_way_between_processes(two_lions):
+def test_an_error_survives_the_way_between_processes(two_wolves):
     import pickle
 
     with pytest.raises(AmbiguousComponent) as caught:
-        two_lions.start().registry.get("optimizer", "lion")
+        two_wolves.start().registry.get("optimizer", "wolf")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -176,7 +176,7 @@ from nxdt_core.api import OptimizerComponent, hookimpl
 
 @hookimpl
 def nxdt_optimizers():
-    return [OptimizerComponent(name="lion", target="absent_module:build")]
+    return [OptimizerComponent(name="wolf", target="absent_module:build")]
 """
 
 
@@ -185,14 +185,14 @@ def test_local_files_with_one_name_are_ambiguous_by_their_files(site, tmp_path):
     for file in files:
         file.write_text(LOCAL_LION)
     with pytest.raises(AmbiguousComponent, match=r"by several plugins: the local file one\.py and the local file two"):
-        site.start(local=files).registry.get("optimizer", "lion")
+        site.start(local=files).registry.get("optimizer", "wolf")
 
 
 def test_a_target_that_a_local_file_names_wrongly_is_answered_with_its_own_name(site, tmp_path):
     file = tmp_path / "one.py"
     file.write_text(LOCAL_LION)
     with pytest.raises(ComponentUnusable) as caught:
-        site.start(local=(file,)).registry.get("optimizer", "lion").load_target()
+        site.start(local=(file,)).registry.get("optimizer", "wolf").load_target()
     assert caught.value.do() == (
         "In a local plugin file write target=f'{__name__}:Name'; its record gives target='absent_module:build'."
     )

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from nxdt_core.config.marks import AliasOf, DefaultsTo, NoEffect, NonNegativeFloat, PositiveInt, XlaOnly
 
-__all__ = ["FusionsConfig", "ModelConfig", "OptimConfig", "SchedConfig"]
+__all__ = ["FusionsConfig", "ModelConfig", "OptimConfig", "ParamGroupConfig", "SchedConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,18 @@ class SchedConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroupConfig:
+    """Parameters that learn otherwise than the rest."""
+
+    params: str
+    """Path pattern: a leading ``*`` stands for any depth, any other for one component, as in ``*.router.weight``."""
+    lr: NonNegativeFloat | None = None
+    """Their peak learning rate; the schedule scales it as it does ``model.optim.lr``. ``null``: that."""
+    weight_decay: NonNegativeFloat | None = None
+    """Their decay, also of norms and biases among them. ``null``: as the model's plan and ``model.optim`` say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
     """Selects the optimizer; the keys of the optimizer stand beside ``name``."""
 
@@ -34,6 +46,8 @@ class OptimConfig:
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.0
     """Decay of the weights that the model's plan lets decay."""
+    param_groups: tuple[ParamGroupConfig, ...] = ()
+    """Rates and decays by pattern; the last entry that matches a parameter counts, and each must match some."""
     sched: SchedConfig
     """The learning rate's curve."""
 

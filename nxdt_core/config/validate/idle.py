@@ -38,6 +38,7 @@ def find_idle(checked: Checked) -> Iterator[str]:
         yield from _lines([_RECOMPUTE], f"{_GRANULARITY} is not set")
     yield from _waiting_stages(checked)
     yield from _warmup(checked)
+    yield from _unfinished_curve(checked)
 
 
 def _ema(checked: Checked) -> Iterator[str]:
@@ -89,6 +90,14 @@ def _warmup(checked: Checked) -> Iterator[str]:
     steps = checked.numbers(warmup, horizon)
     if steps is not None and 0 < steps[1] <= steps[0]:
         yield f"{warmup}: the rate only rises, since {horizon} is {steps[1]} and warm-up takes {steps[0]} steps"
+
+
+def _unfinished_curve(checked: Checked) -> Iterator[str]:
+    """A curve that is longer than the run."""
+    horizon, last = "model.optim.sched.max_steps", "trainer.max_steps"
+    steps = checked.numbers(horizon, last)
+    if steps is not None and steps[0] > steps[1]:
+        yield f"{horizon}: the curve ends at step {steps[0]}, and the run before that, as {last} is {steps[1]}"
 
 
 def _asks(checked: Checked, key: str) -> bool:

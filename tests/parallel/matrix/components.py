@@ -1,26 +1,9 @@
-"""A plugin file with what parity needs and no run does: float64 throughout, and gradient descent without state."""
+"""A plugin file with what parity needs and no run does: float64 throughout."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-
-from nxdt_core.api import ModelComponent, OptimizerComponent, PrecisionComponent, hookimpl
-from nxdt_core.protocols.optimizer import ParameterGroup
+from nxdt_core.api import ModelComponent, PrecisionComponent, hookimpl
 from nxdt_core.protocols.precision import PrecisionPolicy
-
-
-@dataclass(kw_only=True)
-class SGDConfig:
-    """Plain gradient descent."""
-
-    lr: float = 0.1
-    weight_decay: float = 0.0
-
-
-def sgd(groups: list[ParameterGroup], config: SGDConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD([dict(group) for group in groups], lr=config.lr)
 
 
 def float64(config: object) -> PrecisionPolicy:
@@ -38,11 +21,6 @@ def nxdt_model_builders() -> list[ModelComponent]:
             config="nxdt_core.testing.moe_config:MoEModelConfig",
         )
     ]
-
-
-@hookimpl
-def nxdt_optimizers() -> list[OptimizerComponent]:
-    return [OptimizerComponent(name="sgd", target=f"{__name__}:sgd", config=f"{__name__}:SGDConfig")]
 
 
 @hookimpl

@@ -23,7 +23,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
 def nxdt_optimizers() -> list[OptimizerComponent]:
     """An optimizer."""
     config = "acme_nxdt.config:LionConfig"
-    return [OptimizerComponent(name="lion", target="acme_nxdt.optimizer:Lion", config=config)]
+    return [OptimizerComponent(name="acme-lion", target="acme_nxdt.optimizer:Lion", config=config)]
 
 
 @hookimpl

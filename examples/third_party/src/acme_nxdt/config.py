@@ -15,7 +15,7 @@ class BigramConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LionConfig:
-    """Keys beside ``model.optim.name: lion``."""
+    """Keys beside ``model.optim.name: acme-lion``."""
 
     lr: float = 1e-4
     """Peak learning rate."""

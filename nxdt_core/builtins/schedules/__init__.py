@@ -1,0 +1,1 @@
+"""Built-in learning-rate curves: pure functions of the step, so that a resume needs no state and may move the end."""

@@ -1,0 +1,46 @@
+"""Errors of optimizers and their parameter groups: codes ``NXDT-T02…``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.errors.base import NxdtError, listing
+
+__all__ = ["OptimizerNeedsWholeParameters", "ParameterGroupEmpty"]
+
+
+class ParameterGroupEmpty(NxdtError):
+    """A pattern of ``model.optim.param_groups`` that chooses nothing."""
+
+    code = "NXDT-T020"
+    happened = "model.optim.param_groups: {what} no trained parameter: {patterns}."
+    remedy = (
+        "Write paths as the checkpoint has them, as layers.*.mlp.router.weight; a leading * stands for any depth, any "
+        "other for one component, and the last entry that matches a parameter counts. It has, among others, {some}."
+    )
+    patterns: list[str]
+    names: list[str]
+    """Of the trained parameters."""
+
+    def _view(self) -> dict[str, Any]:
+        what = "this pattern chooses" if len(self.patterns) == 1 else "these patterns choose"
+        return super()._view() | {"what": what, "patterns": listing(self.patterns), "some": listing(self.names, 4)}
+
+
+class OptimizerNeedsWholeParameters(NxdtError):
+    """An update that would take a shard of a parameter for the whole."""
+
+    code = "NXDT-T021"
+    happened = (
+        "torch.optim.{optimizer} computes with whole parameters, and this layout cuts {count} of them over ranks: "
+        "{cut}."
+    )
+    remedy = (
+        "Take adafactor or muon of nxdt, which compute over ranks, or an optimizer that works element by element; or "
+        "keep parameters whole: distributed_strategy.zero1=false, and no tensor or expert parallelism."
+    )
+    optimizer: str
+    parameters: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return super()._view() | {"count": len(self.parameters), "cut": listing(self.parameters, 3)}
