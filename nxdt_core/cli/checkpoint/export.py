@@ -9,7 +9,7 @@ import click
 
 from nxdt_core.cli.checkpoint.ranks import on_all_ranks
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
-from nxdt_core.cli.size import SIZE
+from nxdt_core.cli.size import size
 from nxdt_core.cli.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
@@ -35,7 +35,7 @@ __all__ = ["export"]
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Dtype of the weights in DST; without it they keep theirs.",
 )
-@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="Largest file of weights.")
+@click.option("--max-shard-size", type=size, default="5GB", show_default=True, help="Largest file of weights.")
 @click.option(
     "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Files to write at the same time."
 )
