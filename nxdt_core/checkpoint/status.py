@@ -17,8 +17,10 @@ from nxdt_core.checkpoint.files import VerifiedFile
 from nxdt_core.checkpoint.layout import digests_name, manifest_key, step_name, step_of, step_prefix
 from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.threads import in_threads
+from nxdt_core.checkpoint.together import on_first_rank, rank_of, together
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.protocols.checkpoint_storage import ArchivingStorage, CheckpointStorage
+from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = [
     "CheckpointStatus",
@@ -32,6 +34,9 @@ __all__ = [
 ]
 
 State = Literal["committed", "unfinished", "damaged"]
+
+_THREADS = 4
+"""Files that a rank reads at the same time when it looks for the newest sound checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +103,7 @@ def find_problems(
     *,
     threads: int = 1,
     progress: Callable[[int], None] = lambda size_bytes: None,
+    share: tuple[int, int] = (0, 1),
 ) -> list[str]:
     """As :func:`verify`, to a chosen depth.
 
@@ -107,6 +113,7 @@ def find_problems(
         depth: how closely to look.
         threads: files that are read at the same time; each takes a block of memory.
         progress: called from any thread with the number of bytes that were just compared.
+        share: (k, n) opens only every n-th file from the k-th on, by size.
     """
     with explained_os_errors(f"{storage.uri}/{step_name(step)}"):
         try:
@@ -133,35 +140,62 @@ def find_problems(
                 return f"{error.where}: {error.reason}"
             return None
 
-        found = in_threads(problem_of, list(manifest.files), threads=threads, stop=stop)
+        largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
+        found = in_threads(problem_of, largest_first[share[0] :: share[1]], threads=threads, stop=stop)
         return [problem for problem in found if problem is not None]
 
 
-def latest(storage: CheckpointStorage, *, warn: Callable[[str], None]) -> Manifest | None:
+def latest(
+    storage: CheckpointStorage, *, warn: Callable[[str], None], ranks: RankAgreement | None = None
+) -> Manifest | None:
     """The newest committed checkpoint whose every byte verifies, or None.
 
     Unfinished saves are passed over in silence; each damaged checkpoint is told to ``warn`` in a line that names
     the file.
 
+    Args:
+        storage: where to look.
+        warn: told on rank 0.
+        ranks: share the reading, and all get one answer; None for a process that is alone.
+
     Raises:
         CheckpointTooNew: the newest sound one was written by a later version. (Going on from an older one would
             throw its steps away.)
     """
-    for status in reversed(list_checkpoints(storage)):
+    for status in reversed(on_first_rank(ranks, lambda: list_checkpoints(storage), where=storage.uri)):
         if status.state == "unfinished":
             continue
         problems = [status.problem]
         if status.state == "committed":
-            with explained_os_errors(status.uri):
-                manifest = read_manifest(storage, status.step)
-            problems = verify(storage, status.step)
+            manifest, problems = _verified_by_all(storage, status, ranks)
             if not problems:
                 return manifest
-        warn(f"Checkpoint {step_name(status.step)} is damaged and skipped: {problems[0]}")
+        if rank_of(ranks) == 0:
+            warn(f"Checkpoint {step_name(status.step)} is damaged and skipped: {problems[0]}")
     return None
 
 
-def find_checkpoint(storage: CheckpointStorage, step: int | None, *, warn: Callable[[str], None]) -> Manifest:
+def _verified_by_all(
+    storage: CheckpointStorage, status: CheckpointStatus, ranks: RankAgreement | None
+) -> tuple[Manifest, list[str]]:
+    """The manifest, and what the ranks find wrong, each in its share of the files."""
+    share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+
+    def find() -> list[str]:
+        return find_problems(storage, status.step, "bytes", threads=_THREADS, share=share)
+
+    with explained_os_errors(status.uri):
+        manifest = on_first_rank(ranks, lambda: read_manifest(storage, status.step), where=status.uri)
+    return manifest, [problem for found in together(ranks, find, where=status.uri) for problem in found]
+
+
+def find_checkpoint(
+    storage: CheckpointStorage,
+    step: int | None,
+    *,
+    warn: Callable[[str], None],
+    ranks: RankAgreement | None = None,
+) -> Manifest:
     """The checkpoint of ``step``, or the newest sound one where ``step`` is None (see :func:`latest`).
 
     Raises:
@@ -169,9 +203,10 @@ def find_checkpoint(storage: CheckpointStorage, step: int | None, *, warn: Calla
         CheckpointDamaged: ``step`` was named and its manifest is not what was written.
     """
     if step is not None:
-        with explained_os_errors(f"{storage.uri}/{step_name(step)}"):
-            return read_manifest(storage, step)
-    manifest = latest(storage, warn=warn)
+        where = f"{storage.uri}/{step_name(step)}"
+        with explained_os_errors(where):
+            return on_first_rank(ranks, lambda: read_manifest(storage, step), where=where)
+    manifest = latest(storage, warn=warn, ranks=ranks)
     if manifest is None:
         raise CheckpointNotFound(where=storage.uri, reason="no step there is committed and sound")
     return manifest

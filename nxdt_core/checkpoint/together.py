@@ -55,11 +55,7 @@ def together(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) 
     return [cast(T, each.value) for each in outcomes]
 
 
-def on_first_rank(ranks: RankAgreement | None, work: Callable[[], object], *, where: str) -> None:
-    """Call ``work`` on rank 0 alone; what it raises there is raised on all ranks, as by :func:`together`."""
-
-    def first() -> None:
-        if rank_of(ranks) == 0:
-            work()
-
-    together(ranks, first, where=where)
+def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:
+    """What ``work`` returns on rank 0, where alone it is called; what it raises is raised on all, as by
+    :func:`together`."""
+    return cast(T, together(ranks, lambda: work() if rank_of(ranks) == 0 else None, where=where)[0])

@@ -33,7 +33,7 @@ from nxdt_core.training.datamodule import NxdtDataModule
 from nxdt_core.training.memory import memory_errors_explained
 from nxdt_core.training.module import NxdtModule
 from nxdt_core.training.owned import owned_on_rank_zero
-from nxdt_core.training.start import ForeignStart, Start, agree_on_start
+from nxdt_core.training.start import ForeignStart, Start, decide_start
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
 
@@ -76,11 +76,11 @@ def _train(
 ) -> RunSummary:
     ranks = strategy.engine.ranks
     ranks.on_rank_zero(lambda: _keep_config(config))
-    start = agree_on_start(config, own, console.say, ranks)
+    start = decide_start(config, own, console.say, ranks)
     if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
         strategy.engine.shutdown()
-        return _finished(config, own, start)
+        return _finished(config, start)
     module, data = NxdtModule(config), NxdtDataModule(config)
     data.prepare()
     figures = SaveFigures(config.run_dir if strategy.is_global_zero else None)
@@ -243,7 +243,7 @@ def _summary(
     )
 
 
-def _finished(config: ResolvedConfig, own: CheckpointStorage, start: Start) -> RunSummary:
+def _finished(config: ResolvedConfig, start: Start) -> RunSummary:
     return RunSummary(
         step=start.manifest.step,
         max_steps=config.run.trainer.max_steps,
@@ -251,7 +251,7 @@ def _finished(config: ResolvedConfig, own: CheckpointStorage, start: Start) -> R
         consumed_tokens=start.manifest.facts.consumed_tokens,
         tokens_per_s=None,
         run_dir=config.run_dir,
-        checkpoint=assemble.step_uri(own, start.manifest.step),
+        checkpoint=assemble.step_uri(start.storage, start.manifest.step),
         resume_command=_resume_command(config, start.manifest.step),
     )
 
