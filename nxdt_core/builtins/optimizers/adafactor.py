@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from nxdt_core.builtins.optimizers.config import AdafactorConfig
-from nxdt_core.builtins.optimizers.pieces import TrainedPiece, sum_over_pieces, trained_pieces
+from nxdt_core.builtins.optimizers.pieces import TrainedPiece, square_sum, sum_over_pieces, trained_pieces, wide
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
 
 __all__ = ["Adafactor"]
@@ -34,7 +34,7 @@ class Adafactor(torch.optim.Optimizer):
         for piece, found in zip(trained, sums, strict=True):
             self._average(piece, found[1:])
             piece.grad.mul_(self._inverse_root(piece).to(piece.grad.dtype))
-        update_squares = [piece.grad.float().square().sum() for piece in trained]
+        update_squares = [square_sum(piece.grad) for piece in trained]
         sum_over_pieces(trained, update_squares)
         for piece, found, update_square in zip(trained, sums, update_squares, strict=True):
             self._apply(piece, found[0], update_square)
@@ -56,7 +56,7 @@ class Adafactor(torch.optim.Optimizer):
             state["row_var"].lerp_(rows.view_as(state["row_var"]), weight)
             state["col_var"].lerp_(columns.view_as(state["col_var"]), weight)
         else:
-            piece.real(state["variance"]).lerp_(piece.grad.to(means.dtype).square(), weight)
+            piece.real(state["variance"]).lerp_(wide(piece.grad).square(), weight)
 
     def _inverse_root(self, piece: TrainedPiece) -> torch.Tensor:
         """What this rank's gradients are multiplied with."""
@@ -80,11 +80,10 @@ class Adafactor(torch.optim.Optimizer):
 
 def _sums(piece: TrainedPiece) -> torch.Tensor:
     """This rank's part of: the weights' sum of squares, the mean squares of each row, those of each column."""
-    shard, dtype = piece.shard, torch.promote_types(piece.weight.dtype, torch.float32)
-    weight_square = piece.weight.to(dtype).square().sum()
+    shard, weight_square = piece.shard, square_sum(piece.weight)
     if not _factored(shard):
         return weight_square.reshape(1)
-    squares = piece.grad.to(dtype).square()
+    squares = wide(piece.grad).square()
     rows = squares.new_zeros(shard.shape[:-1])
     columns = squares.new_zeros((*shard.shape[:-2], shard.shape[-1]))
     row_box, column_box = _boxes(shard)

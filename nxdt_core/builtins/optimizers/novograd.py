@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from nxdt_core.builtins.optimizers.config import NovogradConfig
-from nxdt_core.builtins.optimizers.pieces import sum_over_pieces, trained_pieces
+from nxdt_core.builtins.optimizers.pieces import square_sum, sum_over_pieces, trained_pieces
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch, shards_of
 
 __all__ = ["Novograd"]
@@ -25,7 +25,7 @@ class Novograd(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update."""
         trained = trained_pieces(self.param_groups, self._shards)
-        squares = [piece.grad.float().square().sum() for piece in trained]
+        squares = [square_sum(piece.grad) for piece in trained]
         sum_over_pieces(trained, squares)
         for piece, square in zip(trained, squares, strict=True):
             group, state = piece.group, self.state[piece.parameter]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nxdt_core.parallel.gradients import sum_over
 from nxdt_core.protocols.optimizer import ParameterShard
 
-__all__ = ["TrainedPiece", "sum_over_pieces", "trained_pieces"]
+__all__ = ["TrainedPiece", "square_sum", "sum_over_pieces", "trained_pieces", "wide"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +57,13 @@ def sum_over_pieces(pieces: Sequence[TrainedPiece], figures: Sequence[torch.Tens
     for groups, tensors in alike.items():
         for group in groups:
             sum_over(group, tensors)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in float32, or in float64 if it is that: what sums over many elements are made in."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def square_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of all squares, a scalar on the device."""
+    return wide(tensor).square().sum()
