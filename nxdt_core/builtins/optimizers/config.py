@@ -158,7 +158,7 @@ class AdafactorConfig(OptimizerConfig):
     """Exponent of the step by which new squares count less."""
     eps: tuple[Positive | None, Positive] = (None, 1e-3)
     """Lowest root of the squares (null: the dtype's precision), and lowest size of a parameter."""
-    d: Positive = 1.0
+    d: Annotated[float, Range(1.0, None)] = 1.0
     """Root mean square that an update is clipped to."""
 
 

@@ -108,9 +108,10 @@ def orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     """Matrices [..., rows, columns] with their singular values brought near 1 (0.5 to 1.5), by Newton-Schulz steps."""
     a, b, c = _QUINTIC
     tall = matrices.shape[-2] > matrices.shape[-1]
-    found: torch.Tensor = matrices.mT if tall else matrices
+    found = matrices.mT if tall else matrices
+    found = found.reshape(-1, *found.shape[-2:])
     found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(steps):
         gram = found @ found.mT
-        found = a * found + (b * gram + c * (gram @ gram)) @ found
-    return found.mT if tall else found
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return (found.mT if tall else found).reshape(matrices.shape)
