@@ -30,5 +30,6 @@ class SaveReport:
     def __str__(self) -> str:
         size = self.manifest.size_bytes
         shown = f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
-        speed = f"{self.gigabytes_per_s:.2g} GB/s"
+        rate = self.gigabytes_per_s
+        speed = f"{rate:.2g} GB/s" if rate >= 1 else f"{1000 * rate:.3g} MB/s"
         return f"{shown} in {self.seconds:.1f} s, {speed}, training waited {self.blocked_s:.2f} s"

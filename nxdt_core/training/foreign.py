@@ -25,6 +25,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.versions import versions_of
 
 __all__ = ["Imported", "import_foreign"]
 
@@ -100,6 +101,7 @@ def import_foreign(
         consumed_samples=found.consumed_samples,
         config=run.to_dict(),
         plugin_fingerprint=run.kernel.fingerprint(),
+        versions=versions_of(run.kernel),
     )
     manifest = save_listed(storage, step=found.step, prepare=list_tensors, write=write, facts=facts, ranks=ranks)
     return Imported(

@@ -35,6 +35,7 @@ from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble
 from nxdt_core.training.state import TrainState, capture_rng, restore_rng
+from nxdt_core.training.versions import versions_of
 
 __all__ = [
     "SaveFacts",
@@ -252,6 +253,7 @@ def _parts(
             plugin_fingerprint=config.kernel.fingerprint(),
             mesh=dict(engine.rank_info.mesh),
             metrics=dict(about.metrics),
+            versions=versions_of(config.kernel),
             keep=about.keep,
             fencing=about.fencing,
         ),

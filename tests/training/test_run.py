@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib import metadata
 
 import pytest
 import torch
@@ -287,3 +288,16 @@ def test_a_trained_checkpoint_goes_to_hugging_face(small_run, tmp_path, weights)
     back = load_hf(tmp_path / "hf", builder)
     saved = weights(config)
     assert all(torch.equal(value, saved[name]) for name, value in back.items())
+
+
+def test_a_checkpoint_says_what_made_it_and_how_good_it_is(small_run):
+    config = small_run("trainer.max_steps=1")
+    summary = train(config)
+    facts = checkpoint.latest(assemble.storage(config), warn=print).facts
+    assert facts.metrics.keys() == {"loss", "grad_norm", "lr", "skipped_steps"}
+    assert facts.metrics["loss"] == summary.loss
+    assert {name: version for name, version in facts.versions.items() if name in ("nxdt-core", "torch")} == {
+        "nxdt-core": metadata.version("nxdt-core"),
+        "torch": torch.__version__,
+    }
+    assert facts.versions["nxdt-plugin-llama"] == metadata.version("nxdt-plugin-llama")

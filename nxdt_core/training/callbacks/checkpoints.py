@@ -31,6 +31,8 @@ __all__ = ["CheckpointSaver"]
 _log = logging.getLogger(__name__)
 
 _TIME_TOPIC = "checkpoint time"
+_NOT_OF_THE_RUN = ("step", "consumed_", "checkpoint_", "data_wait_s", "step_time_s", "tokens_per_s", "max_memory_bytes")
+"""What the names of logged figures begin with that stand in a manifest anyway, or tell of the machine."""
 _BREAKING_S = 60.0
 """How long a run that breaks waits for a save in flight."""
 
@@ -170,9 +172,13 @@ class CheckpointSaver(pl.Callback):
         self._figures.begun(step)
 
     def _metrics_now(self, trainer: pl.Trainer) -> dict[str, float]:
-        """The newest value of everything that was logged."""
+        """The newest value of everything that was logged of the run itself."""
         found = {**self._metrics.last, **trainer.callback_metrics}
-        return {name: float(value) for name, value in found.items() if value is not None and name != "step"}
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if value is not None and not name.startswith(_NOT_OF_THE_RUN)
+        }
 
     def _prune(self, manifest: Manifest) -> None:
         """After a commit, on the first rank, in the background."""
