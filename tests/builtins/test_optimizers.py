@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from nxdt_core.builtins.optimizers import config as sections
-from nxdt_core.builtins.optimizers.adafactor import Adafactor
 from nxdt_core.builtins.optimizers.float32_state import adamw_fp32_state
 from nxdt_core.builtins.optimizers.lion import Lion
 from nxdt_core.builtins.optimizers.muon import Muon, orthogonal
@@ -189,6 +188,17 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_matrix_and_all_of_what_is_none(
     }
 
 
+@pytest.mark.parametrize("name", [name for name in RECORDS if name != "rprop"])
+def test_a_gradient_of_zeros_is_a_small_step_and_no_nan(name):
+    parameters = weights()
+    start = {key: p.detach().clone() for key, p in parameters.items()}
+    optimizer = made(name, parameters)
+    for p in parameters.values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(dict(parameters), start, rtol=1e-2, atol=0)
+
+
 class TestFloat32StateOfBfloat16:
     """``adamw_fp32OptState`` where the parameters are bfloat16."""
 
@@ -316,9 +326,3 @@ def test_each_group_has_its_own_rate_and_the_schedule_scales_all(name):
     assert not torch.equal(fast["matrix"].detach(), start)
     if name != "rprop":  # whose first step alone has the rate
         assert torch.equal(slow["matrix"].detach(), start)
-
-
-def test_adafactor_is_exported_for_use_without_a_run():
-    parameters = weights()
-    section = sections.AdafactorConfig()
-    run(parameters, Adafactor(one_group(parameters, section), section), 1)
