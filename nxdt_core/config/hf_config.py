@@ -79,6 +79,6 @@ def merge_hf_values(given: Node, composition: Composition, hf: HFConfig) -> tupl
         return given, [ConfigUnreadable(**place, path=str(hf.path), reason=reason)]
     origin = Origin(kind="plugin", where=str(hf.path))
     for name, value in values.items():
-        if name in lacking:
+        if name in lacking or ("." in name and given.find(f"model.{name}") is None):
             given = given.set(f"model.{name}", from_plain(value, origin))
     return given, []

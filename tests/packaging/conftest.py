@@ -20,7 +20,9 @@ DISTS = (
     "plugins/checkpoint_backends/fsx",
     "plugins/checkpoint_backends/s3",
     "plugins/datasets/text",
+    "plugins/models/gpt",
     "plugins/models/llama",
+    "plugins/models/mixtral",
 )
 THIRD_PARTY = "examples/third_party"
 _NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments")

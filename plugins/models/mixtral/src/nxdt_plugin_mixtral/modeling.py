@@ -1,0 +1,117 @@
+"""The module: embedding, decoder layers with global numbers, final norm, head. Plain torch, nothing parallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nxdt_core.nn.attention import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.documents import DocumentMasks
+from nxdt_core.nn.experts import SwiGLUExperts
+from nxdt_core.nn.mlp import SwiGLU
+from nxdt_core.nn.moe import MixtureOfExperts
+from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.nn.rotary import RotaryEmbedding
+from nxdt_core.nn.router import TopKRouter
+from nxdt_plugin_mixtral.config import MixtralConfig
+
+__all__ = ["Mixtral", "MixtralDecoderLayer"]
+
+
+class Mixtral(nn.Module):
+    """Jiang et al. 2024 (arXiv:2401.04088).
+
+    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what lies
+    on other stages; its first argument is then the hidden states. One whose hidden states are cut along the sequence
+    must be given ``position_ids``.
+    """
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__()
+        masks = DocumentMasks()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.head_size, theta=config.rope_theta)
+        self.layers = nn.ModuleDict(
+            {
+                str(n): MixtralDecoderLayer(config, masks, sparse=n in config.expert_layers)
+                for n in range(config.num_layers)
+            }
+        )
+        self.norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.share_embeddings_and_output_weights:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+
+        Args:
+            input_ids: tokens.
+            position_ids: int64 [batch, seq]; None for 0, 1, 2, …
+            document_ids: int64 [batch, seq]; tokens attend within their own document only. None: one document a row.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        rotary = self.rotary(position_ids)
+        hidden = self.embed_tokens(input_ids)  # [batch, seq, hidden]
+        for layer in self.layers.values():
+            hidden = layer(hidden, rotary, document_ids)
+        logits: torch.Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+class MixtralDecoderLayer(nn.Module):
+    """Attention and feed-forward block, each normalised before and added to the residual stream.
+
+    The block is ``moe``, or ``mlp`` in a layer without experts (``moe.frequency`` above 1).
+    """
+
+    def __init__(self, config: MixtralConfig, masks: DocumentMasks, *, sparse: bool = True) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.attention = GroupedQueryAttention(
+            config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+            core=CausalAttention(masks),
+        )
+        self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.sparse = sparse
+        if sparse:
+            self.moe = _mixture(config)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``hidden`` [batch, seq, hidden] to the same shape."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids)
+        block = self.moe if self.sparse else self.mlp
+        transformed: torch.Tensor = block(self.mlp_norm(hidden))
+        return hidden + transformed
+
+
+def _mixture(config: MixtralConfig) -> MixtureOfExperts:
+    moe = config.moe
+    router = TopKRouter(
+        config.hidden_size,
+        moe.num_experts,
+        top_k=moe.top_k,
+        normalize=moe.normalize_top_k_affinities,
+        capacity_factor=moe.capacity,
+        # Ours is 1 where experts are balanced and is summed over layers; transformers' is top_k, and a mean.
+        balance_coefficient=moe.balance_coefficient * moe.top_k / len(config.expert_layers),
+    )
+    return MixtureOfExperts(
+        router=router, experts=SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, moe.num_experts)
+    )

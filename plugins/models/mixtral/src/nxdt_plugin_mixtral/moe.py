@@ -1,0 +1,59 @@
+"""Section ``model.moe``: how tokens are routed to experts. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
+
+__all__ = ["MoEConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """The mixture of experts of a layer; the names of the keys are NxD Training's."""
+
+    num_experts: PositiveInt = 8
+    """Experts of a layer (``num_local_experts`` of Hugging Face)."""
+    top_k: PositiveInt = 2
+    """Experts a token (``num_experts_per_tok`` of Hugging Face)."""
+    frequency: PositiveInt = 1
+    """One layer in so many has experts, the last of each group; the others have a plain feed-forward block."""
+    normalize_top_k_affinities: bool = True
+    """Let the weights of a token's experts add up to 1."""
+    capacity_factor: float | None = None
+    """Drop the assignments of a micro-batch that exceed this multiple of an expert's equal share; ``null``, or not
+    above 0, drops nothing."""
+    dropless: bool = False
+    """State that nothing may be dropped: refuses a ``capacity_factor`` above 0."""
+    output_router_logits: bool = True
+    """Train with the load-balancing loss; false leaves it out whatever its coefficient."""
+    router_aux_loss_coef: NonNegativeFloat = 0.02
+    """Coefficient of the load-balancing loss: the mean over layers of transformers' formula, which is ``top_k`` where
+    all experts get equally many tokens."""
+    dropout: float = 0.0
+    """Dropout inside experts; only 0 is implemented."""
+    glu_mlp: bool = True
+    """Experts with a gate (SwiGLU); the only ones that are implemented."""
+
+    @property
+    def capacity(self) -> float | None:
+        """``capacity_factor`` where it bounds anything."""
+        return self.capacity_factor if self.capacity_factor is not None and self.capacity_factor > 0 else None
+
+    @property
+    def balance_coefficient(self) -> float:
+        """``router_aux_loss_coef`` where it counts."""
+        return self.router_aux_loss_coef if self.output_router_logits else 0.0
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work together."""
+        if self.top_k > self.num_experts:
+            yield "top_k", f"exceeds num_experts ({self.num_experts})"
+        if self.dropless and self.capacity is not None:
+            yield "dropless", f"says that nothing is dropped, and capacity_factor {self.capacity:g} drops: keep one"
+        if self.dropout:
+            yield "dropout", "must be 0: dropout inside experts is not implemented"
+        if not self.glu_mlp:
+            yield "glu_mlp", "must be true: experts without a gate are not implemented"

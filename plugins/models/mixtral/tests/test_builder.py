@@ -1,0 +1,133 @@
+"""What the builder says about its model holds for the model that it builds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nxdt_plugin_mixtral.errors import NoHFForm
+
+from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.errors import BadModelConfig
+from nxdt_core.nn.init import initialize
+from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.protocols.model import HFExchange, ModelBuilder
+
+TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+FREQUENCY = pytest.mark.parametrize("frequency", [1, 2], ids=["all-sparse", "half-dense"])
+
+
+def test_it_is_a_builder_and_exchanges_with_hugging_face(builder):
+    assert isinstance(builder(), ModelBuilder)
+    assert isinstance(builder(), HFExchange)
+
+
+@TIED
+@FREQUENCY
+def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, tied, frequency):
+    mixtral = builder(share_embeddings_and_output_weights=tied, moe={"frequency": frequency})
+    module, plan = mixtral.build(), mixtral.plan()
+    modules = dict(module.named_modules())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    paths = [*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores, plan.recompute_layer]
+    paths += [*plan.experts, *plan.expert_dispatchers, *plan.expert_routers]
+    paths += [path for group in plan.recompute.values() for path in group]
+    for path in paths:
+        assert any(matches(path, name) for name in modules), path
+    for path in (*plan.norms, *plan.no_weight_decay, *plan.expert_tensor):
+        assert any(matches(path, name) for name in parameters), path
+    for pair in plan.tied:
+        assert parameters[pair[0]] is parameters[pair[1]]
+    assert bool(plan.tied) is tied
+
+
+@FREQUENCY
+def test_the_plan_covers_every_parameter(builder, frequency):
+    mixtral = builder(moe={"frequency": frequency})
+    plan = mixtral.plan()
+    for name, parameter in mixtral.build().named_parameters():
+        owner = name.removesuffix(".weight")
+        router = matches_any(plan.expert_routers, owner)
+        assert matches_any(plan.tensor, owner) is (parameter.ndim == 2 and not router), name
+        assert matches_any(plan.expert_tensor, name) is (parameter.ndim == 3), name
+        assert matches_any(plan.norms, name) is (parameter.ndim == 1), name
+        assert matches_any(plan.sequence_norms, owner) is (parameter.ndim == 1), name
+
+
+def test_layers_without_experts_have_a_feed_forward_block(builder):
+    module = builder(num_layers=4, moe={"frequency": 2}).build()
+    assert [hasattr(layer, "moe") for layer in module.layers.values()] == [False, True, False, True]
+    assert [hasattr(layer, "mlp") for layer in module.layers.values()] == [True, False, True, False]
+
+
+def test_names_to_recompute_are_those_of_nxd_training(builder):
+    assert set(builder().plan().recompute) == {"CoreAttention", "LlamaMLP", "MixtralDecoderLayer", "MixtralRMSNorm"}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fresh_weights_have_the_configured_spread(builder, scaled):
+    mixtral = builder(init_method_std=0.1, use_scaled_init_method=scaled, num_layers=8, moe={"frequency": 2})
+    module = mixtral.build()
+    initialize(module.named_parameters(), mixtral.init_rules(), seed=1)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+            continue
+        writes = scaled and ("o_proj" in name or "down_proj" in name)
+        assert parameter.std().item() == pytest.approx(0.1 / 4 if writes else 0.1, rel=0.15), name
+
+
+@TIED
+def test_the_key_map_covers_every_parameter_once(builder, tied):
+    mixtral = builder(share_embeddings_and_output_weights=tied)
+    shapes = {name: p.shape for name, p in mixtral.build().named_parameters()}
+    found = sources(mixtral)
+    names = [name for source in found for name in source.hf_names]
+    stacked = [name for name, shape in shapes.items() if len(shape) == 3]
+    assert len(stacked) == 2 * 3
+    assert len(set(names)) == len(names) == len(shapes) + len(stacked) * 3  # four experts each
+    assert ("lm_head.weight" in names) is not tied
+
+
+def test_flops_count_the_experts_that_a_token_meets(builder):
+    mixtral = builder(num_layers=4, moe={"num_experts": 4, "top_k": 3, "frequency": 2})
+    multiplied = 0.0
+    for name, parameter in mixtral.build().named_parameters():
+        if parameter.ndim > 1 and "embed" not in name:
+            multiplied += parameter.numel() * (3 / 4 if ".experts." in name else 1)
+    assert mixtral.flops_per_token(100) == 6 * multiplied + 12 * 4 * 4 * 12 * 100
+
+
+def test_flops_of_mixtral_8x7b_are_those_of_its_active_parameters(builder):
+    mixtral = builder(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        vocab_size=32000,
+        moe={"num_experts": 8},
+    )
+    active = 12.88e9 - 32000 * 4096  # 12.9e9 (arXiv:2401.04088, table 1), without the embedding
+    assert mixtral.flops_per_token(4096) == pytest.approx(6 * active + 12 * 32 * 4096 * 4096, rel=1e-3)
+
+
+def test_the_builder_states_its_bounds(builder):
+    mixtral = builder(max_position_embeddings=77)
+    assert mixtral.max_sequence_length == 77
+    assert mixtral.vocab_size == 96
+
+
+def test_a_configuration_that_cannot_work_is_refused_whole(builder):
+    with pytest.raises(BadModelConfig) as caught:
+        builder(num_kv_heads=3, moe={"top_k": 5})
+    assert "num_kv_heads" in str(caught.value)
+    assert "moe.top_k" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("moe", "key"), [({"frequency": 2}, "frequency"), ({"normalize_top_k_affinities": False}, "affinities")], ids=str
+)
+def test_a_model_that_transformers_would_compute_otherwise_is_not_exported(builder, moe, key):
+    with pytest.raises(NoHFForm, match=key) as caught:
+        builder(moe=moe).config_to_hf()
+    assert caught.value.code == "NXDT-M070"
