@@ -8,7 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-DISTS := . plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugins/datasets/text plugins/models/gpt plugins/models/llama plugins/models/mixtral
+DISTS := . plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugins/datasets/text \
+	plugins/models/gpt plugins/models/llama
 PYTEST_ARGS ?=
 
 .PHONY: install demo test test-parallel lint docs wheels bench clean

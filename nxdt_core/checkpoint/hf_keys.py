@@ -5,6 +5,7 @@ No files here; :mod:`nxdt_core.checkpoint.hf` reads and writes them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
 from nxdt_core.protocols.piece import Box
 
 __all__ = ["HFTensor", "Source", "exchange_of", "sources"]
+
+_TRANSPOSED = ("transpose", "interleave_transpose")
+_INTERLEAVED = ("interleave", "interleave_transpose")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +35,23 @@ class HFTensor:
     """Of the whole parameter."""
     box: Box
     transform: str
+    sections: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """In the directory."""
         if self.transform == "stack":
             return self.box.shape[1:]
-        return self.box.shape[::-1] if self.transform == "transpose" else self.box.shape
+        return self.box.shape[::-1] if self.transform in _TRANSPOSED else self.box.shape
 
     def of(self, box: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of the elements of its box."""
+        """The tensor, as a view of the elements of its box; a copy where rows change places."""
         if self.transform == "stack":
             return box.squeeze(0)
-        return box.t() if self.transform == "transpose" else box
+        if self.transform in _INTERLEAVED:
+            kinds, heads = self.sections
+            box = _regrouped(box, heads, kinds)
+        return box.t() if self.transform in _TRANSPOSED else box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +75,19 @@ class Source:
             return torch.cat(tensors)
         if self.transform == "stack":
             return torch.stack(tensors)
-        return tensors[0].t().contiguous() if self.transform == "transpose" else tensors[0]
+        tensor = tensors[0].t().contiguous() if self.transform in _TRANSPOSED else tensors[0]
+        return _regrouped(tensor, *self.sections) if self.transform in _INTERLEAVED else tensor
 
     def tensors(self) -> Iterator[HFTensor]:
         """The Hugging Face tensors that the parameter is written as, in order."""
         for name, box in zip(self.hf_names, self._boxes(), strict=True):
             yield HFTensor(
-                name=name, parameter=self.name, parameter_shape=self.shape, box=box, transform=self.transform
+                name=name,
+                parameter=self.name,
+                parameter_shape=self.shape,
+                box=box,
+                transform=self.transform,
+                sections=self.sections,
             )
 
     def _boxes(self) -> Iterator[Box]:
@@ -132,15 +146,22 @@ def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int
 
 def _misfit(entry: KeyMap, shape: tuple[int, ...]) -> str | None:
     """Why the entry cannot describe a parameter of this shape, or None."""
-    if entry.transform not in ("none", "transpose", "stack", "concat"):
+    if entry.transform not in ("none", "stack", "concat", *_TRANSPOSED, *_INTERLEAVED):
         return f"there is no transform {entry.transform!r}"
     if entry.transform != "concat" and len(entry.hf_names) != 1:
         return f"transform {entry.transform!r} takes one name, not {len(entry.hf_names)}"
-    if entry.transform == "transpose" and len(shape) != 2:
+    if entry.transform in _TRANSPOSED and len(shape) != 2:
         return f"a tensor of shape {shape} cannot be transposed"
     if entry.transform == "concat" and (len(entry.sections) != len(entry.hf_names) or sum(entry.sections) != shape[0]):
         return f"sections {entry.sections} do not add up to its {shape[0]} rows"
+    if entry.transform in _INTERLEAVED and (len(entry.sections) != 2 or shape[0] % math.prod(entry.sections)):
+        return f"its {shape[0]} rows are not those of (kinds, heads) = {entry.sections}"
     return None
+
+
+def _regrouped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Rows in ``outer`` groups of ``inner`` blocks each, as ``inner`` groups of ``outer`` blocks."""
+    return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _wildcards(pattern: str, name: str) -> list[str] | None:

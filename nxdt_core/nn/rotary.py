@@ -89,7 +89,11 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """Turn ``heads`` [batch, seq, heads, head_dim] by the tables of :class:`RotaryEmbedding`.
 
     The first and the second half of ``head_dim`` are the two coordinates of a pair, as in Hugging Face checkpoints.
+    Where the tables are of fewer channels, the others stay as they are (GPT-NeoX, arXiv:2204.06745, section 2.1).
     """
+    channels = 2 * cos.shape[-1]
+    if channels < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :channels], cos, sin), heads[..., channels:]), dim=-1)
     rotated: torch.Tensor = _Rotation.apply(heads, cos.to(heads.dtype), sin.to(heads.dtype))  # type: ignore[no-untyped-call]
     return rotated
 

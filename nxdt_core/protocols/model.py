@@ -29,7 +29,9 @@ class KeyMap:
 
     Where shapes differ, ``transform`` names how the Hugging Face tensor is made into ours: ``none``, ``transpose``
     (two-dimensional), ``stack`` (one Hugging Face tensor an expert, a second ``*``, stacked on a new leading
-    dimension), ``concat`` (several names, concatenated on dimension 0; ``sections`` gives their rows).
+    dimension), ``concat`` (several names, concatenated on dimension 0; ``sections`` gives their rows), ``interleave``
+    (rows of ``sections[0]`` kinds, such as query, key and value, of ``sections[1]`` heads each: all of a kind together
+    there, all of a head together here), ``interleave_transpose`` (the same in the columns of a transposed matrix).
     """
 
     name: str

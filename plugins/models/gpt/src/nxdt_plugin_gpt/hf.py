@@ -1,0 +1,85 @@
+"""Correspondence to Hugging Face: which of its families a configuration is, and what these share. No torch here.
+
+The families are in :mod:`nxdt_plugin_gpt.hf_gpt2` and :mod:`nxdt_plugin_gpt.hf_neox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nxdt_core.errors import HFFileDamaged, HFUnsupported
+from nxdt_core.protocols.model import KeyMap
+from nxdt_plugin_gpt.errors import NoHuggingFaceForm
+from nxdt_plugin_gpt.hf_family import HFFamily
+from nxdt_plugin_gpt.hf_gpt2 import GPT2
+from nxdt_plugin_gpt.hf_neox import GPT_NEOX
+
+if TYPE_CHECKING:
+    from nxdt_plugin_gpt.config import GPTConfig
+
+__all__ = ["FAMILIES", "IGNORED", "config_from_hf", "config_to_hf", "key_map"]
+
+FAMILIES: Mapping[str, HFFamily] = {family.architecture: family for family in (GPT2, GPT_NEOX)}
+"""By architecture."""
+
+IGNORED = tuple(name for family in FAMILIES.values() for name in family.ignored)
+"""Tensors that a directory may hold and no parameter needs: masks and rotary tables of old exports, and the head beside
+a tied embedding (with an untied one the key map takes it)."""
+
+
+def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of :class:`GPTConfig` from those of a ``config.json``, written by transformers 4 or 5.
+
+    Raises:
+        HFUnsupported: the model is of another family or has a feature that is not implemented.
+        HFFileDamaged: a size is missing.
+    """
+    kind = hf_config.get("model_type")
+    family = next((family for family in FAMILIES.values() if family.model_type == kind), None)
+    if family is None:
+        known = " and ".join(repr(family.model_type) for family in FAMILIES.values())
+        raise HFUnsupported(model="gpt", key="model_type", found=kind, supported=known)
+    for key, allowed in family.only.items():
+        if hf_config.get(key) not in allowed:
+            raise HFUnsupported(model="gpt", key=key, found=hf_config[key], supported=repr(allowed[0]))
+    missing = [theirs for theirs in family.keys.values() if theirs not in hf_config]
+    if missing:
+        raise HFFileDamaged(path="config.json", reason=f"it has no {', '.join(missing)}")
+    ours = {key: hf_config[theirs] for key, theirs in family.keys.items()}
+    ours |= {key: hf_config.get(theirs, default) for key, (theirs, default) in family.optional_keys.items()}
+    ours |= {"make_vocab_size_divisible_by": 1, "use_scaled_init_method": False}
+    return ours | dict(family.from_hf(hf_config))
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """The ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation, which only
+    training knows, has no place in it.
+
+    Raises:
+        NoHuggingFaceForm: no family computes what this configuration does.
+    """
+    family = _family_of(config)
+    theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    theirs |= {key: getattr(config, ours) for ours, key in family.keys.items()}
+    theirs |= {key: getattr(config, ours) for ours, (key, _) in family.optional_keys.items()}
+    return theirs | {"vocab_size": config.vocab_rows} | dict(family.to_hf(config))
+
+
+def key_map(config: GPTConfig) -> tuple[KeyMap, ...]:
+    """One entry a parameter; a tied head has none of its own.
+
+    Raises:
+        NoHuggingFaceForm: no family has these parameters.
+    """
+    entries = _family_of(config).key_map(config.num_attention_heads)
+    tied = config.share_embeddings_and_output_weights
+    return tuple(entry for entry in entries if not (tied and entry.name == "lm_head.weight"))
+
+
+def _family_of(config: GPTConfig) -> HFFamily:
+    obstacles = {family.architecture: list(family.obstacles(config)) for family in FAMILIES.values()}
+    for architecture, found in obstacles.items():
+        if not found:
+            return FAMILIES[architecture]
+    raise NoHuggingFaceForm(obstacles=obstacles)

@@ -1,0 +1,70 @@
+"""What is known of one family of models in Hugging Face's library. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nxdt_core.protocols.model import KeyMap
+
+if TYPE_CHECKING:
+    from nxdt_plugin_gpt.config import GPTConfig
+
+__all__ = ["ACTIVATIONS", "HFFamily", "activation_to_hf", "common_obstacles", "with_biases"]
+
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
+"""Theirs → ours; of several names for one the first is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFFamily:
+    """Configuration and parameters of one architecture, there and here."""
+
+    architecture: str
+    model_type: str
+    keys: Mapping[str, str]
+    """Ours → theirs, where a file must have the key."""
+    optional_keys: Mapping[str, tuple[str, Any]]
+    """Ours → theirs, and what transformers takes where a file lacks the key."""
+    only: Mapping[str, tuple[Any, ...]]
+    """Features of which one value is implemented; the first is named in the error."""
+    from_hf: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    """Further keys of ours."""
+    to_hf: Callable[[GPTConfig], Mapping[str, Any]]
+    """Further keys of theirs."""
+    key_map: Callable[[int], Sequence[KeyMap]]
+    """All parameters of a model with so many heads."""
+    obstacles: Callable[[GPTConfig], Iterator[str]]
+    """Why the architecture does not compute what a configuration says; nothing where it does."""
+    ignored: tuple[str, ...]
+
+
+def activation_to_hf(config: GPTConfig) -> str:
+    """Their name of the activation."""
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+
+
+def common_obstacles(config: GPTConfig) -> Iterator[str]:
+    """What neither family has."""
+    if config.normalization != "layernorm":
+        yield f"normalization {config.normalization}"
+    if config.activation not in ACTIVATIONS.values():
+        yield f"activation {config.activation}"
+    if not config.has_bias:
+        yield "has_bias false"
+    if not config.fused_qkv:
+        yield "fewer key than query heads"
+    if config.head_size * config.num_attention_heads != config.hidden_size:
+        yield "kv_channels other than hidden_size / num_attention_heads"
+
+
+def with_biases(modules: Mapping[str, str], transform: str = "none") -> Iterator[KeyMap]:
+    """Weight and bias of each module, ours → theirs; ``transform`` is of the weight."""
+    for ours, theirs in modules.items():
+        yield KeyMap(name=f"{ours}.weight", hf_names=(f"{theirs}.weight",), transform=transform)
+        yield KeyMap(name=f"{ours}.bias", hf_names=(f"{theirs}.bias",))
