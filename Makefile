@@ -1,7 +1,8 @@
 # Two commands do all, each with its own set-up, on a machine that has Python 3.11 and pip:
 #   make demo    train a small Llama on real text, stop, resume, generate, plot
 #   make test    all tests
-# Others: install, test-parallel (every layout, where `make test` takes a sample), lint, docs, wheels, bench, clean.
+# Others: install, test-parallel (every layout, where `make test` takes a sample), test-faults (every fault of a save,
+#   likewise; an hour or two), lint, docs, wheels, bench, clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ DISTS := . plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugin
 	plugins/models/gpt plugins/models/llama
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-parallel lint docs wheels bench clean
+.PHONY: install demo test test-parallel test-faults lint docs wheels bench clean
 
 install: $(STAMP)
 
@@ -30,6 +31,9 @@ test: $(STAMP)
 
 test-parallel: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parallel --matrix=full $(PYTEST_ARGS)
+
+test-faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --faults=full $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
