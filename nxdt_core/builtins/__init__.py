@@ -18,6 +18,7 @@ from nxdt_core.api import (
     hookimpl,
 )
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
+from nxdt_core.builtins.precision.records import POLICIES
 from nxdt_core.builtins.schedules.records import SCHEDULES
 
 _HERE = "nxdt_core.builtins"
@@ -75,19 +76,8 @@ def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
 
 @hookimpl
 def nxdt_precision_policies() -> list[PrecisionComponent]:
-    """Full fp32, and bf16 autocast over fp32 parameters."""
-    return [
-        PrecisionComponent(
-            name="fp32",
-            target=f"{_HERE}.precision:fp32",
-            summary="everything in float32",
-        ),
-        PrecisionComponent(
-            name="autocast",
-            target=f"{_HERE}.precision:autocast",
-            summary="float32 parameters, bfloat16 compute under torch.autocast",
-        ),
-    ]
+    """Under NxD Training's names."""
+    return [*POLICIES]
 
 
 @hookimpl

@@ -9,20 +9,18 @@ rounded to at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from nxdt_core.devices import HOST
 from nxdt_core.errors import NoInitRule
 from nxdt_core.nn.patterns import matches
+from nxdt_core.nn.positions import positions
 from nxdt_core.nn.streams import Stream
 from nxdt_core.protocols.initialisation import InitRule
 
 __all__ = ["draw", "initialize", "rule_for"]
-
-_CHUNK_ELEMENTS = 1 << 16
-"""Elements that are worked on at a time: half a MiB an operand, which stays in cache."""
 
 
 def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequence[InitRule], seed: int) -> None:
@@ -86,7 +84,7 @@ def draw(
         return block.fill_(rule.mean)
     stream = Stream.of(seed, name)
     flat = block.view(-1)
-    for part, indices in _global_indices(shape, starts, sizes):
+    for part, indices in positions(shape, starts, sizes, device=HOST):
         flat[part] = _shaped(stream.uniform(indices), rule).to(dtype)
     return block
 
@@ -100,40 +98,3 @@ def _shaped(uniform: torch.Tensor, rule: InitRule) -> torch.Tensor:
         uniform.mul_(1 - 2 * below).add_(below)
     standard: torch.Tensor = torch.special.ndtri(uniform)
     return standard.mul_(rule.std).add_(rule.mean)
-
-
-def _global_indices(
-    shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """For each chunk of the block's elements, row by row: where it lies in the block, and its elements' numbers in the
-    whole parameter, row-major (int64)."""
-    shape, starts, sizes = _merged(shape, starts, sizes)
-    count = math.prod(sizes)
-    for first in range(0, count, _CHUNK_ELEMENTS):
-        last = min(first + _CHUNK_ELEMENTS, count)
-        local = torch.arange(first, last, dtype=torch.int64, device=HOST)
-        whole = torch.zeros_like(local)
-        stride = 1
-        for extent, start, size in zip(reversed(shape[1:]), reversed(starts[1:]), reversed(sizes[1:]), strict=True):
-            whole += (local % size + start) * stride
-            local = local.div_(size, rounding_mode="floor")
-            stride *= extent
-        yield slice(first, last), whole.add_(local.add_(starts[0]), alpha=stride)
-
-
-def _merged(
-    shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The same block with dimensions that are taken whole merged into the one before: mostly one or two remain, and
-    each costs a division an element."""
-    merged = [(1, 0, 1)]
-    for extent, start, size in zip(shape, starts, sizes, strict=True):
-        if (start, size) == (0, extent):
-            extent_before, start_before, size_before = merged[-1]
-            merged[-1] = (extent_before * extent, start_before * extent, size_before * size)
-        elif merged[-1] == (1, 0, 1):
-            merged[-1] = (extent, start, size)
-        else:
-            merged.append((extent, start, size))
-    extents, first, counts = zip(*merged, strict=True)
-    return tuple(extents), tuple(first), tuple(counts)

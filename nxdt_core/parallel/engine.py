@@ -18,6 +18,7 @@ from nxdt_core.parallel.model import TorchModel
 from nxdt_core.parallel.optimizer import TorchOptimizer, chosen, parameter_groups
 from nxdt_core.parallel.process_group import Ranks
 from nxdt_core.parallel.shards import tables
+from nxdt_core.parallel.stochastic import updates_rounded
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.protocols.model import ModelBuilder
@@ -110,6 +111,7 @@ class TorchEngine:
             after_step=model.weights_changed,
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
+            rounding=updates_rounded(model.precision, self._run.seed),
         )
 
     def _check_chosen(self, model: TorchModel, overrides: Sequence[ParamGroupConfig]) -> None:

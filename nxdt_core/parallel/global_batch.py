@@ -26,6 +26,7 @@ class Numerics:
 
     def __init__(self, precision: PrecisionPolicy, device: torch.device) -> None:
         self.device = device
+        self.precision = precision
         self.figures = torch.float64 if precision.gradients == "float64" else torch.float32
         """Of losses and norms."""
         self.hidden: torch.dtype = getattr(torch, precision.parameters)

@@ -32,6 +32,7 @@ from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["TorchModel"]
 
@@ -87,6 +88,11 @@ class TorchModel:
     def plan(self) -> ParallelPlan:
         """The model's plan, with what adapters changed."""
         return self._stages.plan
+
+    @property
+    def precision(self) -> PrecisionPolicy:
+        """The dtypes that it trains in."""
+        return self._numerics.precision
 
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""

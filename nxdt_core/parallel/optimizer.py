@@ -14,6 +14,7 @@ from nxdt_core.errors import OptimizerNeedsWholeParameters, OptimizerStateDoesNo
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.placement import local_of, sharded_over
 from nxdt_core.parallel.shards import shard_of
+from nxdt_core.parallel.stochastic import StochasticRounding, StochasticUpdates
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.piece import Piece
@@ -87,9 +88,11 @@ class TorchOptimizer:
         after_step: Callable[[], None] | None = None,
         padded: Mapping[str, PaddedDim] | None = None,
         tables: Collection[str] = (),
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
         ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
+        With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically.
 
         Raises:
             OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
@@ -104,23 +107,28 @@ class TorchOptimizer:
             else parameter
             for name, parameter in self._named.items()
         }
-        self.inner = build([self._of_shards(group, tables) for group in groups])
+        self._places = {
+            name: shard_of(parameter, self._padded.get(name), matrix=name not in tables)
+            for name, parameter in self._named.items()
+        }
+        self._stochastic = None if rounding is None else StochasticUpdates(self._shards, self._places, rounding)
+        self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
+        self.inner = build([self._of_shards(group) for group in groups])
         self._check_whole()
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
         self._after_step = after_step
+        self._step = 0
         self._rejected: torch.Tensor | None = None
         self.skipped_steps: torch.Tensor | int = 0
         """Steps that were not applied since their loss or gradient was not finite; a device scalar after the first."""
 
-    def _of_shards(self, group: ParameterGroup, tables: Collection[str]) -> ParameterGroup:
+    def _of_shards(self, group: ParameterGroup) -> ParameterGroup:
         names = group["names"]
         return {
             **group,
-            "params": [self._shards[name] for name in names],
-            "shards": [
-                shard_of(self._named[name], self._padded.get(name), matrix=name not in tables) for name in names
-            ],
+            "params": [self._trained[name] for name in names],
+            "shards": [self._places[name] for name in names],
         }
 
     def _check_whole(self) -> None:
@@ -145,12 +153,19 @@ class TorchOptimizer:
         self._lend_gradients()
         rejected, self._rejected = self._rejected, None
         if rejected is None or self._on_device(rejected) or not bool(rejected):
-            self.inner.step()
+            if self._stochastic is None:
+                self.inner.step()
+            else:
+                self._stochastic.apply(self.inner, self._step)
             if self._after_step is not None:
                 self._after_step()
         self.inner.zero_grad(set_to_none=True)
         for parameter in self._named.values():
             parameter.grad = None
+
+    def begin_step(self, step: int) -> None:
+        """Number of the coming update; random numbers that it draws depend on it."""
+        self._step = step
 
     def set_lr_factor(self, factor: float) -> None:
         """Scale every group's peak learning rate."""
@@ -166,8 +181,8 @@ class TorchOptimizer:
         """``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a plain
         number is a scalar under ``<…>#<its type>``."""
         state: dict[str, torch.Tensor | Piece] = {}
-        for name, shard in self._shards.items():
-            for leaf, value in self.inner.state.get(shard, {}).items():
+        for name, trained in self._trained.items():
+            for leaf, value in self.inner.state.get(trained, {}).items():
                 if isinstance(value, torch.Tensor):
                     state[f"{name}/{leaf}"] = self._saved(name, value)
                 elif value is not None:
@@ -191,9 +206,9 @@ class TorchOptimizer:
             name, _, leaf = key.rpartition("/")
             by_name.setdefault(name, {})[leaf] = value
         for name, leaves in by_name.items():
-            shard = self._shards[name]
-            self.inner.state[shard] = dict(
-                _leaf(leaf, self._loaded(name, value), shard) for leaf, value in leaves.items()
+            trained = self._trained[name]
+            self.inner.state[trained] = dict(
+                _leaf(leaf, self._loaded(name, value), trained) for leaf, value in leaves.items()
             )
 
     def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | Piece:

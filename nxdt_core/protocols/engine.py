@@ -118,6 +118,10 @@ class ParallelOptimizer(Protocol):
         """Update the parameters (and masters), then clear the gradients."""
         ...
 
+    def begin_step(self, step: int) -> None:
+        """Tell the number of the coming :meth:`step` in the run, on which the random numbers that it draws depend."""
+        ...
+
     def set_lr_factor(self, factor: float) -> None:
         """Set each group's learning rate to its initial one times ``factor``."""
         ...

@@ -135,6 +135,7 @@ def train_step(
         apply: called instead of ``optimizer.step``, by a loop that counts updates itself and ends in it.
     """
     factor = schedule(state.step)
+    optimizer.begin_step(state.step)
     optimizer.set_lr_factor(factor)
     loss = model.run_train(micro_batches, objective)
     grad_norm = optimizer.clip_grad_norm(max_norm)

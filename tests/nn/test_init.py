@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxdt_core.errors import NoInitRule
-from nxdt_core.nn import init
+from nxdt_core.nn import positions
 from nxdt_core.nn.init import draw, initialize
 from nxdt_core.protocols.initialisation import InitRule
 
@@ -57,7 +57,7 @@ def test_any_block_is_bit_equal_to_the_same_block_of_the_whole(block, distributi
     rule = InitRule(pattern="*", distribution=distribution, mean=0.5)
     whole = draw(shape, rule, name="w", seed=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(init, "_CHUNK_ELEMENTS", chunk)
+        patch.setattr(positions, "_CHUNK_ELEMENTS_IN_CACHE", chunk)
         part = draw(shape, rule, name="w", seed=3, offsets=starts, local_shape=sizes)
     assert torch.equal(part, whole[tuple(slice(o, o + n) for o, n in zip(starts, sizes, strict=True))])
 

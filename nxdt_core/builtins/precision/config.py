@@ -1,0 +1,72 @@
+"""Sections of ``precision`` for the built-in policies. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BF16SRConfig", "ManualConfig"]
+
+Switch = Literal[False, True, 0, 1, "0", "1"]
+"""NxD Training hands these to the environment, so its files write them as text."""
+
+_ON = (True, 1, "1")
+
+
+@dataclass(kw_only=True)
+class BF16SRConfig:
+    """bfloat16 without masters."""
+
+    optimizer_state: Literal["float32", "bfloat16"] = "float32"
+    """What the optimizer's running means lie in between steps; ``bfloat16`` halves them and rounds them
+    stochastically, too."""
+
+
+@dataclass(kw_only=True)
+class ManualConfig:
+    """The switches of NxD Training one by one. None of them: everything in float32."""
+
+    xla_use_bf16: Switch = False
+    """Compute in bfloat16; nothing is kept in float32."""
+    xla_downcast_bf16: Switch = False
+    """Compute in bfloat16; what other keys ask for is kept in float32."""
+    master_weights: bool = False
+    """Keep float32 copies of the weights, which the optimizer updates."""
+    fp32_grad_acc: bool = False
+    """Sum up gradients in float32, over micro-batches and over ranks."""
+    neuron_rt_stochastic_rounding_en: Switch = False
+    """Round stochastically: the copies of masters that are computed with, else the optimizer's update."""
+    parallel_layers_reduce_dtype: Literal["bf16", "fp32"] | None = None
+    """What partial sums of tensor parallel layers are added up in; they have the dtype that is computed in, so that
+    any other is refused."""
+
+    @property
+    def computes_in_bfloat16(self) -> bool:
+        """Whether one of the two switches for it is on."""
+        return self.xla_use_bf16 in _ON or self.xla_downcast_bf16 in _ON
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether that switch is on."""
+        return self.neuron_rt_stochastic_rounding_en in _ON
+
+    def check(self) -> Iterable[tuple[str, str]]:
+        """Yield (key, problem) for switches that contradict each other."""
+        if self.xla_use_bf16 in _ON and self.xla_downcast_bf16 in _ON:
+            yield "xla_downcast_bf16", "xla_use_bf16 leaves nothing in float32 to cast down: set one of the two"
+        if self.xla_use_bf16 in _ON:
+            for key in ("master_weights", "fp32_grad_acc"):
+                if getattr(self, key):
+                    yield key, "xla_use_bf16 keeps nothing in float32: take xla_downcast_bf16 instead"
+        if not self.computes_in_bfloat16:
+            if self.master_weights:
+                yield "master_weights", "the weights are float32 themselves: set xla_downcast_bf16, or leave it out"
+            if self.rounds_stochastically:
+                yield (
+                    "neuron_rt_stochastic_rounding_en",
+                    "float32 is not rounded: set xla_downcast_bf16, or leave it out",
+                )
+        computed = "bf16" if self.computes_in_bfloat16 else "fp32"
+        if self.parallel_layers_reduce_dtype not in (None, computed):
+            yield "parallel_layers_reduce_dtype", f"partial sums are in what is computed in: {computed}"

@@ -1,0 +1,59 @@
+"""What each policy says of a run's dtypes."""
+
+from __future__ import annotations
+
+from nxdt_core.builtins.precision.config import BF16SRConfig, ManualConfig
+from nxdt_core.protocols.precision import DType, PrecisionPolicy
+
+__all__ = ["autocast", "bf16_sr", "fp32", "manual", "mixed_precision", "mixed_precision_sr"]
+
+
+def fp32(config: object) -> PrecisionPolicy:
+    """Everything in float32."""
+    return PrecisionPolicy(name="fp32")
+
+
+def autocast(config: object) -> PrecisionPolicy:
+    """float32 parameters, gradients and optimizer state; matrix products in bfloat16 under ``torch.autocast``."""
+    return PrecisionPolicy(name="autocast", autocast="bfloat16")
+
+
+def mixed_precision(config: object) -> PrecisionPolicy:
+    """Forward and backward in bfloat16; weights, sums of gradients and optimizer state in float32."""
+    return PrecisionPolicy(name="mixed_precision", parameters="bfloat16", master_weights=True)
+
+
+def mixed_precision_sr(config: object) -> PrecisionPolicy:
+    """As :func:`mixed_precision`; the copies that forward and backward use are rounded stochastically."""
+    return PrecisionPolicy(
+        name="mixed_precisionSR", parameters="bfloat16", master_weights=True, stochastic_rounding=True
+    )
+
+
+def bf16_sr(config: BF16SRConfig) -> PrecisionPolicy:
+    """Weights and gradients in bfloat16 alone; the optimizer's update is rounded into the weights stochastically."""
+    return PrecisionPolicy(
+        name="bf16SR",
+        parameters="bfloat16",
+        gradients="bfloat16",
+        reductions="bfloat16",
+        optimizer_state=config.optimizer_state,
+        stochastic_rounding=True,
+    )
+
+
+def manual(config: ManualConfig) -> PrecisionPolicy:
+    """What NxD Training's switches ask for."""
+    if not config.computes_in_bfloat16:
+        return PrecisionPolicy(name="manual")
+    wide: DType = "float32" if config.fp32_grad_acc else "bfloat16"
+    rounded = config.rounds_stochastically
+    return PrecisionPolicy(
+        name="manual",
+        parameters="bfloat16",
+        gradients=wide,
+        reductions=wide,
+        optimizer_state="float32" if config.master_weights or rounded else "bfloat16",
+        master_weights=config.master_weights,
+        stochastic_rounding=rounded,
+    )

@@ -1,0 +1,46 @@
+"""The policies as components. No torch here."""
+
+from __future__ import annotations
+
+from nxdt_core.api import PrecisionComponent
+
+__all__ = ["POLICIES"]
+
+_HERE = "nxdt_core.builtins.precision"
+
+POLICIES = (
+    PrecisionComponent(
+        name="fp32",
+        target=f"{_HERE}.policies:fp32",
+        summary="everything in float32",
+    ),
+    PrecisionComponent(
+        name="mixed_precision",
+        target=f"{_HERE}.policies:mixed_precision",
+        summary="bfloat16 compute; float32 masters, sums of gradients and optimizer state",
+    ),
+    PrecisionComponent(
+        name="mixed_precisionSR",
+        target=f"{_HERE}.policies:mixed_precision_sr",
+        summary="mixed_precision, masters rounded stochastically to the bfloat16 that is computed with",
+        aliases=("mixed_precision_SR",),
+    ),
+    PrecisionComponent(
+        name="bf16SR",
+        target=f"{_HERE}.policies:bf16_sr",
+        config=f"{_HERE}.config:BF16SRConfig",
+        summary="bfloat16 weights and gradients without masters, updates rounded stochastically",
+    ),
+    PrecisionComponent(
+        name="autocast",
+        target=f"{_HERE}.policies:autocast",
+        summary="float32 parameters, bfloat16 compute under torch.autocast",
+    ),
+    PrecisionComponent(
+        name="manual",
+        target=f"{_HERE}.policies:manual",
+        config=f"{_HERE}.config:ManualConfig",
+        summary="by NxD Training's switches: master_weights, fp32_grad_acc, xla_downcast_bf16, ...",
+    ),
+)
+"""All of them, under the names of NxD Training."""
