@@ -24,14 +24,16 @@ OPTIMIZER = """
 class Site:
     """One directory of ``sys.path``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
+        self._monkeypatch = monkeypatch
 
     def add(self, dist: str, source: str = "", *, module: str | None = None, **options) -> str:
         """Write a distribution ``dist`` whose one plugin has the source text; returns the module's name."""
         module = module or dist.replace("-", "_")
         options.setdefault("plugins", {dist.removeprefix("nxdt-plugin-"): module})
         files = options.pop("files", {})
+        self._monkeypatch.delitem(sys.modules, module, raising=False)  # one of ours by that name, from another test
         write_distribution(self.path, dist, files={f"{module}.py": dedent(source), **files}, **options)
         return module
 
@@ -58,7 +60,7 @@ def new_site(tmp_path, monkeypatch) -> Iterator[Callable[[str], Site]]:
         path = tmp_path / name
         path.mkdir()
         monkeypatch.syspath_prepend(path)
-        return Site(path)
+        return Site(path, monkeypatch)
 
     yield make
     for name, module in list(sys.modules.items()):

@@ -41,7 +41,7 @@ def text(tmp_path, content, name="text.txt"):
             ["NXDT-C010", "command line: trainer.max_stepz", "Did you mean 'trainer.max_steps'?"],
         ),
         (["model.name=lama"], ["NXDT-K002", "No model_builder is called 'lama'", "Did you mean 'llama'"]),
-        (["model.name=mixtral"], ["NXDT-K", "pip install nxdt-plugin-mixtral"]),
+        (["data.name=sft-chat"], ["NXDT-K", "pip install nxdt-plugin-sft-chat"]),
         (["checkpoint.uri=s3://bucket/run", "plugins.block=[s3]"], ["NXDT-K005", "s3://", "is blocked"]),
         (["checkpoint.uri=s3://Bucket/run"], ["NXDT-S107", "'Bucket'"]),
         (["data.global_batch_size=16", "data.micro_batch_size=3"], ["NXDT-C016", "16", "3"]),
