@@ -68,13 +68,15 @@ class Job:
         newest = ranks.on_rank_zero(lambda: latest(storage, warn=lambda line: None))
         self.newest = None if newest is None else newest.step
         arguments = {
+            "storage": storage,
+            "ranks": ranks,
             "asynchronous": background,
             "deadline_s": deadline_s,
             "newest": newest,
             "before_commit": None if self.ownership is None else self.ownership.check,
             "after_commit": lambda manifest: prune(storage, KEEP, deep=False),
         }
-        self.manager = CheckpointManager(storage, ranks=ranks, **mutant(arguments))
+        self.manager = CheckpointManager(**mutant(arguments))
 
     def save(self, step: int) -> Exception | None:
         """Save ``step`` and wait until it is committed; returns what that met."""
