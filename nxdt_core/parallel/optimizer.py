@@ -159,8 +159,7 @@ class TorchOptimizer:
                 self._stochastic.apply(self.inner, self._step)
             if self._after_step is not None:
                 self._after_step()
-        self.inner.zero_grad(set_to_none=True)
-        for parameter in self._named.values():
+        for parameter in (*self._shards.values(), *self._named.values()):
             parameter.grad = None
 
     def begin_step(self, step: int) -> None:
