@@ -19,6 +19,7 @@ from nxdt_core.nn.init import draw, rule_for
 from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
+from nxdt_core.parallel.dropout import salt_dropouts
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline.stages import cut_stage, stages_of_rank
@@ -124,6 +125,7 @@ def lay_out(
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
             replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)
+        salt_dropouts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
         _apply_rest(module, plan, mesh, options, precision)
     return Stages(
         modules=modules,

@@ -11,6 +11,7 @@ from nxdt_core.errors import ImpossibleCombination
 
 __all__ = ["LAYOUT_RULES"]
 
+_VOCAB_MULTIPLE = "model.make_vocab_size_divisible_by"
 _HEADS, _KV_HEADS = "model.num_attention_heads", "model.num_kv_heads"
 _KV_REPLICATOR, _PAD_HEADS = "distributed_strategy.kv_replicator", "distributed_strategy.pad_heads"
 _EXPERTS = "model.moe.num_experts"
@@ -106,7 +107,9 @@ def kv_heads_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 def columns_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
     """Each tensor parallel device takes equal parts of the feed-forward block and of the vocabulary."""
-    for key in ("model.ffn_hidden_size", "model.vocab_size"):
+    # Where the vocabulary is filled up, what it is filled up to is divided.
+    filled = checked.numbers(_VOCAB_MULTIPLE) is not None
+    for key in ("model.ffn_hidden_size", _VOCAB_MULTIPLE if filled else "model.vocab_size"):
         numbers = checked.numbers(key, TP)
         if numbers is not None and numbers[0] % numbers[1]:
             yield ImpossibleCombination(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -56,8 +57,8 @@ class Report:
     held: Held
 
 
-def configuration(layout: Layout, numbers: Numbers) -> ResolvedConfig:
-    """The matrix's run in ``layout``."""
+def configuration(layout: Layout, numbers: Numbers, model: Mapping[str, Any] | None = None) -> ResolvedConfig:
+    """The matrix's run in ``layout``; ``model`` is another architecture than the matrix's."""
     run = {
         "name": "matrix",
         "plugins": {"local": [str(Path(__file__).with_name("components.py"))]},
@@ -71,7 +72,7 @@ def configuration(layout: Layout, numbers: Numbers) -> ResolvedConfig:
             "global_batch_size": ROWS * MICRO_BATCHES,
         },
         "model": {
-            **(_EXPERTS if layout.moe else {**_LLAMA, "share_embeddings_and_output_weights": layout.tied}),
+            **(model or _own_model(layout)),
             "optim": {**_OPTIMIZER[numbers], "sched": {"name": "constant"}},
         },
         "precision": {"type": numbers},
@@ -79,9 +80,13 @@ def configuration(layout: Layout, numbers: Numbers) -> ResolvedConfig:
     return load(run, layout.overrides())
 
 
-def train(layout: Layout, numbers: Numbers, steps: int = STEPS) -> Report:
+def _own_model(layout: Layout) -> Mapping[str, Any]:
+    return _EXPERTS if layout.moe else {**_LLAMA, "share_embeddings_and_output_weights": layout.tied}
+
+
+def train(layout: Layout, numbers: Numbers, steps: int = STEPS, model: Mapping[str, Any] | None = None) -> Report:
     """Train ``layout`` on this rank. A function of a pool of ``layout.world`` ranks."""
-    config = configuration(layout, numbers)
+    config = configuration(layout, numbers, model)
     engine = assemble.engine(config)
     engine.start()
     before = live_bytes()
