@@ -1,0 +1,91 @@
+"""A tiny language model, trained in a configured precision and layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.config import load
+from nxdt_core.parallel.placement import local_of
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.training import assemble, primitives
+from nxdt_core.training.state import TrainState
+
+ROWS, SEQ = 8, 16
+SMALL = (
+    "trainer.accelerator=cpu",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    f"data.seq_length={SEQ}",
+    f"data.global_batch_size={ROWS}",
+    "model.optim.sched.name=constant",
+    "model.optim.sched.min_lr=0.0",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a rank has at its end."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    """Whole ones where this rank has them, else its shards; float32, whatever they are trained in."""
+    dtypes: frozenset[torch.dtype]
+    """Of weights."""
+    state_dtypes: frozenset[torch.dtype]
+    """Of the optimizer's state."""
+
+
+def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
+    """Train ``steps`` steps, from the newest checkpoint with ``resume``; save one after step ``save_at``."""
+    config = load("recipe:llama-tiny", [*SMALL, f"data.micro_batch_size={micro_batch}", *overrides])
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine)
+    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    whole = {"config": config, "engine": engine, "model": model, "optimizer": optimizer, "state": state}
+    if resume:
+        storage = assemble.storage(config)
+        primitives.load_checkpoint(
+            storage, checkpoint.latest(storage), engine=engine, model=model, optimizer=optimizer, state=state
+        )
+    batches = _batches(engine.rank_info, micro_batch)
+    losses = []
+    while state.step < steps:
+        done = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
+        losses.append(float(done.loss.loss))
+        if state.step == save_at:
+            primitives.save_checkpoint(assemble.storage(config), **whole)
+    held = dict(model.named_parameters())
+    outcome = Outcome(
+        losses=losses,
+        weights={name: _whole(p).float() for name, p in held.items()},
+        dtypes=frozenset(p.dtype for p in held.values()),
+        state_dtypes=frozenset(v.dtype for v in optimizer.state_dict().values() if v.dim()),
+    )
+    engine.shutdown()
+    return outcome
+
+
+def place(directory: Path) -> str:
+    """The override that saves there."""
+    return f"checkpoint.uri={directory.as_uri()}"
+
+
+def _batches(info, rows):
+    ids = torch.randint(272, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    own = ROWS // info.dp_size
+    starts = range(info.dp_rank * own, (info.dp_rank + 1) * own, rows)
+    return [
+        Batch(input_ids=ids[i : i + rows, :-1].contiguous(), labels=ids[i : i + rows, 1:].contiguous()) for i in starts
+    ]
+
+
+def _whole(parameter):
+    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return local_of(full).detach().clone()

@@ -1,0 +1,106 @@
+"""The configured precisions: near float32 in every layout; rounded alike on all replicas, and after a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel.precision_run import place, train
+
+STRATEGY = "distributed_strategy."
+LAYOUTS = {
+    "one": (1, ()),
+    "dp2-zero1": (2, (f"{STRATEGY}zero_stage=1",)),
+    "dp2-zero3": (2, (f"{STRATEGY}zero_stage=3",)),
+    "tp2": (2, (f"{STRATEGY}tensor_model_parallel_size=2",)),
+    "pp2": (2, (f"{STRATEGY}pipeline_model_parallel_size=2",)),
+}
+"""Ranks, overrides."""
+FAST = ("model.optim.lr=1e-2",)
+BF16_SR = ("precision.type=bf16SR", *FAST)
+BFLOAT16 = frozenset({torch.bfloat16})
+FLOAT32 = frozenset({torch.float32})
+
+
+@pytest.fixture(scope="module")
+def run(ranks):
+    """``run(world, *overrides, steps=…)``: the outcomes of all ranks."""
+
+    def run(world, *overrides, steps=6, **options):
+        return ranks(world).run(train_on, [f"trainer.devices={world}", *overrides], steps, options)
+
+    return run
+
+
+def train_on(overrides, steps, options):
+    return train(overrides, steps=steps, **options)
+
+
+@pytest.fixture(scope="module")
+def in_float32(run):
+    (found,) = run(1, *FAST)
+    assert found.losses[-1] < found.losses[0] - 0.5
+    return found.losses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("precision", "weights"), [("mixed_precision", FLOAT32), ("mixed_precisionSR", FLOAT32), ("bf16SR", BFLOAT16)]
+)
+def test_every_layout_follows_float32_within_two_percent(run, in_float32, precision, weights, layout):
+    world, overrides = LAYOUTS[layout]
+    for found in run(world, f"precision.type={precision}", *FAST, *overrides):
+        torch.testing.assert_close(found.losses, in_float32, rtol=0.02, atol=0)
+        assert found.losses != in_float32, "nothing was computed in bfloat16"
+        assert (found.dtypes, found.state_dtypes) == (weights, FLOAT32)
+
+
+def test_replicas_and_shards_of_bfloat16_weights_stay_equal_bit_for_bit(run):
+    outcomes = [
+        found
+        for zero in ("zero1=false", "zero_stage=1", "zero_stage=3")
+        for found in run(2, *BF16_SR, f"{STRATEGY}{zero}")
+    ]
+    first, *others = outcomes
+    for other in others:
+        assert other.losses == first.losses
+        for name, weight in first.weights.items():
+            assert torch.equal(other.weights[name], weight), name
+
+
+def test_another_seed_rounds_otherwise_and_the_same_alike(run):
+    first, again = (run(1, *BF16_SR, "seed=1", steps=1)[0] for _ in range(2))
+    for name, weight in first.weights.items():
+        assert torch.equal(again.weights[name], weight), name
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_a_resumed_run_is_the_uninterrupted_one(run, tmp_path, state):
+    overrides = (*BF16_SR, f"precision.optimizer_state={state}", place(tmp_path))
+    whole = run(2, *overrides, save_at=3)
+    resumed = run(2, *overrides, resume=True)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.state_dtypes == {getattr(torch, state)}
+        assert other.losses == one.losses[3:]
+        for name, weight in one.weights.items():
+            assert torch.equal(other.weights[name], weight), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fp32OptState", "sgd", "lion", "adafactor", "muon"])
+def test_optimizers_work_over_weights_that_are_rounded(run, optimizer):
+    overrides = (f"model.optim={{name: {optimizer}, lr: 1e-3, sched: {{name: constant}}}}", "precision.type=bf16SR")
+    one, two = run(2, *overrides, f"{STRATEGY}zero_stage=1")
+    assert one.losses == two.losses
+    assert one.losses[-1] < one.losses[0]
+    assert one.dtypes == BFLOAT16
+
+
+def test_a_small_rate_ends_near_float32_where_plain_bfloat16_stays_behind(run):
+    plain = "precision={type: manual, xla_use_bf16: true}"
+    short = ("model.optim.lr=3e-4", "model.num_layers=1")
+    full, rounded, nearest = (
+        run(1, *short, precision, steps=200, micro_batch=8)[0].losses[-1]
+        for precision in ("precision.type=fp32", "precision.type=bf16SR", plain)
+    )
+    assert abs(rounded / full - 1) < 0.01
+    assert abs(nearest / full - 1) > 0.03
