@@ -80,12 +80,14 @@ def of_nxdt(shape: tuple[str, ...], *optim: str) -> Contender:
 
 
 def of_torch(shape: tuple[str, ...], *, fused: bool) -> Contender:
-    """The same parameters under torch's AdamW."""
+    """The same parameters under torch's AdamW, norms without decay there too."""
     config = load("recipe:llama-tiny", list(shape))
     engine = assemble.engine(config)
     engine.start()
     parameters = [p for _, p in primitives.initialize_parallel_model(config, engine).named_parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=fused)
+    decayed, exempt = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+    groups = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, fused=fused)
 
     def step() -> None:
         optimizer.step()
