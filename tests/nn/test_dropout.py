@@ -1,0 +1,64 @@
+"""Dropout by itself: how much, when, and from which random numbers."""
+
+import pytest
+import torch
+
+from nxdt_core.nn.attention import CausalAttention
+from nxdt_core.nn.dropout import CausalAttentionWithDropout, Dropout, causal_attention
+
+
+def test_it_zeroes_its_part_and_scales_the_rest():
+    dropout = Dropout(0.25)
+    given = dropout(torch.ones(200, 200))
+    assert (given == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert torch.equal(given[given != 0], torch.full_like(given[given != 0], 1 / 0.75))
+
+
+@pytest.mark.parametrize("salt", [None, 5])
+def test_evaluation_drops_nothing(salt):
+    dropout = Dropout(0.5).eval()
+    dropout.salt = salt
+    hidden = torch.randn(4, 4)
+    assert torch.equal(dropout(hidden), hidden)
+
+
+def test_masks_follow_from_salt_and_generator_and_change_from_call_to_call():
+    one, same, other = Dropout(0.5), Dropout(0.5), Dropout(0.5)
+    one.salt, same.salt, other.salt = 1, 1, 2
+    hidden = torch.ones(8, 8)
+
+    def calls(dropout):
+        torch.manual_seed(3)
+        return [dropout(hidden), dropout(hidden)]
+
+    first, second = calls(one)
+    assert not torch.equal(first, second)
+    assert all(torch.equal(a, b) for a, b in zip(calls(same), (first, second), strict=True))
+    assert not torch.equal(calls(other)[0], first)
+
+
+def test_a_generator_that_is_set_back_repeats_the_masks():
+    dropout = Dropout(0.5)
+    dropout.salt = 7
+    dropout(torch.ones(8))
+    state = torch.get_rng_state()
+    expected = [dropout(torch.ones(8)) for _ in range(3)]
+    torch.set_rng_state(state)
+    assert all(torch.equal(dropout(torch.ones(8)), wanted) for wanted in expected)
+
+
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 0, 1, 1, 1]])], ids=["one", "packed"])
+def test_attention_drops_probabilities_and_is_right_on_average(documents):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.rand(1, 2, 6, 8)
+    core = CausalAttentionWithDropout(0.3)
+    core.salt = 1
+    exact = CausalAttention()(query, key, value, documents)
+    mean = torch.stack([core(query, key, value, documents) for _ in range(3000)]).mean(0)
+    torch.testing.assert_close(mean, exact, rtol=0, atol=0.06)  # five standard errors
+    assert not torch.equal(core(query, key, value, documents), exact)
+    assert torch.equal(core.eval()(query, key, value, documents), exact)
+
+
+def test_without_probability_the_core_is_the_one_that_can_be_replaced():
+    assert type(causal_attention(0.0)) is CausalAttention
