@@ -44,3 +44,22 @@ def test_the_tiny_recipe_can_be_cut_in_any_layout_of_8_processes():
     assert model.vocab_size % 16 == model.ffn_hidden_size % 16 == data.seq_length % 16 == 0
     assert data.global_batch_size % (8 * data.micro_batch_size) == 0
     assert config.run.precision.type == "fp32"
+
+
+LARGE = [file.removesuffix(".yaml") for file in RECIPES if file != "mixtral-tiny.yaml"]
+
+
+def test_there_is_a_layout_of_each_kind_with_and_without_dropping():
+    assert set(LARGE) == {f"mixtral-8x7b{how}{where}" for how in ("", "-dropless") for where in ("", "-trn1", "-trn2")}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_recipe_has_the_released_shape_and_says_what_it_drops(name):
+    config = load(f"recipe:{name}")
+    model = config.selected("model").config
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (32, 4096, 14336)
+    assert (model.num_attention_heads, model.kv_heads, model.vocab_size) == (32, 8, 32000)
+    assert (model.rope_theta, model.max_position_embeddings, config.run.data.seq_length) == (1_000_000, 32768, 4096)
+    assert (model.moe.capacity, model.moe.dropless) == ((None, True) if "dropless" in name else (2.0, False))
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in MixtralBuilder(model).build().parameters()) == 46_702_792_704
