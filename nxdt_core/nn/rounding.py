@@ -29,7 +29,7 @@ def round_into(
     infinities and NaN.
 
     Args:
-        target: bfloat16, of the shape of ``values``.
+        target: of the shape of ``values``; bfloat16, or float32, perhaps ``values`` itself.
         values: float32; overwritten.
         stream: of this parameter and step.
         shape: of the whole parameter.

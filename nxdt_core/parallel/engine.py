@@ -83,7 +83,7 @@ class TorchEngine:
         materialise_stages(stages, self.device, seed=seed if materialise else None)
         data = self._run.data
         micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
-        return TorchModel(stages, self.mesh, Numerics(precision, self.device), micro_batches=micro_batches)
+        return TorchModel(stages, self.mesh, Numerics(precision, self.device, seed), micro_batches=micro_batches)
 
     def initialize_optimizer(
         self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
@@ -112,6 +112,7 @@ class TorchEngine:
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
             rounding=updates_rounded(model.precision, self._run.seed),
+            before_step=model.begin_step,
         )
 
     def _check_chosen(self, model: TorchModel, overrides: Sequence[ParamGroupConfig]) -> None:

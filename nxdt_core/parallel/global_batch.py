@@ -12,6 +12,7 @@ from nxdt_core.nn.aux_loss import aux_loss_scale
 from nxdt_core.nn.loss import vocabulary_loss
 from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.stochastic import masters_rounded
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
@@ -24,9 +25,11 @@ __all__ = ["GlobalBatch", "Numerics"]
 class Numerics:
     """Where a run computes, and in which dtypes."""
 
-    def __init__(self, precision: PrecisionPolicy, device: torch.device) -> None:
+    def __init__(self, precision: PrecisionPolicy, device: torch.device, seed: int = 0) -> None:
+        """``seed``: of what is rounded stochastically."""
         self.device = device
         self.precision = precision
+        self.masters_rounded = masters_rounded(precision, seed)
         self.figures = torch.float64 if precision.gradients == "float64" else torch.float32
         """Of losses and norms."""
         self.hidden: torch.dtype = getattr(torch, precision.parameters)

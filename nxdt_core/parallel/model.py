@@ -26,10 +26,13 @@ from nxdt_core.parallel.pipeline.stream import HiddenLike
 from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.parallel.replicas import Replicas, replica_group
+from nxdt_core.parallel.shards import shard_of
+from nxdt_core.parallel.stochastic import rounded_weights
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -49,6 +52,7 @@ class TorchModel:
         self._mesh = mesh
         self._numerics = numerics
         self._parameters = StageParameters(stages.modules, stages.plan.tied)
+        self._step = 0
         self._spoken_for = self._parameters.spoken_for(mesh)
         self._sums = GradientSums(
             self._parameters.by_name,
@@ -94,10 +98,14 @@ class TorchModel:
         """The dtypes that it trains in."""
         return self._numerics.precision
 
+    def begin_step(self, step: int) -> None:
+        """Number of the coming step in the run."""
+        self._step = step
+
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         batch = self._begin(micro_batches, objective, training=True)
-        with batch.running():
+        with batch.running(), rounded_weights(self._placed(), self._numerics.masters_rounded, self._step):
             if self._pipeline is not None:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.loss)
             else:
@@ -201,6 +209,13 @@ class TorchModel:
             for owner, user in self._parameters.twins:
                 local_of(user).copy_(local_of(owner))
                 user.grad = None
+
+    def _placed(self) -> Iterator[tuple[nn.Parameter, str, ParameterShard]]:
+        """Every parameter with its place, a tied one's second copy under the owner's name."""
+        owners = {owner: name for name, owner in self._parameters.by_name.items()}
+        twins = [(owners[owner], user) for owner, user in self._parameters.twins]
+        for name, parameter in [*self._parameters.by_name.items(), *twins]:
+            yield parameter, name, shard_of(parameter, self.padded.get(name), matrix=False)
 
     def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
         for module in self._stages.modules:

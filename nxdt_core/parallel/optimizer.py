@@ -89,10 +89,12 @@ class TorchOptimizer:
         padded: Mapping[str, PaddedDim] | None = None,
         tables: Collection[str] = (),
         rounding: StochasticRounding | None = None,
+        before_step: Callable[[int], None] | None = None,
     ) -> None:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
         ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
-        With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically.
+        With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically. ``before_step`` is told
+        the number of each step.
 
         Raises:
             OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
@@ -117,6 +119,7 @@ class TorchOptimizer:
         self._check_whole()
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
+        self._before_step = before_step
         self._after_step = after_step
         self._step = 0
         self._rejected: torch.Tensor | None = None
@@ -165,6 +168,8 @@ class TorchOptimizer:
     def begin_step(self, step: int) -> None:
         """Number of the coming update; random numbers that it draws depend on it."""
         self._step = step
+        if self._before_step is not None:
+            self._before_step(step)
 
     def set_lr_factor(self, factor: float) -> None:
         """Scale every group's peak learning rate."""

@@ -1,4 +1,4 @@
-"""Optimizers over bfloat16 weights without masters: updates in float32, rounded stochastically into the weights.
+"""Stochastic rounding of weights: of updates where there are no masters, else of the copies of masters.
 
 Which way an element is rounded is a function of (seed, step, global parameter name, global element) alone: the same on
 every replica and in every layout, and there is no state to save.
@@ -7,7 +7,8 @@ every replica and in every layout, and there is no state to save.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,10 +17,18 @@ from torch import nn
 
 from nxdt_core.nn.rounding import round_into
 from nxdt_core.nn.streams import Stream
+from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["BUCKET_ELEMENTS", "StochasticRounding", "StochasticUpdates", "updates_rounded"]
+__all__ = [
+    "BUCKET_ELEMENTS",
+    "StochasticRounding",
+    "StochasticUpdates",
+    "masters_rounded",
+    "rounded_weights",
+    "updates_rounded",
+]
 
 BUCKET_ELEMENTS = 2**25
 """Elements of whole parameters whose weights and gradients exist in float32 at a time: 256 MiB of both."""
@@ -33,12 +42,48 @@ class StochasticRounding:
     state: Literal["float32", "bfloat16"] = "float32"
     """What the optimizer's state lies in between steps."""
 
+    def stream(self, step: int, name: str) -> Stream:
+        """The random numbers of one tensor in one step."""
+        return Stream.of(self.seed, f"rounding\0{step}\0{name}")
+
 
 def updates_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | None:
     """How a policy rounds what the optimizer makes of the weights; None where it has masters, or rounds to nearest."""
     if not policy.stochastic_rounding or policy.master_weights:
         return None
     return StochasticRounding(seed=seed, state="bfloat16" if policy.optimizer_state == "bfloat16" else "float32")
+
+
+def masters_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | None:
+    """How a policy rounds masters to what is computed with; None where it rounds to nearest, or has none."""
+    return StochasticRounding(seed=seed) if policy.stochastic_rounding and policy.master_weights else None
+
+
+@contextmanager
+def rounded_weights(
+    parameters: Iterable[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding | None, step: int
+) -> Iterator[None]:
+    """Within the block float32 shards have values of bfloat16, which whoever gathers them casts without a loss.
+
+    However often a layer is gathered in a step, its copy is the same. The masters are kept beside: 4 bytes an element
+    of this rank's shards.
+
+    Args:
+        parameters: with the global name and the place of this rank's elements in the whole.
+        rounding: None does nothing.
+        step: number of the step in the run.
+    """
+    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    if rounding is not None:
+        for parameter, name, place in parameters:
+            shard = local_of(parameter).detach()
+            kept.append((parameter, shard.clone()))
+            _round(place, rounding.stream(step, name), shard, shard)
+    try:
+        yield
+    finally:
+        for parameter, master in kept:
+            local_of(parameter).detach().copy_(master)  # FSDP2 may have moved a shard that it had to pad
 
 
 class StochasticUpdates:
@@ -83,9 +128,9 @@ class StochasticUpdates:
         state = optimizer.state[stand_in]
         for leaf in self._narrow(state, torch.float32, stand_in):
             rounded = torch.zeros_like(state[leaf], dtype=torch.bfloat16)
-            self._round(name, f"{name}/{leaf}", step, rounded, state[leaf])
+            _round(self._places[name], self._rounding.stream(step, f"{name}/{leaf}"), rounded, state[leaf])
             state[leaf] = rounded
-        self._round(name, name, step, weight.detach(), stand_in.data)
+        _round(self._places[name], self._rounding.stream(step, name), weight.detach(), stand_in.data)
         stand_in.data, stand_in.grad = _without_memory(weight), None
 
     def _narrow(self, state: Mapping[str, object], dtype: torch.dtype, like: torch.Tensor) -> list[str]:
@@ -97,16 +142,6 @@ class StochasticUpdates:
             for leaf, value in state.items()
             if isinstance(value, torch.Tensor) and value.dtype == dtype and value.dim() and value.shape == like.shape
         ]
-
-    def _round(self, name: str, stream: str, step: int, target: torch.Tensor, values: torch.Tensor) -> None:
-        place = self._places[name]
-        round_into(
-            place.real(target),
-            place.real(values),
-            Stream.of(self._rounding.seed, f"rounding\0{step}\0{stream}"),
-            shape=place.shape,
-            offsets=place.box.offsets,
-        )
 
     def _buckets(self) -> Iterator[list[str]]:
         bucket: list[str] = []
@@ -122,6 +157,11 @@ class StochasticUpdates:
             filled += elements
         if bucket:
             yield bucket
+
+
+def _round(place: ParameterShard, stream: Stream, target: torch.Tensor, values: torch.Tensor) -> None:
+    """Without the zeros that fill up padded parameters."""
+    round_into(place.real(target), place.real(values), stream, shape=place.shape, offsets=place.box.offsets)
 
 
 def _without_memory(weight: torch.Tensor) -> torch.Tensor:

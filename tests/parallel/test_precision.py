@@ -59,7 +59,7 @@ def test_replicas_and_shards_of_bfloat16_weights_stay_equal_bit_for_bit(run):
     outcomes = [
         found
         for zero in ("zero1=false", "zero_stage=1", "zero_stage=3")
-        for found in run(2, *BF16_SR, f"{STRATEGY}{zero}")
+        for found in run(2, *BF16_SR, f"{STRATEGY}{zero}", micro_batch=4)
     ]
     first, *others = outcomes
     for other in others:
@@ -68,10 +68,23 @@ def test_replicas_and_shards_of_bfloat16_weights_stay_equal_bit_for_bit(run):
             assert torch.equal(other.weights[name], weight), name
 
 
-def test_another_seed_rounds_otherwise_and_the_same_alike(run):
-    first, again = (run(1, *BF16_SR, "seed=1", steps=1)[0] for _ in range(2))
-    for name, weight in first.weights.items():
-        assert torch.equal(again.weights[name], weight), name
+def test_masters_are_rounded_stochastically_where_they_are_computed_with_and_kept_in_float32(run):
+    (nearest,), (rounded,) = (run(1, f"precision.type=mixed_precision{sr}", *FAST, steps=2) for sr in ("", "SR"))
+    assert rounded.losses[0] != nearest.losses[0]
+    torch.testing.assert_close(rounded.losses, nearest.losses, rtol=0.01, atol=0)
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in rounded.weights.values())
+
+
+def test_a_step_that_changes_nothing_leaves_masters_as_they_were(run):
+    uneven = ("model.optim.lr=0.0", "model.ffn_hidden_size=49", f"{STRATEGY}zero_stage=1")
+    full, rounded = (run(2, f"precision.type={name}", *uneven, steps=1)[0] for name in ("fp32", "mixed_precisionSR"))
+    for name, weight in full.weights.items():
+        assert torch.equal(rounded.weights[name], weight), name
+
+
+def test_masters_are_rounded_alike_in_every_layout(run):
+    one, three = (run(2, "precision.type=mixed_precisionSR", *FAST, f"{STRATEGY}zero_stage={n}") for n in (1, 3))
+    assert {found.losses[0] for found in (*one, *three)} == {one[0].losses[0]}
 
 
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
