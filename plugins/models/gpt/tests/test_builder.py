@@ -1,0 +1,96 @@
+"""What the builder says about its model holds for the model that it builds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.errors import BadModelConfig
+from nxdt_core.nn.init import initialize
+from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.protocols.model import HFExchange, ModelBuilder
+
+KINDS = {
+    "gpt2": {},
+    "neox": {"position_embedding_type": "rope", "rotary_percentage": 0.5, "transformer_block_type": "gpt_j"},
+    "grouped": {"num_kv_heads": 2, "activation": "swiglu", "normalization": "rmsnorm", "has_bias": False},
+    "post_ln": {"transformer_block_type": "post_ln", "normalization": "layernorm1p", "activation": "geglu"},
+    "normformer": {"transformer_block_type": "normformer", "share_embeddings_and_output_weights": False},
+}
+kinds = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+
+
+def test_it_is_a_builder_and_exchanges_with_hugging_face(builder):
+    assert isinstance(builder(), ModelBuilder)
+    assert isinstance(builder(), HFExchange)
+
+
+@kinds
+def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, changes):
+    gpt = builder(**changes)
+    module, plan = gpt.build(), gpt.plan()
+    modules = dict(module.named_modules())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    paths = [*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores, plan.recompute_layer]
+    paths += [path for group in plan.recompute.values() for path in group]
+    paths += [*plan.pipeline.first, *plan.pipeline.last]
+    for path in paths:
+        assert any(matches(path, name) for name in modules), path
+    for path in plan.norms:
+        assert any(matches(path, name) for name in parameters), path
+    for pair in plan.tied:
+        assert parameters[pair[0]] is parameters[pair[1]]
+
+
+@kinds
+def test_weights_decay_but_norms_and_biases_do_not(builder, changes):
+    gpt = builder(**changes)
+    plan = gpt.plan()
+    for name, parameter in gpt.build().named_parameters():
+        assert matches_any((*plan.norms, *plan.no_weight_decay), name) is (parameter.ndim == 1), name
+
+
+@kinds
+def test_fresh_norms_are_identities_and_matrices_have_the_configured_spread(builder, changes):
+    gpt = builder(**changes, init_method_std=0.1, num_layers=8)
+    module = gpt.build()
+    initialize(module.named_parameters(), gpt.init_rules(), seed=1)
+    hidden = torch.randn(3, 48)
+    normalised = (hidden - hidden.mean(-1, keepdim=True)) / hidden.std(-1, unbiased=False, keepdim=True)
+    if changes.get("normalization") == "rmsnorm":
+        normalised = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(module.get_submodule("layers.7.mlp_norm")(hidden), normalised, rtol=1e-3, atol=1e-3)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 2:
+            writes = "o_proj" in name or "down_proj" in name
+            assert parameter.std().item() == pytest.approx(0.1 / 4 if writes else 0.1, rel=0.07), name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+
+
+@pytest.mark.parametrize("changes", [KINDS["gpt2"], KINDS["neox"]], ids=["gpt2", "neox"])
+def test_the_key_map_covers_every_parameter_once(builder, changes):
+    gpt = builder(**changes)
+    names = [name for source in sources(gpt) for name in source.hf_names]
+    assert len(set(names)) == len(names) == len(dict(gpt.build().named_parameters()))
+
+
+@kinds
+def test_flops_follow_the_convention_of_palm(builder, changes):
+    gpt = builder(**changes)
+    named = gpt.build().named_parameters(remove_duplicate=False)
+    multiplied = sum(p.numel() for name, p in named if p.ndim == 2 and not name.startswith("embedding"))
+    assert gpt.flops_per_token(100) == 6 * multiplied + 12 * 2 * 48 * 100
+
+
+def test_the_builder_states_its_bounds(builder):
+    gpt = builder(max_position_embeddings=77)
+    assert (gpt.max_sequence_length, gpt.vocab_size) == (77, 96)
+
+
+def test_a_configuration_that_cannot_work_is_refused_whole(builder):
+    with pytest.raises(BadModelConfig) as caught:
+        builder(num_kv_heads=3, position_freq_base=-1.0)
+    assert "num_kv_heads" in str(caught.value)
+    assert "position_freq_base" in str(caught.value)
