@@ -43,12 +43,17 @@ def in_float32(run):
     return found.losses
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("precision", "weights"), [("mixed_precision", FLOAT32), ("mixed_precisionSR", FLOAT32), ("bf16SR", BFLOAT16)]
+    ("precision", "layout"),
+    [
+        *[("mixed_precision", layout) for layout in LAYOUTS],
+        *[("bf16SR", layout) for layout in ("dp2-zero3", "tp2", "pp2")],
+        ("mixed_precisionSR", "pp2"),
+    ],
 )
-def test_every_layout_follows_float32_within_two_percent(run, in_float32, precision, weights, layout):
+def test_every_layout_follows_float32_within_two_percent(run, in_float32, precision, layout):
     world, overrides = LAYOUTS[layout]
+    weights = BFLOAT16 if precision == "bf16SR" else FLOAT32
     for found in run(world, f"precision.type={precision}", *FAST, *overrides):
         torch.testing.assert_close(found.losses, in_float32, rtol=0.02, atol=0)
         assert found.losses != in_float32, "nothing was computed in bfloat16"
