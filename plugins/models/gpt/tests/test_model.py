@@ -1,0 +1,131 @@
+"""The module by itself: its kinds of layers, documents, positions, stages, dropout."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nxdt_core.nn.init import initialize
+from nxdt_core.nn.loss import cross_entropy_sum
+
+ROPE = {"position_embedding_type": "rope", "rotary_percentage": 0.5}
+
+
+@pytest.fixture
+def fresh(builder):
+    """``fresh(**changes)``: a model with weights."""
+
+    def build(**changes):
+        gpt = builder(**changes)
+        module = gpt.build()
+        initialize(module.named_parameters(), gpt.init_rules(), seed=1)
+        return module
+
+    return build
+
+
+@pytest.mark.parametrize("changes", [{}, ROPE], ids=["learned", "rope"])
+def test_a_packed_batch_equals_its_documents_run_apart(fresh, tokens, changes):
+    model, ids, lengths = fresh(**changes), tokens(1, 20), [7, 13]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    documents = torch.cat([torch.full((n,), d) for d, n in enumerate(lengths)])[None]
+    packed = model(ids, positions, documents)
+    torch.testing.assert_close(packed[:, :7], model(ids[:, :7]))
+    torch.testing.assert_close(packed[:, 7:], model(ids[:, 7:]))
+
+
+@pytest.mark.parametrize("kind", ["pre_ln", "post_ln", "normformer", "gpt_j"])
+def test_no_token_sees_a_later_one_and_all_see_earlier_ones(fresh, tokens, kind):
+    model, ids = fresh(transformer_block_type=kind, init_method_std=0.2), tokens(1, 12)
+    changed = ids.clone()
+    changed[0, 7] += 1
+    before, after = model(ids)[0], model(changed)[0]
+    assert torch.equal(before[:7], after[:7])
+    assert all(not torch.equal(before[place], after[place]) for place in range(7, 12))
+
+
+@pytest.mark.parametrize("kind", ["pre_ln", "post_ln", "normformer", "gpt_j"])
+def test_a_layer_arranges_its_norms_as_published(fresh, kind):
+    layer = fresh(transformer_block_type=kind, init_method_std=0.2).layers["0"]
+    x = torch.randn(1, 5, 48)
+    attention, mlp, one, two = layer.attention, layer.mlp, layer.attention_norm, layer.mlp_norm
+    if kind == "pre_ln":
+        y = x + attention(one(x))
+        wanted = y + mlp(two(y))
+    elif kind == "post_ln":
+        y = one(x + attention(x))
+        wanted = two(y + mlp(y))
+    elif kind == "gpt_j":
+        wanted = x + attention(one(x)) + mlp(two(x))
+    else:
+        y = x + layer.attention_output_norm(attention(one(x)))
+        wanted = y + mlp.down_proj(mlp.norm(functional.gelu(mlp.up_proj(two(y)))))
+    torch.testing.assert_close(layer(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("geglu", functional.gelu), ("reglu", functional.relu), ("swiglu", functional.silu)]
+)
+def test_a_gated_block_multiplies_its_activated_gate(fresh, name, function):
+    mlp = fresh(activation=name).layers["0"].mlp
+    x = torch.randn(1, 5, 48)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(function(mlp.gate_proj(x)) * mlp.up_proj(x)))
+
+
+def test_rotation_leaves_the_other_channels_alone(fresh, tokens):
+    model = fresh(**ROPE)
+    cos, _ = model.rotary(torch.arange(4))
+    assert 2 * cos.shape[-1] == 6  # of 12
+    ids = tokens(1, 9)
+    assert not torch.equal(model(ids), model(ids, 3 * torch.arange(9)[None]))
+
+
+def test_a_scaled_base_and_interpolated_positions_reach_the_rotation(fresh):
+    angle = fresh(**ROPE).rotary.frequency
+    stretched = fresh(**ROPE, positition_interpolation_factor=2.0).rotary.frequency
+    torch.testing.assert_close(stretched, angle / 2)
+    product = fresh(**ROPE, position_freq_base=500.0, position_abf_factor=20.0).rotary.frequency
+    torch.testing.assert_close(product, angle)
+
+
+@pytest.mark.parametrize("kind", ["pre_ln", "post_ln"])
+def test_stages_with_identities_in_place_of_the_rest_make_the_whole(fresh, tokens, kind):
+    model = fresh(transformer_block_type=kind)
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    del first.layers["1"]
+    first.lm_head = nn.Identity()
+    if kind == "pre_ln":
+        first.norm = nn.Identity()
+    del last.layers["0"]
+    last.embedding = nn.Identity()
+    ids = tokens(2, 11)
+    assert torch.equal(last(first(ids)), model(ids))
+
+
+@pytest.mark.parametrize("where", ["hidden_dropout", "attention_dropout", "ffn_dropout"])
+def test_each_dropout_acts_in_training_alone(fresh, tokens, where):
+    model, ids = fresh(**{where: 0.5}, init_method_std=0.2), tokens(1, 9)
+    plain = fresh(init_method_std=0.2)
+    assert torch.equal(model.eval()(ids), plain.eval()(ids))
+    model.train()
+    assert not torch.equal(model(ids), model(ids))
+
+
+def test_it_learns(fresh, tokens):
+    model = fresh(hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = tokens(4, 17)
+    losses = []
+    torch.manual_seed(0)
+    for _ in range(40):
+        total, weight = cross_entropy_sum(model(ids[:, :-1]), ids[:, 1:])
+        (total / weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((total / weight).item())
+    assert abs(losses[0] - torch.log(torch.tensor(96.0))) < 0.2
+    assert losses[-1] < 0.5
