@@ -125,7 +125,13 @@ def test_a_configuration_that_cannot_work_is_refused_whole(builder):
 
 
 @pytest.mark.parametrize(
-    ("moe", "key"), [({"frequency": 2}, "frequency"), ({"normalize_top_k_affinities": False}, "affinities")], ids=str
+    ("moe", "key"),
+    [
+        ({"frequency": 2}, "frequency"),
+        ({"normalize_top_k_affinities": False}, "affinities"),
+        ({"routing_algorithm": "sinkhorn", "top_k": 1, "normalize_top_k_affinities": False}, "sinkhorn"),
+    ],
+    ids=str,
 )
 def test_a_model_that_transformers_would_compute_otherwise_is_not_exported(builder, moe, key):
     with pytest.raises(NoHFForm, match=key) as caught:

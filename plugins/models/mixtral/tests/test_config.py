@@ -10,7 +10,7 @@ import pytest
 from nxdt_plugin_mixtral.config import MixtralConfig, MoEConfig
 
 from nxdt_core.config import load
-from nxdt_core.errors import HFFileDamaged, HFUnsupported
+from nxdt_core.errors import HFFileDamaged, HFUnsupported, NxdtError
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "ffn_hidden_size": 80, "num_attention_heads": 4, "vocab_size": 96}
 
@@ -50,6 +50,16 @@ MIXTRAL_8X7B = {
         ({"rope_theta": 0.0}, "rope_theta", "above 0"),
         ({"moe": MoEConfig(top_k=9)}, "moe.top_k", "exceeds num_experts (8)"),
         ({"moe": MoEConfig(dropless=True, capacity_factor=1.5)}, "moe.dropless", "capacity_factor 1.5 drops"),
+        (
+            {"moe": MoEConfig(routing_algorithm="sinkhorn", normalize_top_k_affinities=False)},
+            "moe.top_k",
+            "one expert, not 2",
+        ),
+        (
+            {"moe": MoEConfig(routing_algorithm="sinkhorn", top_k=1)},
+            "moe.normalize_top_k_affinities",
+            "must be false",
+        ),
         ({"moe": MoEConfig(dropout=0.1)}, "moe.dropout", "not implemented"),
         ({"moe": MoEConfig(glu_mlp=False)}, "moe.glu_mlp", "must be true"),
         ({"moe": MoEConfig(frequency=3)}, "moe.frequency", "none of 2 layers"),
@@ -160,3 +170,11 @@ def test_a_file_without_a_size_is_refused():
 def test_the_section_and_the_entry_module_need_no_torch():
     program = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; import nxdt_plugin_mixtral.config"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_sinkhorn_is_refused_where_context_parallelism_divides_the_micro_batch():
+    keys = ["model.moe={routing_algorithm: sinkhorn, top_k: 1, normalize_top_k_affinities: false}"]
+    assert load("recipe:mixtral-tiny", keys).selected("model").config.moe.routing_algorithm == "sinkhorn"
+    cut = [*keys, "trainer.devices=2", "distributed_strategy.context_parallel_size=2"]
+    with pytest.raises(NxdtError, match="sinkhorn balances whole micro-batches"):
+        load("recipe:mixtral-tiny", cut)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import ModelComponent, hookimpl
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from nxdt_core.api import ConfigFinding, ModelComponent, hookimpl
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel.contexts import ValidateConfigContext
+
+_NAMES = ("mixtral", "hf_mixtral")
 
 
 @hookimpl
@@ -10,12 +18,26 @@ def nxdt_model_builders() -> list[ModelComponent]:
     """Declare the Mixtral builder."""
     return [
         ModelComponent(
-            name="mixtral",
+            name=_NAMES[0],
             target="nxdt_plugin_mixtral.builder:MixtralBuilder",
             config="nxdt_plugin_mixtral.config:MixtralConfig",
             summary="Mixtral 8x7B, 8x22B: a Llama whose feed-forward blocks are mixtures of experts",
-            aliases=("hf_mixtral",),
+            aliases=_NAMES[1:],
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep", "lora"}),
             hf_architectures=("MixtralForCausalLM",),
         )
     ]
+
+
+@hookimpl
+def nxdt_validate_config(context: ValidateConfigContext) -> Iterable[ConfigFinding]:
+    """Refuse a router that needs whole micro-batches where context parallelism divides them."""
+    model, strategy = context.config["model"], context.config["distributed_strategy"]
+    if model["name"] not in _NAMES or model["moe"]["routing_algorithm"] != "sinkhorn":
+        return []
+    ranks = strategy["context_parallel_size"]
+    if ranks == 1:
+        return []
+    message = f"sinkhorn balances whole micro-batches, which context_parallel_size {ranks} divides between ranks"
+    remedy = "Set it to top_k, or distributed_strategy.context_parallel_size to 1."
+    return [ConfigFinding(key="model.moe.routing_algorithm", message=message, remedy=remedy)]

@@ -91,10 +91,10 @@ def config_to_hf(config: MixtralConfig) -> dict[str, Any]:
     Raises:
         NoHFForm: transformers' model computes something else.
     """
-    foreign = {"frequency": config.moe.frequency, "normalize_top_k_affinities": config.moe.normalize_top_k_affinities}
-    for key, wanted in (("frequency", 1), ("normalize_top_k_affinities", True)):
-        if foreign[key] != wanted:
-            raise NoHFForm(key=f"model.moe.{key}", found=foreign[key], wanted=wanted)
+    for key, wanted in (("frequency", 1), ("routing_algorithm", "top_k"), ("normalize_top_k_affinities", True)):
+        found = getattr(config.moe, key)
+        if found != wanted:
+            raise NoHFForm(key=f"model.moe.{key}", found=found, wanted=wanted)
     theirs = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rope_theta": config.rope_theta}
     return {
         **theirs,

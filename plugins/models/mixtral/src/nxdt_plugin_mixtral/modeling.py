@@ -13,6 +13,7 @@ from nxdt_core.nn.moe import MixtureOfExperts
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.rotary import RotaryEmbedding
 from nxdt_core.nn.router import TopKRouter
+from nxdt_core.nn.sinkhorn import SinkhornRouter
 from nxdt_plugin_mixtral.config import MixtralConfig
 
 __all__ = ["Mixtral", "MixtralDecoderLayer"]
@@ -102,16 +103,29 @@ class MixtralDecoderLayer(nn.Module):
 
 
 def _mixture(config: MixtralConfig) -> MixtureOfExperts:
+    experts = SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, config.moe.num_experts)
+    return MixtureOfExperts(router=_router(config), experts=experts)
+
+
+def _router(config: MixtralConfig) -> TopKRouter:
     moe = config.moe
-    router = TopKRouter(
+    # Ours is 1 where experts are balanced and is summed over layers; transformers' is top_k, and a mean.
+    balance = moe.balance_coefficient * moe.top_k / len(config.expert_layers)
+    if moe.routing_algorithm == "sinkhorn":
+        return SinkhornRouter(
+            config.hidden_size,
+            moe.num_experts,
+            activation=moe.router_activation,
+            iterations=moe.sinkhorn_iterations,
+            tolerance=moe.sinkhorn_tol,
+            capacity_factor=moe.capacity,
+            balance_coefficient=balance,
+        )
+    return TopKRouter(
         config.hidden_size,
         moe.num_experts,
         top_k=moe.top_k,
         normalize=moe.normalize_top_k_affinities,
         capacity_factor=moe.capacity,
-        # Ours is 1 where experts are balanced and is summed over layers; transformers' is top_k, and a mean.
-        balance_coefficient=moe.balance_coefficient * moe.top_k / len(config.expert_layers),
-    )
-    return MixtureOfExperts(
-        router=router, experts=SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, moe.num_experts)
+        balance_coefficient=balance,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
 
@@ -20,6 +21,14 @@ class MoEConfig:
     """Experts a token (``num_experts_per_tok`` of Hugging Face)."""
     frequency: PositiveInt = 1
     """One layer in so many has experts, the last of each group; the others have a plain feed-forward block."""
+    routing_algorithm: Literal["top_k", "sinkhorn"] = "top_k"
+    """``sinkhorn`` gives each token one expert, and each expert about equally many tokens of a micro-batch."""
+    router_activation: Literal["sigmoid", "softmax"] = "sigmoid"
+    """``sinkhorn``: what makes a logit the weight of its expert. ``top_k`` always takes softmax over all experts."""
+    sinkhorn_iterations: PositiveInt = 30
+    """``sinkhorn``: rounds of balancing."""
+    sinkhorn_tol: NonNegativeFloat | None = None
+    """``sinkhorn``: stop when a round moves the logits by less on the average; ``null``: do all rounds."""
     normalize_top_k_affinities: bool = True
     """Let the weights of a token's experts add up to 1."""
     capacity_factor: float | None = None
@@ -53,6 +62,17 @@ class MoEConfig:
             yield "top_k", f"exceeds num_experts ({self.num_experts})"
         if self.dropless and self.capacity is not None:
             yield "dropless", f"says that nothing is dropped, and capacity_factor {self.capacity:g} drops: keep one"
+        if self.routing_algorithm == "sinkhorn":
+            if self.top_k != 1:
+                yield (
+                    "top_k",
+                    f"must be 1 for routing_algorithm sinkhorn, which gives a token one expert, not {self.top_k}",
+                )
+            if self.normalize_top_k_affinities:
+                yield (
+                    "normalize_top_k_affinities",
+                    "must be false for routing_algorithm sinkhorn: one weight alone is 1",
+                )
         if self.dropout:
             yield "dropout", "must be 0: dropout inside experts is not implemented"
         if not self.glu_mlp:
