@@ -161,7 +161,7 @@ def _misfit(entry: KeyMap, shape: tuple[int, ...]) -> str | None:
 
 def _regrouped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Rows in ``outer`` groups of ``inner`` blocks each, as ``inner`` groups of ``outer`` blocks."""
-    return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+    return tensor.reshape(outer, inner, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def _wildcards(pattern: str, name: str) -> list[str] | None:
