@@ -51,9 +51,8 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
     whole = {"config": config, "engine": engine, "model": model, "optimizer": optimizer, "state": state}
     if resume:
         storage = assemble.storage(config)
-        primitives.load_checkpoint(
-            storage, checkpoint.latest(storage), engine=engine, model=model, optimizer=optimizer, state=state
-        )
+        newest = checkpoint.latest(storage, warn=print)
+        primitives.load_checkpoint(storage, newest, engine=engine, model=model, optimizer=optimizer, state=state)
     batches = _batches(engine.rank_info, micro_batch)
     losses = []
     while state.step < steps:
