@@ -13,7 +13,7 @@ __all__ = ["NoHuggingFaceForm"]
 class NoHuggingFaceForm(NxdtError):
     """No architecture of Hugging Face's computes what the configured model does."""
 
-    code = "NXDT-M070"
+    code = "NXDT-M071"
     happened = "This GPT has no Hugging Face form: {listed}."
     remedy = (
         "Export a model with layer norm, biases and gelu, either pre_ln with learned positions (GPT-2) or pre_ln or"
