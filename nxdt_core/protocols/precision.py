@@ -34,7 +34,8 @@ class PrecisionPolicy:
     master_weights: bool = False
     """Keep float32 copies of the parameters, which the optimizer updates."""
     stochastic_rounding: bool = False
-    """Round the update into ``parameters`` stochastically (Gupta et al. 2015, arXiv:1502.02551)."""
+    """Round into ``parameters`` stochastically (Gupta et al. 2015, arXiv:1502.02551): the masters' copies that are
+    computed with, or the update where there are no masters."""
 
 
 class PrecisionFactory(Protocol):
