@@ -1,4 +1,4 @@
-"""The module: embedding, decoder layers with global numbers, final norm, head. Plain torch, nothing parallel."""
+"""The module: a rotary decoder of this family's layers. Plain torch, nothing parallel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nxdt_core.nn.attention import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.decoder import RotaryDecoder
 from nxdt_core.nn.documents import DocumentMasks
 from nxdt_core.nn.experts import SwiGLUExperts
 from nxdt_core.nn.mlp import SwiGLU
@@ -19,51 +20,22 @@ from nxdt_plugin_mixtral.config import MixtralConfig
 __all__ = ["Mixtral", "MixtralDecoderLayer"]
 
 
-class Mixtral(nn.Module):
-    """Jiang et al. 2024 (arXiv:2401.04088).
-
-    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what lies
-    on other stages; its first argument is then the hidden states. One whose hidden states are cut along the sequence
-    must be given ``position_ids``.
-    """
+class Mixtral(RotaryDecoder):
+    """Jiang et al. 2024 (arXiv:2401.04088)."""
 
     def __init__(self, config: MixtralConfig) -> None:
-        super().__init__()
         masks = DocumentMasks()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(config.head_size, theta=config.rope_theta)
-        self.layers = nn.ModuleDict(
-            {
-                str(n): MixtralDecoderLayer(config, masks, sparse=n in config.expert_layers)
-                for n in range(config.num_layers)
-            }
+        super().__init__(
+            (
+                MixtralDecoderLayer(config, masks, sparse=number in config.expert_layers)
+                for number in range(config.num_layers)
+            ),
+            RotaryEmbedding(config.head_size, theta=config.rope_theta),
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            epsilon=config.layernorm_epsilon,
+            tied=config.share_embeddings_and_output_weights,
         )
-        self.norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.share_embeddings_and_output_weights:
-            self.lm_head.weight = self.embed_tokens.weight
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
-
-        Args:
-            input_ids: tokens.
-            position_ids: int64 [batch, seq]; None for 0, 1, 2, …
-            document_ids: int64 [batch, seq]; tokens attend within their own document only. None: one document a row.
-        """
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-        rotary = self.rotary(position_ids)
-        hidden = self.embed_tokens(input_ids)  # [batch, seq, hidden]
-        for layer in self.layers.values():
-            hidden = layer(hidden, rotary, document_ids)
-        logits: torch.Tensor = self.lm_head(self.norm(hidden))
-        return logits
 
 
 class MixtralDecoderLayer(nn.Module):

@@ -1,0 +1,71 @@
+"""A decoder with rotary positions: embedding, layers with global numbers, final norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.nn.rotary import RotaryEmbedding
+
+__all__ = ["RotaryDecoder"]
+
+
+class RotaryDecoder(nn.Module):
+    """What Llama, Mixtral and their like are around their layers.
+
+    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what lies
+    on other stages; its first argument is then the hidden states. One whose hidden states are cut along the sequence
+    must be given ``position_ids``.
+
+    Args:
+        layers: in order, each called as ``layer(hidden, rotary, document_ids)``.
+        rotary: makes the tables that the layers get.
+        vocab_size: rows of embedding and head.
+        hidden_size: width of the hidden states.
+        epsilon: of the final RMSNorm.
+        tied: whether the head's weight is the embedding's.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        rotary: RotaryEmbedding,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        epsilon: float,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        self.rotary = rotary
+        self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
+        self.norm = RMSNorm(hidden_size, epsilon)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+
+        Args:
+            input_ids: tokens.
+            position_ids: int64 [batch, seq]; None for 0, 1, 2, …
+            document_ids: int64 [batch, seq]; tokens attend within their own document only. None: one document a row.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        rotary = self.rotary(position_ids)
+        hidden = self.embed_tokens(input_ids)  # [batch, seq, hidden]
+        for layer in self.layers.values():
+            hidden = layer(hidden, rotary, document_ids)
+        logits: torch.Tensor = self.lm_head(self.norm(hidden))
+        return logits
