@@ -26,7 +26,7 @@ CASES = [
 ]
 IN_A_ROW = 40
 """Faults that the same processes meet, one after the other."""
-SAMPLE, SURVIVALS, DEATHS = 3, 6, 1
+SAMPLE, SURVIVALS, DEATHS = 2, 4, 1
 """Of a sample: cases of each test, and faults in each case."""
 TIMEOUT_S = 600.0
 

@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-SAMPLE = 6
+SAMPLE = 3
 
 
 def pytest_generate_tests(metafunc):

@@ -14,7 +14,7 @@ from tests.parallel.matrix.parity import TOLERANCES
 from tests.parallel.matrix.training import train
 
 CASES = [(layout, numbers) for layout in LAYOUTS for numbers in TOLERANCES]
-SAMPLE = 12
+SAMPLE = 8
 
 
 def pytest_generate_tests(metafunc):
