@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from nxdt_core.nn.documents import DocumentMasks
 from nxdt_core.nn.rotary import rotate
+from nxdt_core.nn.window import block_rows, windowed_attention
 
 __all__ = ["AttentionSemantics", "CausalAttention", "GroupedQueryAttention"]
 
@@ -17,29 +18,37 @@ __all__ = ["AttentionSemantics", "CausalAttention", "GroupedQueryAttention"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSemantics:
     """All that an attention core computes, for who puts another one in its place: softmax(scale q kᵀ) v over tokens of
-    the same document. A core that does more (a window, a bias, dropout) has none."""
+    the same document. A core that does more (a bias, dropout) has none."""
 
     causal: bool
     """Whether only earlier tokens, and the token itself, are seen."""
     scale: float | None = None
     """None for 1 / sqrt(head_dim)."""
+    window: int | None = None
+    """How many tokens one sees, itself included; None for all."""
 
 
 class CausalAttention(nn.Module):
-    """The attention core: softmax(q kᵀ / sqrt(head_dim)) v over earlier tokens of the same document.
+    """The attention core: softmax(q kᵀ / sqrt(head_dim)) v over earlier tokens of the same document, or the last few.
 
     A slot: context parallelism puts a module with the same call in its place, and recomputation (``CoreAttention``)
     wraps it. It has no parameters.
     """
 
-    def __init__(self, masks: DocumentMasks | None = None) -> None:
-        """``masks``: shared by the cores of a model, so that a batch's mask is built for the first layer only."""
+    def __init__(self, masks: DocumentMasks | None = None, *, window: int | None = None) -> None:
+        """
+        Args:
+            masks: shared by the cores of a model, so that a batch's mask is built for the first layer only.
+            window: each token sees itself and the ``window - 1`` before it (``sliding_window`` of Hugging Face); None:
+                all before it.
+        """
         super().__init__()
         self.masks = masks if masks is not None else DocumentMasks()
+        self.window = window
 
     def semantics(self) -> AttentionSemantics:
         """What ``forward`` computes; a subclass that overrides one of the two overrides the other as well."""
-        return AttentionSemantics(causal=True)
+        return AttentionSemantics(causal=True, window=self.window)
 
     def forward(
         self,
@@ -60,6 +69,10 @@ class CausalAttention(nn.Module):
         Returns:
             [batch, heads, seq, head_dim]
         """
+        if self.window is not None and self.window < query.shape[2]:
+            rows = block_rows(self.window)
+            masks = self.masks.windowed(self.window, rows, query.dtype, query.device, document_ids)
+            return windowed_attention(query, key, value, self.window, masks)
         mask = None if document_ids is None else self.masks(document_ids, query.dtype)
         # enable_gqa reads each key head once; repeating them first measured 1-10 % slower on the CPU.
         return functional.scaled_dot_product_attention(

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from nxdt_core.nn.attention import CausalAttention, GroupedQueryAttention
-from nxdt_core.nn.documents import DocumentMasks, document_mask
+from nxdt_core.nn.documents import DocumentMasks, document_mask, window_mask
 from nxdt_core.nn.rotary import RotaryEmbedding
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 1]])
 
 
-def definition(query, key, value, document_ids=None):
+def definition(query, key, value, document_ids=None, window=None):
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -24,7 +24,8 @@ def definition(query, key, value, document_ids=None):
     for i in range(seq):
         for j in range(seq):
             for b in range(query.shape[0]):
-                if j > i or (document_ids is not None and document_ids[b, i] != document_ids[b, j]):
+                apart = document_ids is not None and document_ids[b, i] != document_ids[b, j]
+                if j > i or apart or (window is not None and i - j >= window):
                     scores[b, :, i, j] = -torch.inf
     return scores.softmax(-1) @ value
 
@@ -47,6 +48,55 @@ def test_the_core_computes_attention(kv_heads, document_ids):
     torch.testing.assert_close(
         torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad), rtol=1e-6, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
+@pytest.mark.parametrize("document_ids", [None, IDS], ids=["whole rows", "documents"])
+def test_a_windowed_core_sees_the_last_few_tokens(window, document_ids, monkeypatch):
+    monkeypatch.setattr("nxdt_core.nn.window._LEAST_ROWS", 3)
+    inputs = heads(2)
+    ours = CausalAttention(window=window)(*inputs, document_ids)
+    expected = definition(*inputs, document_ids, window=window)
+    torch.testing.assert_close(ours, expected)
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad), rtol=1e-6, atol=1e-9
+    )
+    assert CausalAttention(window=window).semantics().window == window
+
+
+def test_a_windowed_core_computes_few_scores(monkeypatch):
+    scores = []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def recorded(query, key, value, **options):
+        scores.append(query.shape[2] * key.shape[2])
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", recorded)
+    core = CausalAttention(window=512)
+    core(*(torch.randn(1, 1, 4096, 8) for _ in range(3)))
+    assert sum(scores) <= 1.25 * 4096 * 512
+    scores.clear()
+    core(*(torch.randn(1, 1, 512, 8) for _ in range(3)))
+    assert len(scores) == 1  # all are within the window: the plain call, whose kernel skips what lies behind
+
+
+def test_windowed_cores_of_a_model_build_one_mask(monkeypatch):
+    masks, made = DocumentMasks(), []
+    monkeypatch.setattr("nxdt_core.nn.documents.window_mask", lambda *key: made.append(key) or window_mask(*key))
+    inputs, ids = heads(2), IDS.clone()
+    with torch.inference_mode():
+        CausalAttention(masks, window=2)(*inputs)
+    assert len(made) == 1  # which no backward may use: not kept
+    for _ in range(3):
+        CausalAttention(masks, window=2)(*inputs).sum().backward()
+        CausalAttention(masks, window=2)(*inputs, ids)
+        CausalAttention(masks)(*inputs, ids)
+    assert len(made) == 3
+    ids[0] = 0
+    changed = CausalAttention(masks, window=2)(*inputs, ids)
+    torch.testing.assert_close(changed, definition(*inputs, ids, window=2))
 
 
 def test_padding_gives_finite_outputs_and_gradients():
