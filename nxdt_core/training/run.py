@@ -16,23 +16,21 @@ from pytorch_lightning.plugins.environments import LightningEnvironment  # type:
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.config.duration import seconds_of
 from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
-from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
-from nxdt_core.training.callbacks.compile_time import CompileTime
 from nxdt_core.training.callbacks.console import Console
-from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
 from nxdt_core.training.callbacks.metrics import MetricsWriter
-from nxdt_core.training.callbacks.nonfinite import NonFiniteGuard
-from nxdt_core.training.callbacks.resumed import ResumeNotes
 from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.callbacks.signals import StopRequests, StopSignals
+from nxdt_core.training.callbacks.time_limit import TimeLimit
 from nxdt_core.training.datamodule import NxdtDataModule
 from nxdt_core.training.memory import memory_errors_explained
 from nxdt_core.training.module import NxdtModule
 from nxdt_core.training.owned import owned_on_rank_zero
+from nxdt_core.training.run_callbacks import run_callbacks
 from nxdt_core.training.start import ForeignStart, Start, decide_start
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
@@ -75,6 +73,9 @@ def _train(
     requests: StopRequests | None,
 ) -> RunSummary:
     ranks = strategy.engine.ranks
+    signals = StopSignals(console, ranks, requests)
+    limit = config.run.trainer.max_time
+    time_limit = [] if limit is None else [TimeLimit(seconds_of(limit), signals)]
     ranks.on_rank_zero(lambda: _keep_config(config))
     start = decide_start(config, own, console.say, ranks)
     if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
@@ -85,7 +86,6 @@ def _train(
     data.prepare()
     figures = SaveFigures(config.run_dir if strategy.is_global_zero else None)
     metrics = _metrics(config, console, figures)
-    signals = StopSignals(console, ranks, requests)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=strategy.lightning_accelerator,
@@ -100,7 +100,11 @@ def _train(
         num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
         inference_mode=config.run.trainer.inference_mode,
         logger=[_built(selected, config.run_dir) for selected in config.loggers] if strategy.is_global_zero else False,
-        callbacks=_callbacks(config, own, ownership, console, metrics, figures, signals),
+        callbacks=[
+            *run_callbacks(config, own, ownership, console, metrics, figures, signals),
+            *time_limit,
+            signals,
+        ],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -156,34 +160,6 @@ def _metrics(config: ResolvedConfig, console: Console, figures: SaveFigures) -> 
         compute_dtype=policy.autocast or policy.parameters,
         more=lambda: figures.row,
     )
-
-
-def _callbacks(
-    config: ResolvedConfig,
-    own: CheckpointStorage,
-    ownership: Ownership | None,
-    console: Console,
-    metrics: MetricsWriter,
-    figures: SaveFigures,
-    signals: StopSignals,
-) -> list[pl.Callback]:
-    """In the order in which they see a step: figures first, then what acts on them, then saving and stopping."""
-    named = [_built(selected, config.run_dir) for selected in config.callbacks]
-    saves = config.run.checkpoint.enabled
-    saver = [CheckpointSaver(own, console, config, metrics, figures, ownership)] if saves else []
-    stops = config.run.trainer.nonfinite == "stop"
-    guard = [NonFiniteGuard(config.run.trainer.log_every_n_steps)] if stops else []
-    compiling = [CompileTime(console)] if config.run.model.compile else []
-    return [
-        ResumeNotes(console),
-        *compiling,
-        metrics,
-        *guard,
-        LifecycleHooks(config, metrics, signals),
-        *named,
-        *saver,
-        signals,
-    ]
 
 
 def _built(selected: Any, run_dir: Path) -> Any:

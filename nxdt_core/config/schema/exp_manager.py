@@ -61,8 +61,9 @@ class CheckpointCallbackParams:
     """Keep optimizer state in the newest checkpoints only; -1 keeps all."""
     model_parallel_size: Annotated[int | None, NoEffect("the layout comes from distributed_strategy")] = None
     """TP × PP."""
-    use_master_weights_in_ckpt: Annotated[bool, NoEffect("master weights are always saved")] = False
-    """Save float32 master weights as the model's weights."""
+    use_master_weights_in_ckpt: bool = False
+    """Insist on float32 as the model's weights, as is the way unless ``checkpoint.save_bf16`` says otherwise: ``true``
+    refuses that key, and a precision that keeps no float32 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +149,8 @@ class ExpManagerConfig:
     """Save tensor by tensor."""
     load_xser: Annotated[bool, NoEffect(_OWN_FORMAT)] = True
     """Load tensor by tensor."""
-    save_bf16: Annotated[bool, NoEffect("NxD Training never read it")] = False
-    """Save in bfloat16."""
+    save_bf16: Annotated[bool, AliasOf("checkpoint.save_bf16")] = False
+    """``checkpoint.save_bf16``."""
     ckpt_ptl_version: Annotated[str | None, NoEffect(_OWN_FORMAT)] = None
     """Version of Lightning assumed for checkpoints that do not say theirs."""
     enable_recovery_time_instrumentation: bool = False
@@ -178,9 +179,9 @@ class ExpManagerConfig:
     """NVIDIA's fault tolerance."""
     fault_tolerance: Mapping[str, Any] | None = None
     """Its options."""
-    max_time_per_run: str | Mapping[str, int] | None = None
-    """Time after which this start of the run stops."""
-    max_time: str | Mapping[str, int] | None = None
-    """The same under the name of NxD Training's docstring."""
+    max_time_per_run: Annotated[str | Mapping[str, int] | None, AliasOf("trainer.max_time")] = None
+    """``trainer.max_time``."""
+    max_time: Annotated[str | Mapping[str, int] | None, AliasOf("trainer.max_time")] = None
+    """``trainer.max_time``."""
     seconds_to_sleep: Annotated[float, NoEffect("ranks meet at a barrier")] = 5
     """Wait of the other ranks for rank 0."""

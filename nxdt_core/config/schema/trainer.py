@@ -54,7 +54,8 @@ class TrainerConfig:
     min_epochs: int | None = None
     """Passes before which nothing may stop the run."""
     max_time: str | Mapping[str, int] | None = None
-    """Time after which the run stops, ``DD:HH:MM:SS``."""
+    """Time after which this start of the run saves and stops, as for SIGTERM: ``days:hours:minutes:seconds``, or a
+    mapping such as ``{hours: 3, minutes: 50}``. Each start counts anew; leave the time of a save below a job's limit."""
     check_val_every_n_epoch: int | None = None
     """Passes between two validations; ``null`` counts steps by ``val_check_interval``."""
     num_sanity_val_steps: int = 0

@@ -11,7 +11,7 @@ from nxdt_core.errors import WrongValue
 
 __all__ = ["find_wrong_durations"]
 
-_KEYS = ("checkpoint.train_time_interval",)
+_KEYS = ("checkpoint.train_time_interval", "trainer.max_time")
 
 
 def find_wrong_durations(checked: Checked) -> Iterator[WrongValue]:

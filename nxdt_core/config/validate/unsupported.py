@@ -44,7 +44,6 @@ RULES: tuple[Unsupported, ...] = (
         max_epochs=-1,
         min_steps=None,
         min_epochs=None,
-        max_time=None,
         check_val_every_n_epoch=None,
         reload_dataloaders_every_n_epochs=0,
     ),
@@ -75,8 +74,6 @@ RULES: tuple[Unsupported, ...] = (
         straggler_detection_params=None,
         create_fault_tolerance_callback=False,
         fault_tolerance=None,
-        max_time=None,
-        max_time_per_run=None,
     ),
     *_group(
         "exp_manager.checkpoint_callback_params",
@@ -90,6 +87,7 @@ RULES: tuple[Unsupported, ...] = (
         save_last_n_optim_states=-1,
     ),
     *_group("model", _NOT_YET, save_logits=False),
+    Unsupported("base", (None,), "a base is read with the file that names it, and overrides come later"),
 )
 
 

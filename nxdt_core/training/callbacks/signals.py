@@ -48,6 +48,7 @@ class StopSignals(pl.Callback):
         self._before: dict[signal.Signals, Any] = {}
         self._wanted: int = 0
         self._wanted_at_s = 0.0
+        self._because: str | None = None
         self.received: signal.Signals | None = None
         """The signal that all ranks stop for."""
 
@@ -68,6 +69,14 @@ class StopSignals(pl.Callback):
             if self._ranks.world_size > 1:
                 self._announce(self.received)
             trainer.should_stop = True
+
+    def request(self, number: signal.Signals, *, because: str) -> None:
+        """Stop as if the signal had come to this rank; ``because`` says to a person why. Later requests add nothing."""
+        if not self._wanted:
+            self._because = because
+            self._want(number)
+            if self._ranks.world_size == 1:
+                self._announce(number)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave nothing under way between the ranks."""
@@ -96,4 +105,7 @@ class StopSignals(pl.Callback):
             self._wanted = number
 
     def _announce(self, number: signal.Signals) -> None:
-        self._console.say(f"{number.name}: stopping after this step; once more stops at once, without saving")
+        if self._because is not None:
+            self._console.say(f"{self._because}: stopping after this step")
+        else:
+            self._console.say(f"{number.name}: stopping after this step; once more stops at once, without saving")
