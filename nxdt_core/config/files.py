@@ -11,7 +11,7 @@ from typing import Any
 from nxdt_core.config.node import Node, Origin, Place, from_plain
 from nxdt_core.config.recipes import RECIPE_SCHEME, find_recipe
 from nxdt_core.config.yaml_source import parse_yaml
-from nxdt_core.errors import ConfigFileNotFound, ConfigProblem, ConfigUnreadable, WrongValue, YamlSyntax
+from nxdt_core.errors import ConfigFileNotFound, ConfigProblem, ConfigUnreadable, UnknownRecipe, WrongValue, YamlSyntax
 from nxdt_core.kernel import Kernel
 
 __all__ = ["Source", "file_problem", "read_source"]
@@ -24,55 +24,57 @@ class Source:
     label: str
     """What the user named."""
     tree: Node
-    directory: Path | None
-    """Where relative paths of the file start."""
     problems: tuple[ConfigProblem, ...]
     readable: bool = True
     """False where there is nothing to check, since the text could not be had or parsed."""
 
 
-def read_source(source: str | Path | Mapping[str, Any], find_kernel: Callable[[], Kernel]) -> Source:
+def read_source(
+    source: str | Path | Mapping[str, Any], find_kernel: Callable[[], Kernel], named: Place | None = None
+) -> Source:
     """Read and parse; problems are returned, not raised.
 
     Args:
         source: A path, ``recipe:NAME``, or a mapping.
         find_kernel: Called where a recipe is named; its plugins bring the recipes.
+        named: Where the source is named; None: by the user.
     """
     if isinstance(source, Mapping):
         label = "mapping"
-        return _checked(label, from_plain(source, Origin(kind="file", where=label)), None, [])
+        return _checked(label, from_plain(source, Origin(kind="file", where=label)), [])
     label = str(source)
+    named = named or Place(place=label, line=0, key="")
     if label.startswith(RECIPE_SCHEME):
         try:
             recipe = find_recipe(find_kernel(), label.removeprefix(RECIPE_SCHEME))
-        except ConfigProblem as problem:
-            return _failed(label, problem)
+        except UnknownRecipe as unknown:
+            return _failed(label, UnknownRecipe(**named, reason=unknown.reason, candidates=unknown.candidates))
         return _parsed(label, recipe.text, recipe.path.parent.absolute())
     path = Path(source).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        return _failed(label, file_problem(path, error, Place(place=label, line=0, key="")))
+        return _failed(label, file_problem(path, error, named))
     return _parsed(label, text, path.absolute().parent)
 
 
 def _parsed(label: str, text: str, directory: Path) -> Source:
-    tree, problems = parse_yaml(text, label)
+    tree, problems = parse_yaml(text, label, directory)
     if problems and isinstance(problems[0], YamlSyntax):
         return _failed(label, problems[0])
-    return _checked(label, tree, directory, problems)
+    return _checked(label, tree, problems)
 
 
-def _checked(label: str, tree: Node, directory: Path | None, problems: list[ConfigProblem]) -> Source:
+def _checked(label: str, tree: Node, problems: list[ConfigProblem]) -> Source:
     if not isinstance(tree.value, dict):
         found = "no mapping at the top"
         return _failed(label, WrongValue(**tree.origin.at(""), found=found, allowed="a mapping of keys and values"))
-    return Source(label=label, tree=tree, directory=directory, problems=tuple(problems))
+    return Source(label=label, tree=tree, problems=tuple(problems))
 
 
 def _failed(label: str, problem: ConfigProblem) -> Source:
     tree = Node({}, Origin(kind="file", where=label))
-    return Source(label=label, tree=tree, directory=None, problems=(problem,), readable=False)
+    return Source(label=label, tree=tree, problems=(problem,), readable=False)
 
 
 def file_problem(path: Path, error: Exception, place: Place) -> ConfigProblem:

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.alignment import spread_alignment
+from nxdt_core.config.based import read_based
 from nxdt_core.config.complete import complete
 from nxdt_core.config.extensions import Extensions, select_extensions
-from nxdt_core.config.files import Source, read_source
+from nxdt_core.config.files import Source
 from nxdt_core.config.findings import component_findings, plugin_findings
 from nxdt_core.config.given import merge_plugin_defaults, tidy_given
 from nxdt_core.config.hf_config import merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.location import Locator
 from nxdt_core.config.node import Node, Origin
-from nxdt_core.config.overrides import COMMAND_LINE, apply_overrides
+from nxdt_core.config.overrides import apply_overrides
 from nxdt_core.config.policy import read_policy, start_kernel, unusable_files
 from nxdt_core.config.reading import Reading, read_tree
 from nxdt_core.config.report import error_report
@@ -86,9 +87,9 @@ class _Load:
         self.reading: Reading | None = None
 
     def run(self) -> ResolvedConfig:
-        source = read_source(self.wanted, self._kernel_for_recipes)
+        source = read_based(self.wanted, self._kernel_for_recipes)
         given = self._collect(source)
-        locator = Locator(source=source.label, directory=source.directory)
+        locator = Locator(source.label)
         kernel = self._start(given, locator)
         self.problems += unusable_files(kernel, given) if self.passed is None else ()
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
@@ -117,10 +118,10 @@ class _Load:
         self.problems += problems
         return tree
 
-    def _kernel_for_recipes(self) -> Kernel:
-        """The kernel that finds a recipe: under the policy of the command line, which may block plugins."""
-        tree, _ = apply_overrides(Node({}, COMMAND_LINE), self.overrides)
-        self.started = self._start(tree, Locator(str(self.wanted), None))
+    def _kernel_for_recipes(self, above: Node) -> Kernel:
+        """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
+        tree, _ = apply_overrides(above, self.overrides)
+        self.started = self._start(tree, Locator(str(self.wanted)))
         return self.started
 
     def _collect(self, source: Source) -> Node:

@@ -5,7 +5,6 @@ working directory. ``package://`` stays as it is in the tree, so that a saved co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.node import Node, to_plain
@@ -20,8 +19,6 @@ class Locator:
     """Knows which file the configuration was read from."""
 
     source: str
-    directory: Path | None
-    """Directory of the file; None for a mapping, whose paths start at the working directory."""
 
     def locate(self, node: Node, shape: Shape) -> Node:
         """The node with relative paths made absolute; the same object where it holds none."""
@@ -33,8 +30,7 @@ class Locator:
             return replace(node, value=items) if changed else node
         if not isinstance(node.value, str) or not node.value or node.value.startswith((PACKAGE_SCHEME, "/")):
             return node
-        base = self.directory if node.origin.kind == "file" else None
-        return replace(node, value=str(resolve_path(node.value, base)))
+        return replace(node, value=str(resolve_path(node.value, node.origin.directory)))
 
     def resolve(self, node: Node, shape: Shape) -> Any:
         """The plain value with ``package://`` paths made real.

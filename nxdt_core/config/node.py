@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypedDict
 
 __all__ = ["Node", "Origin", "Place", "from_plain", "join", "merge", "to_plain"]
@@ -32,6 +32,8 @@ class Origin:
     """Line in the file, counted from 1; 0 where there is none."""
     written: str = ""
     """Of an alias: where the key that it follows was written."""
+    directory: Path | None = None
+    """Of a file: its directory, where its relative paths start; None for a mapping in memory."""
 
     def __str__(self) -> str:
         return self.where if self.kind in ("file", "override") else f"{self.kind} {self.where}".rstrip()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -30,9 +31,15 @@ _DECIMAL = re.compile(r"[-+]?0[0-9_]+")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def parse_yaml(text: str, source: str) -> tuple[Node, list[ConfigProblem]]:
-    """The tree of a YAML document and what is wrong with it. An empty document is an empty mapping."""
-    return _Document(source).read(text)
+def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[Node, list[ConfigProblem]]:
+    """The tree of a YAML document and what is wrong with it. An empty document is an empty mapping.
+
+    Args:
+        text: The document.
+        source: What places in it are called.
+        directory: Where its relative paths start.
+    """
+    return _Document(source, directory).read(text)
 
 
 def parse_scalar(text: str) -> Any:
@@ -44,8 +51,9 @@ def parse_scalar(text: str) -> Any:
 class _Document:
     """One pass over one document's nodes."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, directory: Path | None) -> None:
         self.source = source
+        self.directory = directory
         self.problems: list[ConfigProblem] = []
         self.open: set[int] = set()
         """Identities of the collections that are being read: an anchor inside itself would never end."""
@@ -71,7 +79,7 @@ class _Document:
         return YamlSyntax(place=f"{self.source}:{line}" if line else self.source, line=line, key="", reason=reason)
 
     def _origin(self, line: int) -> Origin:
-        return Origin(kind="file", where=f"{self.source}:{line}", line=line)
+        return Origin(kind="file", where=f"{self.source}:{line}", line=line, directory=self.directory)
 
     def _node(self, node: yaml.Node, path: str) -> Node:
         origin = self._origin(node.start_mark.line + 1)

@@ -28,6 +28,9 @@ __all__ = ["RunConfig"]
 class RunConfig:
     """One training run."""
 
+    base: str | None = None
+    """A YAML file or ``recipe:NAME`` whose keys hold wherever this file gives none: a file may say only in what it
+    differs. Relative paths start at the file that names them. Read from files, not from the command line."""
     name: str
     """Name of the run."""
     model_source: Literal["hf", "megatron"] = "hf"

@@ -1,0 +1,106 @@
+"""``base``: files that build on other files and on recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nxdt_core import config
+from nxdt_core.errors import ConfigError
+
+
+def write(**files):
+    for name, text in files.items():
+        path = Path(name.replace("__", "/") + ".yaml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_file_says_only_in_what_it_differs(load, good):
+    write(common=good)
+    resolved = load("base: common.yaml\ntrainer:\n  devices: 4\nmodel:\n  optim:\n    lr: 0.5\n")
+    assert (resolved.run.trainer.devices, resolved.run.trainer.max_steps) == (4, 100)
+    assert resolved.run.model.optim.lr == 0.5
+    assert str(resolved.origins["trainer.devices"]) == "run.yaml:3"
+    assert str(resolved.origins["trainer.max_steps"]) == f"{Path('common.yaml').absolute()}:3"
+    assert resolved.run.base is None
+
+
+def test_bases_have_bases_and_the_nearest_wins(load, good):
+    write(lowest=good, middle="base: lowest.yaml\ntrainer: {max_steps: 7, devices: 2}\n")
+    resolved = load("base: middle.yaml\ntrainer: {max_steps: 8}\n", "seed=3")
+    assert (resolved.run.trainer.max_steps, resolved.run.trainer.devices, resolved.run.seed) == (8, 2, 3)
+
+
+def test_a_null_takes_a_value_of_the_base_back(load, good):
+    write(common=good + "compiler_flags: -O1\n")
+    assert load("base: common.yaml\ncompiler_flags: null\n").run.compiler_flags is None
+
+
+def test_a_resolved_configuration_stands_alone(load, good, kernel):
+    write(common=good)
+    resolved = load("base: common.yaml\n")
+    Path("common.yaml").unlink()
+    assert config.load(resolved.to_dict(), kernel=kernel) == resolved
+
+
+def test_relative_paths_start_at_the_file_that_names_them(load, good):
+    write(sub__common=good.replace("seq_length", "files: [here.txt]\n  seq_length"))
+    above, here = load("base: sub/common.yaml\n"), load("base: sub/common.yaml\ndata: {files: [here.txt]}\n")
+    assert above.selected("data").config.files == (Path("sub/here.txt").absolute(),)
+    assert here.selected("data").config.files == (Path("here.txt").absolute(),)
+
+
+def test_a_mapping_has_a_base_too(load, good, kernel):
+    write(common=good)
+    load(good)  # goes to the directory of the file
+    assert config.load({"base": "common.yaml", "seed": 5}, kernel=kernel).run.seed == 5
+
+
+def test_a_recipe_is_a_base():
+    resolved = config.load({"base": "recipe:llama-tiny", "name": "mine"})
+    assert resolved.run.name == "mine"
+    assert str(resolved.origins["trainer.max_steps"]).startswith("recipe:llama-tiny:")
+
+
+def test_the_policy_of_a_file_decides_who_brings_its_base():
+    (problem,) = config.check({"base": "recipe:llama-tiny", "plugins": {"block": ["nxdt-plugin-llama"]}})
+    assert problem.row().startswith("mapping: base: no plugin has a recipe of that name.")
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("base: comon.yaml\n", "run.yaml:1: base: no file '{here}/comon.yaml'. Did you mean '{here}/common.yaml'"),
+        ("base: recipe:no\n", "run.yaml:1: base: no plugin has a recipe of that name. 'nxdt recipes list' shows all."),
+        (
+            "base: package://nobody/x.yaml\n",
+            "run.yaml:1: base: found 'package://nobody/x.yaml', but no package 'nobody'",
+        ),
+        ("base: [common.yaml]\n", "run.yaml:1: base: found ['common.yaml'] (a list); allowed: the path of a YAML file"),
+        ("base: around.yaml\n", "{here}/around.yaml:1: base: found 'around.yaml', which is itself based on this file"),
+        ("base: broken.yaml\n", "{here}/broken.yaml:2: not valid YAML"),
+    ],
+)
+def test_a_base_that_cannot_be_had_is_told(report, text, row):
+    write(common="name: a\n", around="base: around.yaml\n", broken="a: [\n")
+    (found,) = report(text)
+    assert found.startswith(row.format(here=Path.cwd()))
+
+
+def test_files_that_are_based_on_one_another_are_told(load):
+    write(one="base: two.yaml\n", two="base: one.yaml\n")
+    with pytest.raises(ConfigError, match="itself based on this file"):
+        load("base: one.yaml\n")
+
+
+def test_a_mistake_in_a_base_is_told_where_it_stands(report, good):
+    write(common=good.replace("max_steps", "max_stepz"))
+    rows = report("base: common.yaml\n")
+    assert any(row.startswith(f"{Path('common.yaml').absolute()}:3: trainer.max_stepz: unknown key") for row in rows)
+
+
+def test_an_override_names_no_base(report, good):
+    (row,) = report(good, "base=common.yaml")
+    assert row.startswith("command line: base: found 'common.yaml' (text); a base is read with the file that names")
