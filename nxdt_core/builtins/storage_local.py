@@ -124,6 +124,28 @@ class LocalStorage:
             self._sync_directory(path.parent)
             return True
 
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`.
+
+        Replacers take turns by a lock on the directory, which is taken once the bytes are on the disk: who hangs
+        while writing them keeps nobody out, and replaces nothing later.
+        """
+        path = self._path(key)
+        if self.stat(key) is None:
+            return False
+        with self._explained(path), self._temporary(path.parent) as (stream, temporary):
+            stream.write(data)
+            self._flush(stream)
+            with _turn_in(path.parent):
+                try:
+                    if path.read_bytes() != expected:
+                        return False
+                except FileNotFoundError:
+                    return False
+                temporary.replace(path)
+            self._sync_directory(path.parent)
+            return True
+
     def try_lock(self, key: str, note: bytes) -> FileLock | None:
         """See :class:`nxdt_core.protocols.checkpoint_storage.LockableStorage`."""
         with self._explained(self._root):
@@ -287,6 +309,18 @@ def _require_directory(path: Path) -> None:
     with suppress(FileNotFoundError):
         if not stat.S_ISDIR(path.stat().st_mode):  # one call: another process may remove it between two
             raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(path))
+
+
+@contextmanager
+def _turn_in(folder: Path) -> Iterator[None]:
+    """Wait for the lock on ``folder``; some network file systems have none."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

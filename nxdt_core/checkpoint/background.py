@@ -57,6 +57,10 @@ class BackgroundJob(Generic[T]):
         left_s = max(0.0, self._ends_at - time.monotonic())
         self._ended.wait(left_s if timeout_s is None else min(timeout_s, left_s))
 
+    def give_up(self) -> None:
+        """From now on it is late, whatever is left of its time: another rank's is over."""
+        self._ends_at = min(self._ends_at, time.monotonic())
+
     def check_deadline(self) -> None:
         """Called by ``work``, too, before what may not happen late.
 

@@ -1,7 +1,7 @@
 """The commit of one step, and what goes before and after it: which manifest counts, whose files may go. Torch-free.
 
-A step that was committed before is replaced in one atomic write of its manifest, so that the older save counts
-until the newer one does. A step whose manifest is damaged loses it first.
+A step that was committed before is replaced in one atomic, conditional write of its manifest, so that the older save
+counts until the newer one does, and a late writer replaces nothing. A step whose manifest is damaged loses it first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def commit(
         raise CheckpointConflict(where=f"{storage.uri}/{key}", reason=reason)
     failure: Exception | None = None
     try:
-        written = _replace(storage, key, data, replaces) if replaces else storage.put_if_absent(key, data)
+        written = storage.put_if_match(key, data, replaces) if replaces else storage.put_if_absent(key, data)
     except (OSError, StorageError) as error:
         failure, written = error, False
     if written or _is_committed(storage, manifest):
@@ -96,14 +96,6 @@ def clear_other_attempts(
         storage.delete_many([key for key in found if key != keep and not key.startswith(manifest.prefix)])
     except (OSError, StorageError) as error:
         _log.warning("files of older saves are left under %s/%s: %s", storage.uri, keep, error)
-
-
-def _replace(storage: CheckpointStorage, key: str, data: bytes, expected: bytes) -> bool:
-    if read_object(storage, key) != expected:
-        return False
-    with storage.open_write(key) as stream:
-        stream.write(data)
-    return True
 
 
 def _fencing(data: bytes | None, step: int) -> int:

@@ -202,6 +202,7 @@ class CheckpointManager:
         try:
             together(self._ranks, flight.running.raise_failure, where=self._where(flight.step))
         except BaseException:  # on all ranks: to connect anew is collective
+            flight.running.give_up()
             self._background, self._staging = None, StagingBuffers()  # a thread that hangs keeps the old ones
             raise
         flight.blocked_s += time.monotonic() - begun

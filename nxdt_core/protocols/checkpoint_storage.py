@@ -77,6 +77,14 @@ class CheckpointStorage(Protocol):
         """
         ...
 
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        """Replace a small object in one atomic, durable step if its bytes are ``expected`` at that moment.
+
+        Returns:
+            True when this call replaced it; False, with nothing changed, when it holds other bytes or does not exist.
+        """
+        ...
+
     def after_commit(self, prefix: str) -> None:
         """Called once after the manifest under ``prefix`` is committed; most stores do nothing."""
         ...

@@ -40,6 +40,7 @@ __all__ = ["RankPool", "RanksFailed", "process_group"]
 
 _HOST = "127.0.0.1"
 _PRELOAD = (
+    "boto3",  # where it is installed
     "pytorch_lightning",  # 5 CPU-seconds, more than torch: in each rank of each run it would be most of a test
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

@@ -247,7 +247,32 @@ class CheckpointStorageContract:
         stores = [self.reopen(storage) for _ in range(8)]
         for round_ in range(5):
             key = f"race/{round_}"
-            won = _race(stores, key)
+            won = _race(stores, lambda store, data, key=key: store.put_if_absent(key, data))  # type: ignore[misc]
+            assert won.count(True) == 1
+            assert _read(storage, key) == bytes([won.index(True)]) * 4096
+
+    def test_put_if_match_replaces_what_is_expected_only(self, storage: CheckpointStorage) -> None:
+        """And never creates."""
+        assert storage.put_if_match("a/m.json", b"new", b"") is False
+        assert storage.stat("a/m.json") is None
+        _write(storage, "a/m.json", b"first")
+        for other in (b"", b"firs", b"first!", b"other"):
+            assert storage.put_if_match("a/m.json", b"second", other) is False
+        assert _read(self.reopen(storage), "a/m.json") == b"first"
+        assert storage.put_if_match("a/m.json", b"second", b"first") is True
+        assert storage.put_if_match("a/m.json", b"third", b"first") is False
+        assert _read(self.reopen(storage), "a/m.json") == b"second"
+        storage.delete_many(["a/m.json"])
+        assert storage.put_if_match("a/m.json", b"third", b"second") is False
+        assert list(storage.list()) == []
+
+    def test_put_if_match_has_one_winner(self, storage: CheckpointStorage) -> None:
+        """Of several that start together from the same bytes; the object is the winner's, whole."""
+        stores = [self.reopen(storage) for _ in range(8)]
+        for round_ in range(5):
+            key = f"race/{round_}"
+            _write(storage, key, b"before")
+            won = _race(stores, lambda store, data, key=key: store.put_if_match(key, data, b"before"))  # type: ignore[misc]
             assert won.count(True) == 1
             assert _read(storage, key) == bytes([won.index(True)]) * 4096
 
@@ -304,6 +329,7 @@ class CheckpointStorageContract:
             lambda: storage.stat(key),
             lambda: storage.delete_many([key]),
             lambda: storage.put_if_absent(key, b"x"),
+            lambda: storage.put_if_match(key, b"x", b"y"),
         ]
         for use in uses:
             with pytest.raises(StorageError):
@@ -345,13 +371,13 @@ def _write(storage: CheckpointStorage, key: str, data: bytes) -> None:
         stream.write(data)
 
 
-def _race(stores: list[CheckpointStorage], key: str) -> list[bool]:
-    """What ``put_if_absent`` gave each of ``stores``, all called at once with objects of their own."""
+def _race(stores: list[CheckpointStorage], put_object: Callable[[CheckpointStorage, bytes], bool]) -> list[bool]:
+    """What ``put_object`` gave each of ``stores``, all called at once with objects of their own."""
     barrier = threading.Barrier(len(stores))
 
     def put(number: int) -> bool:
         barrier.wait()
-        return stores[number].put_if_absent(key, bytes([number]) * 4096)
+        return put_object(stores[number], bytes([number]) * 4096)
 
     with ThreadPoolExecutor(len(stores)) as pool:
         return list(pool.map(put, range(len(stores))))

@@ -109,6 +109,10 @@ class FaultyStorage:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`. It is atomic ``during``, too."""
         return self._call(f"put {key}", lambda: self.inner.put_if_absent(key, data))
 
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`. It is atomic ``during``, too."""
+        return self._call(f"replace {key}", lambda: self.inner.put_if_match(key, data, expected))
+
     def after_commit(self, prefix: str) -> None:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
         self._call(f"after_commit {prefix}", lambda: self.inner.after_commit(prefix))

@@ -72,6 +72,15 @@ class MemoryStorage:
             self.objects[key] = (bytes(data), time.time())
             return True
 
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        self.check_key(key)
+        with self._lock:
+            if key not in self.objects or self.objects[key][0] != expected:
+                return False
+            self.objects[key] = (bytes(data), time.time())
+            return True
+
     def after_commit(self, prefix: str) -> None:
         """Nothing to do."""
 

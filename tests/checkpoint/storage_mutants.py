@@ -223,6 +223,36 @@ class PutChecksThenActs(MemoryStorage):
         return True
 
 
+class MatchOverwrites(MemoryStorage):
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        self.check_key(key)
+        matches = self.objects.get(key, (None,))[0] == expected
+        if key in self.objects:
+            self.objects[key] = (data, time.time())
+        return matches
+
+
+class MatchCreates(MemoryStorage):
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        return super().put_if_match(key, data, expected) or self.put_if_absent(key, data)
+
+
+class MatchComparesLengths(MemoryStorage):
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        found = self.objects.get(key, (b"",))[0]
+        return super().put_if_match(key, data, found if len(found) == len(expected) else expected)
+
+
+class MatchChecksThenActs(MemoryStorage):
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        self.check_key(key)
+        if key not in self.objects or self.objects[key][0] != expected:
+            return False
+        time.sleep(0.01)
+        self.objects[key] = (data, time.time())
+        return True
+
+
 class TakesAnyKey(MemoryStorage):
     def check_key(self, key: str) -> None:
         pass

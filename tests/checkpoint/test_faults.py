@@ -128,28 +128,31 @@ def test_an_answer_exists_to_our_own_manifest_is_success(save: Any) -> None:
     assert verify(storage, 1) == []
 
 
-@pytest.mark.parametrize("existed", [False, True])
-def test_a_late_writer_cannot_touch_what_another_committed(save: Any, existed: bool) -> None:
-    """Two jobs save one step; the one that commits last is refused and takes its own files away."""
+@pytest.mark.parametrize(
+    ("existed", "moment"),
+    [(False, "open_write"), (True, "open_write"), (False, "put_if_absent"), (True, "put_if_match")],
+)
+def test_a_late_writer_cannot_touch_what_another_committed(
+    save: Any, monkeypatch: pytest.MonkeyPatch, existed: bool, moment: str
+) -> None:
+    """Two jobs save one step; the one that commits last is refused and takes its own files away.
+
+    The other saves all of it just before the late one writes its first file, or its manifest.
+    """
     other = MemoryStorage()
     if existed:
         save(other, 1)
+    late = MemoryStorage("memory://", other.objects)
     winners: list[str] = []
 
-    class Slow(MemoryStorage):
-        """Another writer saves the step while this one writes its first file."""
+    def call(*arguments: Any) -> Any:
+        if not winners:
+            winners.append(save(other, 1).attempt)
+        return getattr(MemoryStorage, moment)(late, *arguments)
 
-        def list(self, prefix: str = "") -> Any:
-            return super().list(prefix)
-
-        def open_write(self, key: str) -> Any:
-            if not winners:
-                winners.append("")
-                winners[0] = save(other, 1).attempt
-            return super().open_write(key)
-
+    monkeypatch.setattr(late, moment, call)
     with pytest.raises(CheckpointConflict, match="NXDT-S014"):
-        save(Slow("memory://", other.objects), 1)
+        save(late, 1)
     assert read_manifest(other, 1).attempt == winners[0]
     assert verify(other, 1) == []
     assert {info.key.split("/")[1] for info in other.list()} == {"manifest.json", winners[0]}

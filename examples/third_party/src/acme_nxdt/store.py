@@ -73,6 +73,15 @@ class SQLiteStore:
             row = (_check(key), data, time.time())
             return session.execute("INSERT OR IGNORE INTO objects VALUES (?, ?, ?)", row).rowcount == 1
 
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        """One statement, so nobody comes between the comparison and the replacement."""
+        with self._session() as session:
+            row = (data, time.time(), _check(key), expected)
+            return (
+                session.execute("UPDATE objects SET data = ?, modified = ? WHERE key = ? AND data = ?", row).rowcount
+                == 1
+            )
+
     def after_commit(self, prefix: str) -> None:
         """Nothing to do."""
 

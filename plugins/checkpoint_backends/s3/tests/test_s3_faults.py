@@ -96,6 +96,8 @@ def test_each_other_request_may_fail_once(behind, proxy, storage, fault):
         "read": lambda: read(other),
         "put": lambda: other.put_if_absent("b", b"y"),
         "put again": lambda: other.put_if_absent("b", b"z"),
+        "replace": lambda: other.put_if_match("b", b"z", b"y"),
+        "replace again": lambda: other.put_if_match("b", b"x", b"y"),
         "delete": lambda: other.delete_many(["a", "none"]),
     }
     results = {}
@@ -110,9 +112,11 @@ def test_each_other_request_may_fail_once(behind, proxy, storage, fault):
         "read": b"x",
         "put": True,
         "put again": False,
+        "replace": True,
+        "replace again": False,
         "delete": None,
     }
-    assert [(info.key, read(storage, info.key)) for info in storage.list()] == [("b", b"y")]
+    assert [(info.key, read(storage, info.key)) for info in storage.list()] == [("b", b"z")]
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -165,6 +169,30 @@ def test_a_lost_answer_to_a_conditional_write_is_known_as_ours_or_not(behind, pr
     proxy.inject(lose_answer, times=2)
     assert behind().put_if_absent("b", b"mine") is False
     assert (read(storage, "a"), read(storage, "b")) == (b"mine", b"theirs")
+
+
+def test_a_lost_answer_to_a_conditional_replacement_is_known_as_ours_or_not(behind, proxy, storage):
+    write(storage, b"first", "a")
+    proxy.inject(lose_answer, at=1, times=2)
+    assert behind().put_if_match("a", b"mine", b"first") is True
+    write(storage, b"theirs", "b")
+    proxy.inject(lose_answer, times=2)
+    assert behind().put_if_match("b", b"mine", b"first") is False
+    assert (read(storage, "a"), read(storage, "b")) == (b"mine", b"theirs")
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+def test_an_object_that_changes_before_its_replacement_stays(behind, proxy, storage, moment):
+    """Also between the comparison and the replacement, which the server tells."""
+
+    def overtake(exchange):
+        write(storage, b"theirs", "a")
+        exchange.answer(exchange.forward())
+
+    write(storage, b"first", "a")
+    proxy.inject(overtake, at=moment)
+    assert behind().put_if_match("a", b"mine", b"first") is False
+    assert read(storage, "a") == b"theirs"
 
 
 def test_a_conflict_of_two_conditional_writes_is_tried_again(behind, proxy):

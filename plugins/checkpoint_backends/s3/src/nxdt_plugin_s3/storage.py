@@ -1,7 +1,8 @@
 """The store of checkpoints in S3: one object a key, below the prefix of the address.
 
 An object is visible once its upload is completed, whole, and then for every reader (S3 has been strongly consistent
-since 2020); ``put_if_absent`` is a conditional PUT. Any store with these two properties will do.
+since 2020); ``put_if_absent`` and
+``put_if_match`` are conditional PUTs (AWS has the latter since November 2024). Any store with these properties will do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, BinaryIO, cast
@@ -103,31 +104,26 @@ class S3Storage:
 
         Right also where an answer is lost and the request repeated: the object then carries this call's token.
         """
-        link, token = self._link(), secrets.token_hex(16)
-        target = {"Bucket": link.bucket, "Key": self._address.name_of(key)}
-        request = {
-            **target,
-            **link.object_arguments(),
-            **link.checksum.arguments(data),
-            "Body": data,
-            "IfNoneMatch": "*",
-            "Metadata": {TOKEN: token},
-        }
-        sent = 0
+        return self._put_if(key, data, lambda target: {"IfNoneMatch": "*"})
 
-        def put() -> bool:
-            nonlocal sent
-            sent += 1
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`.
+
+        The server compares the entity tag that ``expected`` was read with, at the moment of the replacement.
+        """
+
+        def condition(target: dict[str, str]) -> dict[str, str] | None:
             try:
-                link.client.put_object(**request)
+                found = self._link().client.get_object(**target)
             except ClientError as error:
-                if status_of(error) != 412:
-                    raise
-                return sent > 1 and is_ours(link, target, token)
-            return True
+                if status_of(error) == 404:
+                    return None
+                raise
+            with found["Body"] as body:  # read without a limit: only then does the SDK notice an answer cut short
+                same = found["ContentLength"] == len(expected) and body.read() == expected
+                return {"IfMatch": found["ETag"]} if same else None
 
-        with link.explained(self._address.where(key), "Writing"):
-            return bool(self._run(key, put))
+        return self._put_if(key, data, condition)
 
     def after_commit(self, prefix: str) -> None:
         """Delete uploads below the address that killed writers left unfinished."""
@@ -142,6 +138,30 @@ class S3Storage:
 
     def _run(self, key: str, request: Any) -> Any:
         return self._link().patience.run(request, group=_group(key), where=self._address.where(key))
+
+    def _put_if(self, key: str, data: bytes, condition: Callable[[dict[str, str]], dict[str, str] | None]) -> bool:
+        """Put an object under a condition of the server's; ``condition`` gives None where it cannot be met any more."""
+        link, token, name = self._link(), secrets.token_hex(16), self._address.name_of(key)
+        target = {"Bucket": link.bucket, "Key": name}
+        given = {**link.object_arguments(), **link.checksum.arguments(data), "Metadata": {TOKEN: token}}
+        sent = 0
+
+        def put() -> bool:
+            nonlocal sent
+            sent_before, met = sent, condition(target)
+            if met is not None:
+                sent += 1
+                try:
+                    link.client.put_object(**target, **given, **met, Body=data)
+                except ClientError as error:
+                    if status_of(error) not in (404, 412):
+                        raise
+                else:
+                    return True
+            return sent_before > 0 and is_ours(link, target, token)
+
+        with link.explained(self._address.where(key), "Writing"):
+            return bool(self._run(key, put))
 
     def _entries(self, name: str, prefix: str) -> Iterator[dict[str, Any]]:
         """What the server lists of names that begin with ``name``, page by page."""
