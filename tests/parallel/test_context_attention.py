@@ -48,6 +48,8 @@ def documents(name: str) -> torch.Tensor | None:
 
 
 DOCUMENTS = ("none", "packed", "aligned", "short")
+WINDOWS = (1, 5, 12, 30)
+"""Within a chunk of 2 and of 4 ranks, as long as one, over several."""
 
 
 def inputs(kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -59,11 +61,13 @@ def inputs(kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
-def whole(kv_heads: int, document_ids: torch.Tensor | None, dtype: torch.dtype) -> list[torch.Tensor]:
+def whole(
+    kv_heads: int, document_ids: torch.Tensor | None, dtype: torch.dtype, window: int | None
+) -> list[torch.Tensor]:
     """Output and gradients of one process, in float64."""
     *qkv, grad = (t.double() for t in inputs(kv_heads, dtype))
     leaves = [t.requires_grad_() for t in qkv]
-    output = CausalAttention()(*leaves, document_ids)
+    output = CausalAttention(window=window)(*leaves, document_ids)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
@@ -71,8 +75,8 @@ def context_mesh() -> ParallelMesh:
     return ParallelMesh.build(MeshSizes(cp=dist.get_world_size()), "cpu")
 
 
-def sharded_core(mesh: ParallelMesh, method: str) -> nn.Module:
-    model = nn.ModuleDict({"core": CausalAttention()})
+def sharded_core(mesh: ParallelMesh, method: str, window: int | None = None) -> nn.Module:
+    model = nn.ModuleDict({"core": CausalAttention(window=window)})
     apply_context_parallel(model, ParallelPlan(attention_cores=("core",)), mesh, method=method)
     return model["core"]
 
@@ -84,11 +88,13 @@ def on_ranks(cases: list[tuple]) -> list[float]:
         return [difference(mesh, *case) for case in cases]
 
 
-def difference(mesh: ParallelMesh, method: str, kv_heads: int, packing: str, dtype: torch.dtype) -> float:
+def difference(
+    mesh: ParallelMesh, method: str, kv_heads: int, packing: str, dtype: torch.dtype, window: int | None = None
+) -> float:
     ids = documents(packing)
     shard = functools.partial(shard_of, rank=mesh.rank("cp"), ranks=mesh.size("cp"))
     local_ids = None if ids is None else shard(ids, dim=1)
-    core = sharded_core(mesh, method)
+    core = sharded_core(mesh, method, window)
     *qkv, grad = (shard(t, dim=2) for t in inputs(kv_heads, dtype))
     leaves = [t.detach().requires_grad_() for t in qkv]
     output = core(*leaves, local_ids)
@@ -96,7 +102,7 @@ def difference(mesh: ParallelMesh, method: str, kv_heads: int, packing: str, dty
     found = [output.detach(), *(t.grad for t in leaves)]
     assert all(t.dtype == dtype for t in found)
     together = [unshard_sequence(t, mesh, dim=2).double() for t in found]
-    return max((a - b).abs().max().item() for a, b in zip(together, whole(kv_heads, ids, dtype), strict=True))
+    return max((a - b).abs().max().item() for a, b in zip(together, whole(kv_heads, ids, dtype, window), strict=True))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -105,6 +111,16 @@ def test_attention_is_that_of_one_process(ranks, size, dtype):
     cases = [(*case, dtype) for case in itertools.product(METHODS, (HEADS, 2, 1), DOCUMENTS)]
     for found in ranks(size).run(on_ranks, cases):
         wrong = {case[:3]: error for case, error in zip(cases, found, strict=True) if not error < TOLERANCE[dtype]}
+        assert not wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_windows_are_those_of_one_process(ranks, size):
+    cases = [
+        (*case, torch.float64, window) for case in itertools.product(METHODS, (2,), DOCUMENTS) for window in WINDOWS
+    ]
+    for found in ranks(size).run(on_ranks, cases):
+        wrong = {case: error for case, error in zip(cases, found, strict=True) if not error < 1e-11}
         assert not wrong
 
 

@@ -26,18 +26,19 @@ def chunks(rows: tuple[tuple[int, ...], ...] | None, ranks: int) -> DocumentChun
     return DocumentChunks(ids, _relations(ids, 2 * ranks))
 
 
-def counted(documents: DocumentChunks | None, ranks: int, method: str) -> torch.Tensor:
+def counted(documents: DocumentChunks | None, ranks: int, method: str, window: int | None = None) -> torch.Tensor:
     """How often each [row of the batch, query, key] of the whole sequence is attended to."""
     seq = 2 * ranks * CHUNK
     places = torch.arange(seq)
     times = torch.zeros(2, seq, seq, dtype=torch.int64)
     for rank in range(ranks):
         queries = shard_of(places, rank, ranks, 0)
-        parts = [(ring_blocks(rank, s, ranks, CHUNK, documents), shard_of(places, s, ranks, 0)) for s in range(ranks)]
+        layout = (ranks, CHUNK, documents, window)
+        parts = [(ring_blocks(rank, s, *layout), shard_of(places, s, ranks, 0)) for s in range(ranks)]
         if method == "gather":
             parts = [
-                (local_blocks(rank, ranks, CHUNK, documents), queries),
-                (prefix_blocks(rank, ranks, CHUNK, documents), places),
+                (local_blocks(rank, *layout), queries),
+                (prefix_blocks(rank, *layout), places),
             ]
         for blocks, keys in parts:
             for block in blocks:
@@ -47,20 +48,27 @@ def counted(documents: DocumentChunks | None, ranks: int, method: str) -> torch.
                     seen &= torch.ones(len(of_rows), len(of_keys)).tril().bool()
                 if block.documents is not None:
                     seen &= block.documents[0][:, :, None] == block.documents[1][:, None, :]
+                if block.window is not None:
+                    oldest = torch.tensor([block.window.first_key(row) for row in range(len(of_rows))])
+                    seen &= torch.arange(len(of_keys)) >= oldest[:, None]
+                assert seen.any(), "a block of which nothing is seen"
                 times[:, of_rows[:, None], of_keys] += seen
     return times
 
 
 @pytest.mark.parametrize("method", ["ring", "gather"])
 @pytest.mark.parametrize("rows", [None, PACKED, APART], ids=["whole rows", "packed", "apart"])
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 7])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_visible_pair_is_attended_to_once(ranks, rows, method):
+def test_each_visible_pair_is_attended_to_once(ranks, window, rows, method):
     documents = chunks(rows, ranks)
     seq = 2 * ranks * CHUNK
     visible = torch.ones(2, seq, seq).tril().bool()
     if documents is not None:
         visible &= documents.ids[:, :, None] == documents.ids[:, None, :]
-    assert torch.equal(counted(documents, ranks, method), visible.long())
+    if window is not None:
+        visible &= torch.ones(seq, seq).triu(1 - window).bool()
+    assert torch.equal(counted(documents, ranks, method, window), visible.long())
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -89,6 +97,15 @@ def test_chunks_without_a_common_document_are_not_computed_and_those_of_one_need
     assert pairs[2, 2] == 3
     assert all(block.documents is None for block in ring_blocks(2, 2, 3, CHUNK, documents))
     assert pairs[2, 0] == pairs[0, 2] == 0
+
+
+def test_blocks_before_the_window_are_not_computed_and_those_within_need_no_mask():
+    blocks = {
+        (rank, source): ring_blocks(rank, source, 3, CHUNK, None, window=4) for rank in range(3) for source in range(3)
+    }
+    assert [len(blocks[0, source]) for source in range(3)] == [2, 1, 0]  # late chunk 5 reaches back to 4, on rank 1
+    assert all(block.window is None for block in blocks[0, 0])
+    assert [len(prefix_blocks(rank, 3, CHUNK, None, window=1)) for rank in range(3)] == [0, 0, 0]
 
 
 def test_the_blocks_of_a_row_begin_with_the_diagonal():

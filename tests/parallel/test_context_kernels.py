@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nxdt_core.devices import HOST, profile_of
-from nxdt_core.parallel.context.attention.block import _KERNELS, Block, GradientSums, Merged, kernel_for
+from nxdt_core.parallel.context.attention.block import _KERNELS, Block, GradientSums, Merged, Window, kernel_for
 from nxdt_core.parallel.context.attention.composed import ComposedKernel
 from nxdt_core.parallel.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
 from nxdt_core.parallel.context.attention.kernel import Scoring, dense_heads
@@ -164,6 +164,23 @@ def test_long_blocks_are_cut_into_rows(value_width):
     expected = (output.detach(), lse.detach(), *torch.autograd.grad(output, leaves, grad))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value_width", [WIDTH, 5], ids=["fused", "composed"])
+def test_windows_over_several_cuts_hide_what_lies_before_them(value_width):
+    length, window = 600, 150  # cuts have 128 rows
+    query, key, value, grad = tensors(torch.float64, 2, rows=length, keys=2 * length, value_width=value_width)
+    visible = torch.cat((torch.ones(length, length).tril().triu(1 - window), torch.zeros(length, length)), 1)
+    visible[:, length:] = torch.ones(length, length).triu(450 - window + 1)
+    blocks = [
+        Block(rows=slice(0, length), keys=slice(0, length), diagonal=True, window=Window(length=window, distance=0)),
+        Block(rows=slice(0, length), keys=slice(length, 2 * length), window=Window(length=window, distance=450)),
+    ]
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    output, lse = definition(*leaves, visible.bool()[None, None])
+    expected = (output.detach(), lse.detach(), *torch.autograd.grad(output, leaves, grad))
+    for found, theirs in zip(merged(blocks, query, key, value, grad), expected, strict=True):
+        torch.testing.assert_close(found, theirs, rtol=1e-9, atol=1e-9)
 
 
 def test_a_kernel_that_does_not_fit_gives_way_to_the_composed_one():

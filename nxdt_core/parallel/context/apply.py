@@ -91,7 +91,7 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
 
     Raises:
         AttentionCoreMissing: the plan names no cores, or ones that the model does not have.
-        AttentionCoreUnknown: a core that does not say that it is causal and nothing else.
+        AttentionCoreUnknown: a core that does not say what it computes, or whose tokens see later ones.
         RingNeedsPointToPoint: the devices of ``mesh`` have collectives only.
     """
     group = mesh.group("cp")
@@ -107,7 +107,7 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     for path, core in cores:
         semantics = _semantics(path, core)
         parent, _, name = path.rpartition(".")
-        sharded = ContextParallelAttention(group, method=method, scale=semantics.scale, documents=documents)
+        sharded = ContextParallelAttention(group, method=method, semantics=semantics, documents=documents)
         setattr(module.get_submodule(parent), name, sharded)
 
 
@@ -115,11 +115,16 @@ class ContextParallelAttention(nn.Module):
     """An attention core over a sequence that the ranks of a group share; its call is that of the core it replaces."""
 
     def __init__(
-        self, group: dist.ProcessGroup, *, method: ContextMethod, scale: float | None, documents: DocumentsOfBatches
+        self,
+        group: dist.ProcessGroup,
+        *,
+        method: ContextMethod,
+        semantics: AttentionSemantics,
+        documents: DocumentsOfBatches,
     ) -> None:
-        """``scale``: of the scores; None for 1 / sqrt(head_dim). ``documents``: shared by the cores of a model."""
+        """``semantics``: causal, of the core that it replaces. ``documents``: shared by the cores of a model."""
         super().__init__()
-        self.group, self.method, self.scale, self.documents = group, method, scale, documents
+        self.group, self.method, self.semantics, self.documents = group, method, semantics, documents
         # A compiled graph has no room for messages on their way: one break here rather than one a message.
         self._attend: Callable[..., torch.Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
             _attend, reason="context parallelism talks to other ranks"
@@ -157,13 +162,17 @@ def _attend(
     value: torch.Tensor,
     document_ids: torch.Tensor | None,
 ) -> torch.Tensor:
+    scale, window = core.semantics.scale, core.semantics.window
+    if window is not None and window >= query.shape[2] * core.group.size():
+        window = None
     return _METHODS[core.method](
         dense_heads(query),
         dense_heads(key),
         dense_heads(value),
-        scale=query.shape[-1] ** -0.5 if core.scale is None else core.scale,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
         group=core.group,
         documents=None if document_ids is None else core.documents(document_ids),
+        window=window,
     )
 
 

@@ -1,21 +1,23 @@
 """Which blocks of the attention matrix a context parallel rank computes, and in which order.
 
-Rows are the rank's own queries: its early chunk, then its late one. Blocks that causality hides are not made, and of
-packed documents those whose chunks have none in common are not either.
+Rows are the rank's own queries: its early chunk, then its late one. Blocks that causality hides are not made, nor those
+that lie wholly before the window, nor, of packed documents, those whose chunks have none in common.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nxdt_core.parallel.context.attention.block import Block
+from nxdt_core.parallel.context.attention.block import Block, Window
 from nxdt_core.parallel.context.documents import DocumentChunks
 from nxdt_core.parallel.context.zigzag import chunks_of
 
 __all__ = ["local_blocks", "prefix_blocks", "ring_blocks"]
 
 
-def ring_blocks(rank: int, source: int, ranks: int, chunk: int, documents: DocumentChunks | None) -> list[Block]:
+def ring_blocks(
+    rank: int, source: int, ranks: int, chunk: int, documents: DocumentChunks | None, window: int | None = None
+) -> list[Block]:
     """Blocks of ``rank``'s queries with the keys of ``source``, both in the order in which ranks hold them.
 
     Args:
@@ -24,48 +26,78 @@ def ring_blocks(rank: int, source: int, ranks: int, chunk: int, documents: Docum
         ranks: of the group.
         chunk: tokens in a chunk.
         documents: None where each row of the batch is one document.
+        window: how many tokens one sees, itself included; None for all before it.
     """
     early, late, both = slice(0, chunk), slice(chunk, 2 * chunk), slice(0, 2 * chunk)
-    if documents is None:
+    if documents is None and window is None:
         if source == rank:
             return [Block(rows=both, keys=both, diagonal=True)]
         # The early chunk of a lower rank lies before both of ours and its late one behind; those of a higher rank lie
         # between ours. Either way half of the scores are computed, and no mask is needed.
         return [Block(rows=both, keys=early) if source < rank else Block(rows=late, keys=both)]
     blocks = [
-        Block(rows=rows, keys=keys, diagonal=row == key, documents=_masked(documents, row, key, key + 1))
+        Block(
+            rows=rows,
+            keys=keys,
+            diagonal=row == key,
+            documents=_masked(documents, row, key, key + 1),
+            window=_windowed(window, chunk, row, key),
+        )
         for rows, row in zip((early, late), chunks_of(rank, ranks), strict=True)
         for keys, key in zip((early, late), chunks_of(source, ranks), strict=True)
-        if key <= row and documents.relations[row][key] != "apart"
+        if key <= row and _related(documents, window, chunk, row, key)
     ]
     return sorted(blocks, key=lambda block: not block.diagonal)
 
 
-def local_blocks(rank: int, ranks: int, chunk: int, documents: DocumentChunks | None) -> list[Block]:
+def local_blocks(
+    rank: int, ranks: int, chunk: int, documents: DocumentChunks | None, window: int | None = None
+) -> list[Block]:
     """Both chunks of ``rank`` with themselves: what needs no other rank's keys."""
     return [
-        Block(rows=half, keys=half, diagonal=True, documents=_masked(documents, number, number, number + 1))
+        Block(
+            rows=half,
+            keys=half,
+            diagonal=True,
+            documents=_masked(documents, number, number, number + 1),
+            window=_windowed(window, chunk, number, number),
+        )
         for half, number in _halves(rank, ranks, chunk)
     ]
 
 
-def prefix_blocks(rank: int, ranks: int, chunk: int, documents: DocumentChunks | None) -> list[Block]:
+def prefix_blocks(
+    rank: int, ranks: int, chunk: int, documents: DocumentChunks | None, window: int | None = None
+) -> list[Block]:
     """Both chunks of ``rank`` with all keys before them; ``keys`` index the whole sequence in its own order.
 
-    Documents cut the prefix off before the first chunk that has one in common.
+    Documents and the window cut the prefix off before the first chunk of which something is seen.
     """
     blocks = []
     for rows, number in _halves(rank, ranks, chunk):
-        related = [k for k in range(number) if documents is None or documents.relations[number][k] != "apart"]
-        if related:
-            keys = slice(related[0] * chunk, number * chunk)
-            blocks.append(Block(rows=rows, keys=keys, documents=_masked(documents, number, related[0], number)))
+        first = next((key for key in range(number) if _related(documents, window, chunk, number, key)), None)
+        if first is not None:
+            keys = slice(first * chunk, number * chunk)
+            masked, windowed = _masked(documents, number, first, number), _windowed(window, chunk, number, first)
+            blocks.append(Block(rows=rows, keys=keys, documents=masked, window=windowed))
     return blocks
 
 
 def _halves(rank: int, ranks: int, chunk: int) -> list[tuple[slice, int]]:
     """Where the rank's chunks lie among its tokens, and their numbers."""
     return list(zip((slice(0, chunk), slice(chunk, 2 * chunk)), chunks_of(rank, ranks), strict=True))
+
+
+def _related(documents: DocumentChunks | None, window: int | None, chunk: int, row: int, key: int) -> bool:
+    """Whether something of chunk ``key`` is seen from chunk ``row``, which does not lie before it."""
+    nearest = max(0, (row - key - 1) * chunk + 1)
+    return (documents is None or documents.relations[row][key] != "apart") and (window is None or nearest < window)
+
+
+def _windowed(window: int | None, chunk: int, row: int, first: int) -> Window | None:
+    """Of chunk ``row`` and the keys from chunk ``first`` on, unless the window holds all of them."""
+    distance = (row - first) * chunk
+    return None if window is None or distance + chunk <= window else Window(length=window, distance=distance)
 
 
 def _masked(

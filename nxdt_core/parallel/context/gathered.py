@@ -33,9 +33,12 @@ def gathered_attention(
     scale: float,
     group: dist.ProcessGroup,
     documents: DocumentChunks | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """As :func:`~nxdt_core.parallel.context.ring.ring_attention`, by one all-gather; one reduce-scatter in backward."""
-    output: torch.Tensor = _Gathered.apply(query, key, value, scale, group, documents)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Gathered.apply(  # type: ignore[no-untyped-call]
+        query, key, value, scale, group, documents, window
+    )
     return output
 
 
@@ -49,8 +52,9 @@ class _Gathered(torch.autograd.Function):
         scale: float,
         group: dist.ProcessGroup,
         documents: DocumentChunks | None,
+        window: int | None,
     ) -> torch.Tensor:
-        layout = (group.rank(), group.size(), key.shape[_SEQUENCE] // 2, documents)
+        layout = (group.rank(), group.size(), key.shape[_SEQUENCE] // 2, documents, window)
         gathering = _Gathering(key, value, group)
         merged = Merged(query, value, scale)
         for block in local_blocks(*layout):
@@ -82,7 +86,7 @@ class _Gathered(torch.autograd.Function):
         summed = scatter_sum_along(torch.stack(shards), 0, ctx.group)[0]
         grad_key += summed[..., : key.shape[-1]]
         grad_value += summed[..., key.shape[-1] :]
-        return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None, None
 
 
 class _Gathering:

@@ -29,6 +29,7 @@ def ring_attention(
     scale: float,
     group: dist.ProcessGroup,
     documents: DocumentChunks | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of this rank's queries to the keys of all ranks. Collective, forward and backward.
 
@@ -39,11 +40,14 @@ def ring_attention(
         scale: of the scores.
         group: the context parallel ranks.
         documents: None where each row of the batch is one document.
+        window: how many tokens one sees, itself included; None for all before it.
 
     Returns:
         As ``query``, as wide as ``value``. No rank ever holds more than two shards of keys and values.
     """
-    output: torch.Tensor = _Ring.apply(query, key, value, scale, group, documents)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
+        query, key, value, scale, group, documents, window
+    )
     return output
 
 
@@ -57,14 +61,15 @@ class _Ring(torch.autograd.Function):
         scale: float,
         group: dist.ProcessGroup,
         documents: DocumentChunks | None,
+        window: int | None,
     ) -> torch.Tensor:
         merged = Merged(query, value, scale)
         for source, keys, values in _circulated(key, value, group):
-            for block in ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, documents):
+            for block in ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, documents, window):
                 merged.add(block, keys, values)
         output, lse = merged.result()
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.scale, ctx.group, ctx.documents = scale, group, documents
+        ctx.scale, ctx.group, ctx.seen = scale, group, (documents, window)
         return output
 
     @staticmethod
@@ -77,7 +82,7 @@ class _Ring(torch.autograd.Function):
         for source, keys, values in _circulated(key, value, group):
             total = own if source == rank else _zero_gradients(key, value)
             grad_key, grad_value = _unpacked(total, key)
-            for block in ring_blocks(rank, source, group.size(), key.shape[2] // 2, ctx.documents):
+            for block in ring_blocks(rank, source, group.size(), key.shape[2] // 2, *ctx.seen):
                 sums.add(block, keys, values, grad_key, grad_value)
             if source != rank:
                 if travelling is not None:
@@ -86,7 +91,7 @@ class _Ring(torch.autograd.Function):
         if travelling is not None:
             own += travelling.arrived()
         grad_key, grad_value = _unpacked(own, key)
-        return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None, None
 
 
 def _circulated(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from nxdt_core.devices import profile_of
+from nxdt_core.nn.window import block_rows
 from nxdt_core.parallel.context.attention.composed import ComposedKernel
 from nxdt_core.parallel.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
 from nxdt_core.parallel.context.attention.kernel import AttentionKernel, Scoring, accumulation_dtype, dense_heads
 
-__all__ = ["Block", "GradientSums", "Merged", "kernel_for"]
+__all__ = ["Block", "GradientSums", "Merged", "Window", "kernel_for"]
 
 _KERNELS: Mapping[str, AttentionKernel] = {
     "composed": ComposedKernel(),
@@ -28,6 +30,20 @@ _ROWS_AT_A_TIME = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Rows see none but the tokens right before them."""
+
+    length: int
+    """How many a row sees, itself included."""
+    distance: int
+    """By how many tokens the block's first row lies behind its first key."""
+
+    def first_key(self, row: int) -> int:
+        """Number of the first key that row number ``row`` sees; below 0 where that lies before the block."""
+        return row + self.distance - self.length + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Which rows of the local queries meet which of the keys at hand."""
 
@@ -38,6 +54,8 @@ class Block:
     with a diagonal one, in which the row sees itself at least."""
     documents: tuple[torch.Tensor, torch.Tensor] | None = None
     """Document ids [batch, rows] and [batch, keys]; None where all belong together."""
+    window: Window | None = None
+    """None where the window, if there is one, holds all keys of the block for each row."""
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
@@ -130,32 +148,42 @@ def _pieces(
     block: Block, kernel: AttentionKernel, query: torch.Tensor, scale: float
 ) -> Iterator[tuple[slice, slice, Scoring]]:
     """Cut ``block`` into rows so that neither a mask nor, without a fused kernel, scores grow with the sequence."""
-    if kernel.fused and block.documents is None:
+    if kernel.fused and block.documents is None and block.window is None:
         yield block.rows, block.keys, Scoring(scale=scale, causal=block.diagonal)
         return
     batch, heads = query.shape[:2]
     rows, keys = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
     step = max(_ROWS_AT_A_TIME, _ELEMENTS_AT_A_TIME // (batch * keys * (1 if kernel.fused else heads)))
+    if block.window is not None:
+        step = min(step, block_rows(block.window.length))
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        seen = last if block.diagonal else keys
+        start = 0 if block.window is None else max(0, block.window.first_key(first))
+        seen = slice(start, last if block.diagonal else keys)
+        if start >= seen.stop:  # and so for the rows that follow
+            return
         visible = _visible(block, slice(first, last), seen, query.device)
-        start = block.rows.start
         yield (
-            slice(start + first, start + last),
-            slice(block.keys.start, block.keys.start + seen),
+            _within(block.rows, first, last),
+            _within(block.keys, start, seen.stop),
             Scoring(scale=scale, visible=visible),
         )
 
 
-def _visible(block: Block, rows: slice, keys: int, device: torch.device) -> torch.Tensor | None:
-    """bool [batch or 1, 1, rows, keys], of the block's rows ``rows`` and its first ``keys`` keys."""
-    visible = None
+def _within(whole: slice, start: int, stop: int) -> slice:
+    return slice(whole.start + start, whole.start + stop)
+
+
+def _visible(block: Block, rows: slice, keys: slice, device: torch.device) -> torch.Tensor | None:
+    """bool [batch or 1, 1, rows, keys], of the block's rows ``rows`` and its keys ``keys``."""
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=device)
+    parts = []
     if block.diagonal:
-        row, key = torch.arange(rows.start, rows.stop, device=device), torch.arange(keys, device=device)
-        visible = (key <= row[:, None])[None, None]
+        parts.append((key <= row)[None, None])
+    if block.window is not None:
+        parts.append((key >= block.window.first_key(0) + row)[None, None])
     if block.documents is not None:
         of_rows, of_keys = block.documents
-        together = of_rows[:, None, rows, None] == of_keys[:, None, None, :keys]
-        visible = together if visible is None else together & visible
-    return visible
+        parts.append(of_rows[:, None, rows, None] == of_keys[:, None, None, keys])
+    return functools.reduce(torch.logical_and, parts) if parts else None
