@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 from nxdt_core.checkpoint.digests import digest
-from nxdt_core.checkpoint.layout import step_name
-from nxdt_core.checkpoint.manifest import FileEntry, Manifest
+from nxdt_core.checkpoint.layout import MASTER_WEIGHT, step_name
+from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.errors import SameWeightsSaved
 
 __all__ = ["check_weights_moved", "weights_fingerprint"]
 
 
-def weights_fingerprint(files: Mapping[str, FileEntry]) -> str:
+def weights_fingerprint(manifest: Manifest) -> str:
     """A digest over the digests of the files of weights: of the same weights in the same layout it is the same.
 
-    No byte of them is read again. Empty where there is no such file.
+    No byte of them is read again. Empty where there is no such file. Where weights were rounded, those that they were
+    rounded from count, with what else is in their files: a small update changes no bit of a rounded one.
     """
-    rows = sorted((name, entry.digests_digest) for name, entry in files.items() if name.startswith("model/"))
+    rounded = any(key.endswith(f"/{MASTER_WEIGHT}") for key in manifest.tensors.get("optim", {}))
+    sections = ("model/", "optim/") if rounded else ("model/",)
+    rows = sorted((name, entry.digests_digest) for name, entry in manifest.files.items() if name.startswith(sections))
     return digest(json.dumps(rows).encode()) if rows else ""
 
 
@@ -37,8 +39,8 @@ def check_weights_moved(before: Manifest | None, manifest: Manifest, *, uri: str
     """
     if before is None:
         return
-    updates, fingerprint = manifest.facts.updates - before.facts.updates, weights_fingerprint(manifest.files)
-    if updates > 0 and fingerprint and fingerprint == weights_fingerprint(before.files):
+    updates, fingerprint = manifest.facts.updates - before.facts.updates, weights_fingerprint(manifest)
+    if updates > 0 and fingerprint and fingerprint == weights_fingerprint(before):
         reason = (
             f"its weights are those of {step_name(before.step)} to the bit, and {updates} update(s) with a learning "
             f"rate above zero lie between them"

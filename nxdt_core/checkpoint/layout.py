@@ -16,6 +16,7 @@ import secrets
 from datetime import UTC, datetime
 
 __all__ = [
+    "MASTER_WEIGHT",
     "SECTIONS",
     "attempt_prefix",
     "digests_name",
@@ -31,6 +32,9 @@ __all__ = [
 
 SECTIONS = ("model", "optim", "state")
 """Directories of an attempt, and families of tensors in a manifest."""
+
+MASTER_WEIGHT = "master_weight"
+"""Optimizer state ``<parameter name>/master_weight``: the weight that one in bfloat16 was rounded from."""
 
 _STEP = re.compile(r"step-([0-9]{8,15})")
 

@@ -9,7 +9,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors import SequenceTooLongForModel, VocabularyTooSmall
+from nxdt_core.errors import NoMasterWeights, SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.dataloader import DataContext, Dataloader
@@ -81,8 +81,16 @@ def objective(config: ResolvedConfig) -> Objective:
 
 
 def precision(config: ResolvedConfig) -> PrecisionPolicy:
-    """The dtypes."""
-    return cast(PrecisionPolicy, _construct(config, "precision"))
+    """The dtypes.
+
+    Raises:
+        NoMasterWeights: float32 weights are to be saved, and it keeps none.
+    """
+    policy = cast(PrecisionPolicy, _construct(config, "precision"))
+    wanted = config.run.exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt
+    if wanted and not policy.master_weights and policy.parameters in ("bfloat16", "float16"):
+        raise NoMasterWeights(precision=policy.name, dtype=policy.parameters)
+    return policy
 
 
 def adapters(config: ResolvedConfig) -> Sequence[Adapter]:

@@ -20,6 +20,7 @@ from nxdt_core.parallel.estimate import (
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.training import assemble
+from nxdt_core.training.weight_average import AVERAGE_BYTES
 
 __all__ = ["RunPlan", "accelerator_memory_bytes", "plan"]
 
@@ -89,12 +90,14 @@ def plan(config: ResolvedConfig, *, memory_bytes: int | None = None) -> RunPlan:
             optimizer.component.load_target(),
             optimizer.config,
             torch.float32 if policy.master_weights else getattr(torch, policy.parameters),
-        ),
+        )
+        + (AVERAGE_BYTES if run.exp_manager.ema.enable else 0),
         sizes=sizes,
         options=LayoutOptions.of(run, _profile(run.trainer.accelerator), ParallelMesh(sizes, None)),
         micro_batch_size=run.data.micro_batch_size,
         global_batch_size=run.data.global_batch_size,
         seq_length=run.data.seq_length,
+        saves_bfloat16=run.checkpoint.save_bf16,
         packed=bool(getattr(config.selected("data").config, "reset_attention_mask", False)),
     )
     return RunPlan(

@@ -36,6 +36,13 @@ IMPOSSIBLE = {
         {"model.optim.sched.min_lr": 0.1, "model.optim.lr": 0.01},
         "min_lr 0.1 is above the learning rate 0.01 (model.optim.lr) that falls to it.",
     ),
+    "masters in bfloat16": (
+        {
+            "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt": True,
+            "checkpoint.save_bf16": True,
+        },
+        "it wants float32 as the model's weights, and checkpoint.save_bf16: true wants bfloat16.",
+    ),
     "positions": (
         {"data.seq_length": 128, "model.max_position_embeddings": 64},
         "sequences have 128 tokens, the model has positions for 64 (model.max_position_embeddings).",
@@ -91,7 +98,6 @@ def test_settings_without_effect_are_accepted_and_noted(load, good):
     text = good + "compiler_flags: '--model-type transformer'\nbucket_size_collectives: 1024\n"
     config = load(
         text,
-        "exp_manager.save_bf16=true",
         "exp_manager.log_parameter_norm=true",
         "model.fusions.softmax=true",
         "model.optim={name: fussy, capturable: true}",
@@ -101,7 +107,6 @@ def test_settings_without_effect_are_accepted_and_noted(load, good):
     )
     assert config.notes == (
         "exp_manager.log_parameter_norm: no effect, since this version does not log the norm of the weights",
-        "exp_manager.save_bf16: no effect, since NxD Training never read it",
         "model.fusions.softmax, compiler_flags, bucket_size_collectives: no effect, since the engine 'torch' does not"
         " read the XLA runtime's settings",
         "data.skip_warmup: no effect, since files are mapped, not read ahead",

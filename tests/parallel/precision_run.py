@@ -11,6 +11,7 @@ from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.state import TrainState
 
@@ -41,7 +42,8 @@ class Outcome:
 
 
 def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
-    """Train ``steps`` steps, from the newest checkpoint with ``resume``; save one after step ``save_at``."""
+    """Train until ``steps`` steps are done, from the newest checkpoint with ``resume``, or from its model alone with
+    ``resume="weights"`` (and then not a step); save one after step ``save_at``."""
     config = load("recipe:llama-tiny", [*SMALL, f"data.micro_batch_size={micro_batch}", *overrides])
     engine = assemble.engine(config)
     engine.start()
@@ -52,7 +54,8 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
     if resume:
         storage = assemble.storage(config)
         newest = checkpoint.latest(storage, warn=print)
-        primitives.load_checkpoint(storage, newest, engine=engine, model=model, optimizer=optimizer, state=state)
+        full = None if resume == "weights" else optimizer
+        primitives.load_checkpoint(storage, newest, engine=engine, model=model, optimizer=full, state=state)
     batches = _batches(engine.rank_info, micro_batch)
     losses = []
     while state.step < steps:
@@ -65,7 +68,7 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
         losses=losses,
         weights={name: _whole(p).float() for name, p in held.items()},
         dtypes=frozenset(p.dtype for p in held.values()),
-        state_dtypes=frozenset(v.dtype for v in optimizer.state_dict().values() if v.dim()),
+        state_dtypes=frozenset(v.dtype for v in map(_elements, optimizer.state_dict().values()) if v.dim()),
     )
     engine.shutdown()
     return outcome
@@ -83,6 +86,10 @@ def _batches(info, rows):
     return [
         Batch(input_ids=ids[i : i + rows, :-1].contiguous(), labels=ids[i : i + rows, 1:].contiguous()) for i in starts
     ]
+
+
+def _elements(held):
+    return held.tensor if isinstance(held, Piece) else held
 
 
 def _whole(parameter):

@@ -36,6 +36,15 @@ def test_one_process_holds_everything():
     assert found.checkpoint_bytes == 12 * found.parameters
 
 
+@pytest.mark.parametrize(("precision", "more"), [("mixed_precision", 2), ("fp32", 2), ("bf16SR", 0)])
+def test_a_model_in_bfloat16_lies_beside_wider_weights_in_a_checkpoint(precision, more):
+    plain, rounded = (
+        planned(f"precision.type={precision}", f"checkpoint.save_bf16={on}").checkpoint_bytes
+        for on in ("false", "true")
+    )
+    assert rounded - plain == more * planned().parameters
+
+
 def test_tied_weights_count_once():
     tied = planned("model.share_embeddings_and_output_weights=true")
     assert planned().parameters - tied.parameters == 272 * 64

@@ -53,6 +53,9 @@ class CheckpointConfig:
     """Seconds that one checkpoint may take until the run stops with an error."""
     refuse_same_weights: bool = True
     """Stop with an error where a checkpoint would hold the very weights of the one before in spite of updates."""
+    save_bf16: bool = False
+    """Save weights that are float32 as the model in bfloat16, rounded to the nearest. Where there is an optimizer, its
+    state then holds them in float32, and a resume is as exact; whoever takes only the model gets bfloat16."""
     hf_every_n_saves: PositiveInt | None = None
     """Let every n-th checkpoint carry its model as a Hugging Face directory, too; ``null``: none does."""
     resume_if_exists: bool = False

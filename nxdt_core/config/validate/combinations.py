@@ -15,6 +15,7 @@ Rule = Callable[[Checked], Iterable[ImpossibleCombination]]
 
 _ZERO, _ZERO_STAGE = "distributed_strategy.zero1", "distributed_strategy.zero_stage"
 _RING, _METHOD = "model.fusions.ring_attention", "distributed_strategy.context_parallel_method"
+_MASTERS = "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt"
 _GRANULARITY = "model.activations_checkpoint_granularity"
 _RECOMPUTE = "model.activations_checkpoint_recompute"
 
@@ -53,6 +54,17 @@ def resume_named(checked: Checked) -> Iterator[ImpossibleCombination]:
             **checked.place("checkpoint.weight_init_only", "model.weight_init_only"),
             reason="weight_init_only takes the weights of a checkpoint, and checkpoint.resume_from names none",
             advice="Set checkpoint.resume_from.",
+        )
+
+
+def one_form_of_weights(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """``use_master_weights_in_ckpt: true`` wants float32 as the model's weights."""
+    rounded = "checkpoint.save_bf16"
+    if checked.values.get(_MASTERS) and checked.values.get(rounded):
+        yield ImpossibleCombination(
+            **checked.place(_MASTERS, rounded),
+            reason=f"it wants float32 as the model's weights, and {rounded}: true wants bfloat16",
+            advice="Keep one of them; a resume is exact with either.",
         )
 
 
@@ -114,6 +126,7 @@ RULES: tuple[Rule, ...] = (
     zero_stage_agrees,
     one_context_method,
     resume_named,
+    one_form_of_weights,
     one_objective,
     recompute_named,
     rate_falls,

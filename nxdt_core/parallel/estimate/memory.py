@@ -65,6 +65,11 @@ class Storage:
         """By element of a parameter as it is stored and saved."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
 
+    def saved_bytes(self, *, bfloat16: bool) -> int:
+        """By element of a parameter in a checkpoint; with ``bfloat16`` wider weights lie there in that, too."""
+        rounded = _BYTES["bfloat16"] if bfloat16 and self.stored_bytes > _BYTES["bfloat16"] else 0
+        return self.stored_bytes + rounded
+
     @property
     def gradient_bytes(self) -> int:
         """By element of an accumulated gradient."""

@@ -102,7 +102,8 @@ def estimate(work: Workload) -> Estimate:
         micro_batches=work.micro_batches,
         tokens_per_step=work.global_batch_size * work.seq_length,
         bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches),
-        checkpoint_bytes=parameters * storage.stored_bytes + round(trained * work.state_bytes),
+        checkpoint_bytes=parameters * storage.saved_bytes(bfloat16=work.saves_bfloat16)
+        + round(trained * work.state_bytes),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
         ranks=tuple(ranks),
     )

@@ -33,6 +33,8 @@ class Workload:
     micro_batch_size: int
     global_batch_size: int
     seq_length: int
+    saves_bfloat16: bool = False
+    """Whether checkpoints have wider weights in bfloat16, too."""
     packed: bool = False
     """Whether samples hold several documents that do not see each other: attention is then told where each ends."""
 
