@@ -1,4 +1,4 @@
-"""Entry module of ``nxdt-plugin-llama``: declares the component; the model is imported when a run asks for it."""
+"""Entry module of ``nxdt-plugin-llama``: declares the components; a model is imported when a run asks for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nxdt_core.api import ModelComponent, hookimpl
 
 @hookimpl
 def nxdt_model_builders() -> list[ModelComponent]:
-    """Declare the Llama builder."""
+    """Declare the builders of Llama and Mistral."""
     return [
         ModelComponent(
             name="llama",
@@ -17,5 +17,14 @@ def nxdt_model_builders() -> list[ModelComponent]:
             aliases=("hf_llama",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
             hf_architectures=("LlamaForCausalLM",),
-        )
+        ),
+        ModelComponent(
+            name="mistral",
+            target="nxdt_plugin_llama.builder:MistralBuilder",
+            config="nxdt_plugin_llama.config:MistralConfig",
+            summary="Mistral 7B: a Llama whose attention has a sliding window",
+            aliases=("hf_mistral",),
+            capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
+            hf_architectures=("MistralForCausalLM",),
+        ),
     ]

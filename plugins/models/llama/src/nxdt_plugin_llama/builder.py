@@ -1,4 +1,4 @@
-"""The component ``llama``: builds the module and says how it may be sharded, initialised and exchanged."""
+"""The components ``llama`` and ``mistral``: build the module and say how it may be sharded, initialised, exchanged."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan
 from nxdt_plugin_llama import hf
-from nxdt_plugin_llama.config import LlamaConfig
+from nxdt_plugin_llama.config import LlamaConfig, MistralConfig
 from nxdt_plugin_llama.modeling import Llama
 
-__all__ = ["LlamaBuilder"]
+__all__ = ["LlamaBuilder", "MistralBuilder"]
 
 _LAYER = "layers.*"
 _NORMS = (f"{_LAYER}.attention_norm", f"{_LAYER}.mlp_norm", "norm")
@@ -24,7 +24,8 @@ _RESIDUAL_WRITERS = (f"{_LAYER}.attention.o_proj.weight", f"{_LAYER}.mlp.down_pr
 class LlamaBuilder:
     """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`."""
 
-    hf_architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
+    hf_family: ClassVar[hf.HFFamily] = hf.LLAMA
+    hf_architectures: ClassVar[tuple[str, ...]] = (hf.LLAMA.architecture,)
     hf_ignored: ClassVar[tuple[str, ...]] = hf.IGNORED
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -35,7 +36,7 @@ class LlamaBuilder:
         """
         problems = [f"{key} {problem}" for key, problem in config.check()]
         if problems:
-            raise BadModelConfig(model="llama", problems=problems)
+            raise BadModelConfig(model=self.hf_family.values.model, problems=problems)
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_sequence_length: int | None = config.max_position_embeddings
@@ -100,22 +101,34 @@ class LlamaBuilder:
 
     def flops_per_token(self, sequence_length: int) -> float:
         """6 for each weight that a token is multiplied with (the embedding is looked up, not multiplied), and 12 for
-        each layer, query channel and position: PaLM's convention (arXiv:2204.02311, appendix B)."""
+        each layer, query channel and position that a token sees: PaLM's convention (arXiv:2204.02311, appendix B),
+        which counts later positions too, and of a window no more than it holds."""
         c = self.config
         query_width, kv_width = c.num_attention_heads * c.head_size, c.kv_heads * c.head_size
         layer = c.hidden_size * (2 * query_width + 2 * kv_width + 3 * c.ffn_hidden_size)
         weights = c.num_layers * layer + c.vocab_size * c.hidden_size
-        return 6.0 * weights + 12.0 * c.num_layers * query_width * sequence_length
+        seen = sequence_length if c.window is None else min(c.window, sequence_length)
+        return 6.0 * weights + 12.0 * c.num_layers * query_width * seen
 
     @classmethod
     def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """As :func:`nxdt_plugin_llama.hf.config_from_hf`."""
-        return hf.config_from_hf(hf_config)
+        return hf.config_from_hf(hf_config, cls.hf_family)
 
     def config_to_hf(self) -> dict[str, Any]:
         """As :func:`nxdt_plugin_llama.hf.config_to_hf`."""
-        return hf.config_to_hf(self.config)
+        return hf.config_to_hf(self.config, self.hf_family)
 
     def hf_key_map(self) -> Sequence[KeyMap]:
         """As :func:`nxdt_plugin_llama.hf.key_map`."""
         return hf.key_map(tied=self.config.share_embeddings_and_output_weights)
+
+
+class MistralBuilder(LlamaBuilder):
+    """A Llama whose attention has a window, after a family of Hugging Face's own."""
+
+    hf_family: ClassVar[hf.HFFamily] = hf.MISTRAL
+    hf_architectures: ClassVar[tuple[str, ...]] = (hf.MISTRAL.architecture,)
+
+    def __init__(self, config: MistralConfig) -> None:
+        super().__init__(config)

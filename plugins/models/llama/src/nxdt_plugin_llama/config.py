@@ -1,15 +1,15 @@
-"""Section ``model`` of a Llama. No torch here: ``nxdt config check`` reads this module."""
+"""Section ``model`` of a Llama or Mistral. No torch here: ``nxdt config check`` reads this module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
-from nxdt_plugin_llama.hf import config_from_hf
+from nxdt_core.config.marks import AliasOf, NonNegativeFloat, PositiveInt
+from nxdt_plugin_llama.hf import LLAMA, MISTRAL, config_from_hf
 
-__all__ = ["LlamaConfig", "RopeScalingConfig", "RopeType"]
+__all__ = ["LlamaConfig", "MistralConfig", "RopeScalingConfig", "RopeType"]
 
 RopeType = Literal["default", "linear", "llama3"]
 
@@ -101,10 +101,15 @@ class LlamaConfig:
         """``head_dim`` with its default applied."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens one sees, itself included; None for all before it."""
+        return None
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
-        return config_from_hf(hf)
+        return config_from_hf(hf, LLAMA)
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""
@@ -120,3 +125,25 @@ class LlamaConfig:
         if self.rope_scaling is not None:
             for key, problem in self.rope_scaling.check():
                 yield f"rope_scaling.{key}", problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MistralConfig(LlamaConfig):
+    """Architecture of a Mistral: a Llama whose tokens see the last few only."""
+
+    sliding_window: PositiveInt | None = 4096
+    """Tokens that one sees, itself included; ``null``: all before it, as in Mistral 7B v0.2 and later."""
+    sliding_window_size: Annotated[PositiveInt | None, AliasOf("model.sliding_window")] = None
+    """``sliding_window``, as Megatron models of NxD Training call it."""
+    max_position_embeddings: PositiveInt = 32768
+    """Longest sequence in tokens."""
+
+    @property
+    def window(self) -> int | None:
+        """``sliding_window``."""
+        return self.sliding_window
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
+        return config_from_hf(hf, MISTRAL)

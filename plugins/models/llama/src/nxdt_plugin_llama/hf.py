@@ -1,32 +1,42 @@
-"""Correspondence to ``LlamaForCausalLM`` of Hugging Face: configuration and names of parameters. No torch here."""
+"""Correspondence to models of Hugging Face: configuration and names of parameters. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.errors import HFFileDamaged, HFUnsupported
+from nxdt_core.config.hf_values import HFValues
+from nxdt_core.errors import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 
 if TYPE_CHECKING:
     from nxdt_plugin_llama.config import LlamaConfig
 
-__all__ = ["IGNORED", "config_from_hf", "config_to_hf", "key_map"]
+__all__ = ["IGNORED", "LLAMA", "MISTRAL", "HFFamily", "config_from_hf", "config_to_hf", "key_map"]
 
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")
 """Tensors that a directory may hold and no parameter needs: rotary tables of old exports, and the head beside a tied
 embedding (with an untied one the key map takes it)."""
 
-_KEYS = {
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFFamily:
+    """What tells the models of this plugin apart in a ``config.json``."""
+
+    architecture: str
+    values: HFValues
+
+
+_REQUIRED = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-"""Ours → theirs, where a file must have the key."""
 
-_OPTIONAL_KEYS: Mapping[str, tuple[str, Any]] = {
+_OPTIONAL: Mapping[str, tuple[str, Any]] = {
     "num_kv_heads": ("num_key_value_heads", None),
     "head_dim": ("head_dim", None),
     "max_position_embeddings": ("max_position_embeddings", 2048),
@@ -34,17 +44,37 @@ _OPTIONAL_KEYS: Mapping[str, tuple[str, Any]] = {
     "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
     "init_method_std": ("initializer_range", 0.02),
 }
-"""Ours → theirs, and what transformers takes where a file lacks the key."""
 
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "hidden_act": ("silu", "swish", None),
-    "attention_dropout": (0, None),
-    "partial_rotary_factor": (1.0, None),
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0.0,),
     "quantization_config": (None,),
 }
-"""Features of which one value is implemented; the first is named in the error."""
+
+LLAMA = HFFamily(
+    architecture="LlamaForCausalLM",
+    values=HFValues(
+        model="llama",
+        required=_REQUIRED,
+        optional=_OPTIONAL,
+        only={"attention_bias": (False,), "mlp_bias": (False,), **_ONLY},
+    ),
+)
+
+MISTRAL = HFFamily(
+    architecture="MistralForCausalLM",
+    values=HFValues(
+        model="mistral",
+        required=_REQUIRED,
+        optional={
+            **_OPTIONAL,
+            "num_kv_heads": ("num_key_value_heads", 8),
+            "max_position_embeddings": ("max_position_embeddings", 131072),
+            "sliding_window": ("sliding_window", 4096),
+        },
+        only=_ONLY,
+    ),
+)
 
 _SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -64,36 +94,30 @@ _PARAMETERS = {
 }
 
 
-def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of :class:`LlamaConfig` from those of a ``config.json``, written by transformers 4 or 5.
+def config_from_hf(hf_config: Mapping[str, Any], family: HFFamily) -> dict[str, Any]:
+    """Keys of the family's configuration from those of a ``config.json``, written by transformers 4 or 5.
 
     Raises:
         HFUnsupported: the model has a feature that is not implemented.
         HFFileDamaged: a size is missing.
     """
-    for key, allowed in _ONLY.items():
-        if hf_config.get(key) not in allowed:
-            raise HFUnsupported(model="llama", key=key, found=hf_config[key], supported=repr(allowed[0]))
-    missing = [theirs for theirs in _KEYS.values() if theirs not in hf_config]
-    if missing:
-        raise HFFileDamaged(path="config.json", reason=f"it has no {', '.join(missing)}")
-    ours = {key: hf_config[theirs] for key, theirs in _KEYS.items()}
-    ours |= {key: hf_config.get(theirs, default) for key, (theirs, default) in _OPTIONAL_KEYS.items()}
+    ours = family.values.read(hf_config)
     # transformers 5 writes one mapping, rope_parameters; 4 wrote rope_theta beside rope_scaling.
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    ours["rope_theta"] = float(rope.get("rope_theta", hf_config.get("rope_theta", 10_000.0)))
-    ours["rope_scaling"] = _scaling_from_hf(rope, ours["max_position_embeddings"])
+    rope = {key: hf_config[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf_config} | rope
+    ours["rope_theta"] = float(rope.get("rope_theta", 10_000.0))
+    ours["rope_scaling"] = _scaling_from_hf(rope, family.values.model, ours["max_position_embeddings"])
     ours["use_scaled_init_method"] = False
     return ours
 
 
-def _scaling_from_hf(rope: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any] | None:
+def _scaling_from_hf(rope: Mapping[str, Any], model: str, max_position_embeddings: int) -> dict[str, Any] | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise HFUnsupported(model="llama", key="rope_type", found=kind, supported="'default', 'linear' and 'llama3'")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        found = rope["partial_rotary_factor"]
-        raise HFUnsupported(model="llama", key="partial_rotary_factor", found=found, supported="1.0")
+        raise HFUnsupported(model=model, key="rope_type", found=kind, supported="'default', 'linear' and 'llama3'")
+    found = rope.get("partial_rotary_factor")
+    if found not in (1.0, None):
+        raise HFUnsupported(model=model, key="partial_rotary_factor", found=found, supported="1.0")
     if kind == "default":
         return None
     scaling = {"rope_type": kind} | {key: rope[key] for key in _SCALING_KEYS if key in rope}
@@ -102,25 +126,21 @@ def _scaling_from_hf(rope: Mapping[str, Any], max_position_embeddings: int) -> d
     return scaling
 
 
-def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+def config_to_hf(config: LlamaConfig, family: HFFamily) -> dict[str, Any]:
     """The ``config.json``, with keys that both transformers 4 and 5 read."""
-    theirs: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-    }
-    theirs |= {key: getattr(config, ours) for ours, key in _KEYS.items()}
-    theirs |= {key: getattr(config, ours) for ours, (key, _) in _OPTIONAL_KEYS.items()}
-    theirs |= {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
-    scaling = config.rope_scaling
+    scaling, theirs = config.rope_scaling, None
     if scaling is not None and scaling.kind != "default":
         values = {key: getattr(scaling, key) for key in _SCALING_KEYS if getattr(scaling, key) is not None}
-        theirs["rope_scaling"] = {"rope_type": scaling.kind} | values
-    return theirs
+        theirs = {"rope_type": scaling.kind} | values
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.values.model,
+        **family.values.write(config),
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": theirs,
+    }
 
 
 def key_map(*, tied: bool) -> tuple[KeyMap, ...]:

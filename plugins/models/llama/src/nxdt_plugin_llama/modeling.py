@@ -17,7 +17,8 @@ __all__ = ["Llama", "LlamaDecoderLayer"]
 
 
 class Llama(RotaryDecoder):
-    """Touvron et al. 2023 (arXiv:2302.13971) with the changes of Llama 2 and 3 (arXiv:2407.21783)."""
+    """Touvron et al. 2023 (arXiv:2302.13971) with the changes of Llama 2 and 3 (arXiv:2407.21783); with a window, the
+    model of Jiang et al. 2023 (arXiv:2310.06825)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         masks = DocumentMasks()
@@ -42,7 +43,7 @@ class LlamaDecoderLayer(nn.Module):
             heads=config.num_attention_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_size,
-            core=CausalAttention(masks),
+            core=CausalAttention(masks, window=config.window),
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size)
