@@ -29,8 +29,8 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     """Delete all steps at URI that are older than the newest ones that are kept.
 
     Every byte of one of those kept is read first: while none of them is sound, nothing is deleted. Unfinished and
-    damaged steps do not count, and go when they are older. On a terminal it asks. While a run saves to URI, it
-    refuses.
+    damaged steps do not count, and go when they are older; those that a run saved for good (permanent) stay. On a
+    terminal it asks. While a run saves to URI, it refuses.
     """
     from nxdt_core.checkpoint import delete_step
     from nxdt_core.checkpoint.faults import explained_os_errors
