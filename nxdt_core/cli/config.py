@@ -1,4 +1,4 @@
-"""``nxdt config``: check, show and describe configurations, without building anything."""
+"""``nxdt config``: check, show, describe and migrate configurations, without building anything."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nxdt_core.cli.migrate import migrate
 from nxdt_core.cli.table import print_facts
 from nxdt_core.cli.verb import VerbGroup, as_json, config_arguments, print_json
 
@@ -72,6 +73,9 @@ def schema() -> None:
     from nxdt_core.kernel import Kernel
 
     print_json(json_schema(Kernel.start()))
+
+
+config.add_command(migrate)
 
 
 def _origins(resolved: ResolvedConfig) -> dict[str, dict[str, object]]:

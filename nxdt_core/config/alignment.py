@@ -10,14 +10,14 @@ from nxdt_core.config.keys import keys_of
 from nxdt_core.config.node import Node, Origin, join
 from nxdt_core.config.schema.alignment import DpoKeys, OrpoKeys, PeftKeys, SftKeys
 
-__all__ = ["SECTION", "Pair", "link", "spread_alignment"]
+__all__ = ["SECTION", "TARGETS", "Pair", "link", "spread_alignment"]
 
 SECTION = "model_alignment_strategy"
 
 Pair = tuple[str, str]
 """Two key paths that must say the same."""
 
-_TARGETS = {
+TARGETS = {
     "sft": ("data", None),
     "dpo": ("objective", "dpo"),
     "orpo": ("objective", "orpo"),
@@ -44,9 +44,9 @@ def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:
     pairs: list[Pair] = []
     strategy = tree.find(SECTION)
     for part, node in (strategy.children if strategy else {}).items():
-        if part not in _TARGETS or not isinstance(node.value, dict):
+        if part not in TARGETS or not isinstance(node.value, dict):
             continue
-        section, name = _TARGETS[part]
+        section, name = TARGETS[part]
         known = keys_of(_PARTS[part])
         written = node.origin.at("")["place"]
         place = Origin(kind="alias", where=join(SECTION, part), line=node.origin.line, written=written)

@@ -6,6 +6,7 @@ carries its data as attributes; its sentences are built here and nowhere else. C
 ``P`` parallelism and launch, ``S`` checkpoints and storage, ``T`` training runs.
 """
 
+from nxdt_core.errors.averages import CheckpointHasNoAverage
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import (
     BadStorageKey,
@@ -89,6 +90,8 @@ from nxdt_core.errors.launch import (
     UnknownAccelerator,
     WorldDoesNotDivide,
 )
+from nxdt_core.errors.layouts import LayoutRefused
+from nxdt_core.errors.migration import MigrationRefused, MigrationTargetExists
 from nxdt_core.errors.models import (
     BadModelConfig,
     HFExchangeUnsupported,
@@ -138,6 +141,7 @@ from nxdt_core.errors.plugins import (
     UnknownPlugin,
     UnknownScheme,
 )
+from nxdt_core.errors.precision import NoMasterWeights
 from nxdt_core.errors.ranks import (
     BadLaunchVariable,
     CannotReachRankZero,
@@ -190,6 +194,7 @@ __all__ = [
     "CheckpointConflict",
     "CheckpointDamaged",
     "CheckpointFilesMissing",
+    "CheckpointHasNoAverage",
     "CheckpointNotFound",
     "CheckpointRankFailed",
     "CheckpointTooNew",
@@ -226,8 +231,11 @@ __all__ = [
     "KeyMapIncomplete",
     "LaunchEnvironmentIncomplete",
     "LayersDoNotDivide",
+    "LayoutRefused",
     "LocalPluginMissing",
     "MicroBatchesDoNotFit",
+    "MigrationRefused",
+    "MigrationTargetExists",
     "MissingKey",
     "MixedSamples",
     "ModelReadsValues",
@@ -240,6 +248,7 @@ __all__ = [
     "NeuronxUnreadable",
     "NoCheckpointToResume",
     "NoInitRule",
+    "NoMasterWeights",
     "NoSoundCheckpoint",
     "NoTrainingData",
     "NodePlaceMissing",

@@ -1,0 +1,80 @@
+"""``nxdt config migrate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.table import print_facts
+from nxdt_core.cli.verb import Verb, as_json, print_json
+
+if TYPE_CHECKING:
+    from nxdt_core.config.migration import Migration
+
+__all__ = ["migrate"]
+
+
+@click.command(
+    cls=Verb,
+    short_help="Write a file of NxD Training or NeMo anew for nxdt.",
+    examples=(
+        "nxdt config migrate hf_llama3_8B_config.yaml --from nxdt -o my_run.yaml",
+        "nxdt config migrate megatron_gpt_config.yaml --from nemo -o my_run.yaml --report my_run.md",
+    ),
+)
+@click.argument("source", metavar="FILE", type=click.Path(path_type=Path))
+@click.option(
+    "--from",
+    "framework",
+    type=click.Choice(["nxdt", "nemo", "nnm"]),
+    required=True,
+    help="What FILE is of: NxD Training, NeMo 1.x, or neuronx-nemo-megatron.",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write what became of every key, as Markdown.")
+@click.option("--force", is_flag=True, help="Replace the files where they exist.")
+@as_json
+def migrate(source: Path, framework: str, output: Path, report: Path | None, force: bool, json_output: bool) -> None:
+    """Write a configuration of NxD Training, NeMo 1.x or neuronx-nemo-megatron anew for nxdt, and report every key.
+
+    Order and comments stay. Each key is mapped, renamed, changed, unneeded, ignored (the other framework never read
+    it) or unsupported; what leaving out would change is added. The values and paths that are still to be set are
+    listed at the end. A file of another framework is refused.
+    """
+    from nxdt_core.config.migration import migrate as migrated
+    from nxdt_core.config.migration import report_json, report_markdown
+    from nxdt_core.errors import MigrationTargetExists
+    from nxdt_core.kernel import Kernel
+
+    for path in (output, report):
+        if path is not None and path.exists() and not force:
+            raise MigrationTargetExists(path=str(path))
+    done = migrated(source, output, framework, Kernel.start())
+    output.write_text(done.text, encoding="utf-8")
+    if report is not None:
+        report.write_text(report_markdown(done), encoding="utf-8")
+    if json_output:
+        print_json(report_json(done))
+    else:
+        _print(done, report)
+
+
+def _print(done: Migration, report: Path | None) -> None:
+    from nxdt_core.config.migration import summary
+
+    click.echo(f"Wrote {done.target} from {done.source} ({done.framework}).")
+    print_facts(summary(done))
+    if report is not None:
+        click.echo(f"Wrote {report}: every key, with its line and reason.")
+    lost = [(f"{row.key} (line {row.line})", row.reason) for row in done.rows if row.verdict == "unsupported"]
+    for title, entries in (
+        ("Not carried over:", lost),
+        ("Still to be set:", done.to_set),
+        ("nxdt config check says beside that:", done.remaining),
+    ):
+        if entries:
+            click.echo(title)
+            for key, text in entries:
+                click.echo(f"  {key}: {text}")

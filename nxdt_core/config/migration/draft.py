@@ -1,0 +1,182 @@
+"""The file that is being migrated: its settings one by one, and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nxdt_core.config.interpolation import UNRESOLVED, interpolate
+from nxdt_core.config.migration.written import Written
+from nxdt_core.config.node import Node, to_plain
+
+__all__ = ["Draft", "Row", "Setting", "Verdict", "read_draft"]
+
+Verdict = Literal["mapped", "renamed", "changed", "added", "unneeded", "ignored", "unsupported"]
+"""``unneeded``: nothing is lost without it. ``ignored``: the framework that the file is of never read it.
+``unsupported``: it asks for something that is not done here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of the report."""
+
+    key: str
+    """In the file that was migrated; of an added key: in the one that was written."""
+    line: int
+    """In the file that was migrated, counted from 1; 0 for an added key."""
+    verdict: Verdict
+    target: str = ""
+    """In the file that was written, where there it is called otherwise."""
+    value: str = ""
+    """As it was written; of an added or changed key: as it is written now."""
+    reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Setting:
+    """One key that is no section, and its value."""
+
+    source: str
+    """Key path in the file; empty for one that was added."""
+    line: int
+    value: Any
+    """Plain, with interpolations resolved."""
+    text: str | None
+    """As written; None for a value to be dumped."""
+    original: str
+    """What the report shows as its value."""
+    beside: str = ""
+    above: tuple[str, ...] = ()
+    verdict: Verdict = "mapped"
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Draft:
+    """Settings by key path, in the order in which they will be written."""
+
+    settings: dict[str, Setting]
+    headings: Mapping[str, tuple[str, ...]]
+    """Comments above sections, by key path."""
+    left_out: list[Row] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
+    """Key path in the file → the one that it has now, or that of the key that says the same."""
+
+    def value(self, path: str, default: Any = None) -> Any:
+        """The value of a key, or ``default`` where it is not there."""
+        found = self.settings.get(path)
+        return default if found is None else found.value
+
+    def below(self, section: str) -> list[str]:
+        """Key paths of a section, at any depth; that of the key itself where it is no section."""
+        return [path for path in self.settings if path == section or path.startswith(f"{section}.")]
+
+    def has(self, section: str) -> bool:
+        """Whether the key, or anything below it, is there."""
+        return bool(self.below(section))
+
+    def remark(self, path: str, reason: str) -> None:
+        """Say something about a key that stays as it is."""
+        self.settings[path].reasons.append(reason)
+
+    def move(self, path: str, target: str, reason: str = "") -> None:
+        """Give a key, or all keys of a section, another path. What stands there already wins."""
+        for old in self.below(path):
+            new = target + old.removeprefix(path)
+            if new in self.settings:
+                self._collide(old, new)
+                continue
+            setting = self.settings[old]
+            setting.verdict = "renamed"
+            if reason:
+                setting.reasons.append(reason)
+            self.moved[setting.source] = new
+            self.settings = {new if key == old else key: each for key, each in self.settings.items()}
+
+    def _collide(self, old: str, new: str) -> None:
+        mine, other = self.settings[old], self.settings[new]
+        same = mine.value == other.value
+        if same and other.text is not None and "${" in other.text:  # perhaps a reference to the key that goes
+            other.text = mine.text
+        why = (
+            f"line {other.line} says the same"
+            if same
+            else f"it is the setting {new}, for which line {other.line} counts"
+        )
+        self.moved[mine.source] = new
+        self.drop(old, "unneeded" if same else "ignored", why)
+
+    def change(self, path: str, value: Any, reason: str) -> None:
+        """Give a key another value."""
+        setting = self.settings[path]
+        setting.value, setting.text, setting.verdict = value, None, "changed"
+        setting.reasons.append(reason)
+
+    def put(self, path: str, value: Any, reason: str) -> None:
+        """Add a key that the file lacks; nothing where it has it. A name comes first in its section."""
+        if path in self.settings:
+            return
+        added = Setting(source="", line=0, value=value, text=None, original="", verdict="added", reasons=[reason])
+        section, _, name = path.rpartition(".")
+        place = next(iter(self.below(section)), None) if name in ("name", "type") else None
+        if place is None:
+            self.settings[path] = added
+            return
+        before = list(self.settings).index(place)
+        entries = list(self.settings.items())
+        self.settings = dict([*entries[:before], (path, added), *entries[before:]])
+
+    def drop(self, path: str, verdict: Verdict, reason: str) -> None:
+        """Leave out a key, or a whole section in one line of the report."""
+        below = [(key, self.settings.pop(key)) for key in self.below(path)]
+        if not below:
+            return
+        first = below[0][1]
+        section = first.source != "" and below[0][0] != path
+        key = first.source.removesuffix(below[0][0].removeprefix(path)) if section else first.source or path
+        value = f"{len(below)} keys" if section and len(below) > 1 else first.original
+        self.left_out.append(Row(key=key, line=first.line, verdict=verdict, value=value, reason=reason))
+
+    def rows(self) -> Iterator[Row]:
+        """The report, in the order of the file; added keys come last."""
+        kept = [
+            Row(
+                key=setting.source or path,
+                line=setting.line,
+                verdict=setting.verdict,
+                target=path if setting.source not in ("", path) else "",
+                value=setting.original if setting.text is not None else str(setting.value),
+                reason="; ".join(setting.reasons),
+            )
+            for path, setting in self.settings.items()
+        ]
+        yield from sorted([*kept, *self.left_out], key=lambda row: (row.line == 0, row.line))
+
+
+def read_draft(tree: Node, written: Written) -> Draft:
+    """A draft that says what the file says."""
+    resolved, _ = interpolate(tree)
+    settings: dict[str, Setting] = {}
+    for path, node in tree.leaf_nodes():
+        plain = to_plain(found) if (found := resolved.find(path)) else None
+        text = written.values.get(path)
+        settings[path] = Setting(
+            source=path,
+            line=node.origin.line,
+            value=to_plain(node) if plain is UNRESOLVED else plain,
+            text=text,
+            original=text if text is not None else str(to_plain(node)),
+            beside=written.beside.get(node.origin.line, ""),
+            above=written.above.get(node.origin.line, ()),
+        )
+    headings = {path: written.above.get(line, ()) for path, line in _sections(tree, "")}
+    return Draft(settings, headings)
+
+
+def _sections(node: Node, path: str) -> Iterator[tuple[str, int]]:
+    for name, child in node.children.items():
+        here = f"{path}.{name}" if path else name
+        if child.children:
+            yield here, child.origin.line
+            yield from _sections(child, here)

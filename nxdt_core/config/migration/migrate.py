@@ -1,0 +1,89 @@
+"""From a file of another framework to one of this schema, with a report of every key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxdt_core.config.files import read_source
+from nxdt_core.config.migration.draft import Draft, Row, read_draft
+from nxdt_core.config.migration.foreign import FRAMEWORKS, require
+from nxdt_core.config.migration.nemo import from_nemo, from_nnm
+from nxdt_core.config.migration.nxdt import from_nxdt
+from nxdt_core.config.migration.render import render
+from nxdt_core.config.migration.settle import settle, unset_paths
+from nxdt_core.config.migration.written import read_written
+from nxdt_core.errors import ConfigError, ConfigProblem
+from nxdt_core.kernel import Kernel
+
+__all__ = ["Migration", "migrate"]
+
+_READERS: Mapping[str, Callable[[Draft, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """What a migration gave; nothing is written yet."""
+
+    source: Path
+    target: Path
+    framework: str
+    """Its name in words."""
+    text: str
+    """The YAML."""
+    rows: tuple[Row, ...]
+    """Every key of the file, and those that were added."""
+    to_set: tuple[tuple[str, str], ...]
+    """(key, why) of values and paths that are still to be set."""
+    remaining: tuple[tuple[str, str], ...]
+    """(key, sentence) of what ``nxdt config check`` says of the file as it is, beside those."""
+
+
+def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migration:
+    """Read a file of NxD Training (``nxdt``), NeMo 1.x (``nemo``) or neuronx-nemo-megatron (``nnm``) for this schema.
+
+    Args:
+        source: The file.
+        target: Where the caller will write the text.
+        framework: One of the three.
+        kernel: Its plugins say what can be kept.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no sound YAML.
+        MigrationRefused: it is of another framework.
+    """
+    read = read_source(source, lambda: kernel)
+    if read.problems:
+        raise ConfigError(source=str(source), problems=read.problems)
+    require(read.tree, framework, source)
+    draft = read_draft(read.tree, read_written(source.read_text(encoding="utf-8-sig")))
+    _READERS[framework](draft, kernel)
+    problems = settle(draft, framework, kernel)
+    to_set = tuple(dict.fromkeys(unset_paths(draft)))
+    return Migration(
+        source=source,
+        target=target,
+        framework=FRAMEWORKS[framework],
+        text=render(draft, _head(source, framework), _tail(draft)),
+        rows=tuple(draft.rows()),
+        to_set=to_set,
+        remaining=tuple(_remaining(problems, {key for key, _ in to_set})),
+    )
+
+
+def _remaining(problems: tuple[ConfigProblem, ...], known: set[str]) -> list[tuple[str, str]]:
+    return [
+        (problem.key, f"{problem.what()} {problem.do()}".strip()) for problem in problems if problem.key not in known
+    ]
+
+
+def _head(source: Path, framework: str) -> tuple[str, ...]:
+    return (f"From {source.name} of {FRAMEWORKS[framework]}, by nxdt config migrate.",)
+
+
+def _tail(draft: Draft) -> tuple[str, ...]:
+    """What was lost, where the reader of the YAML sees it."""
+    lost = [row for row in draft.rows() if row.verdict == "unsupported"]
+    lines = [f"  {row.key}: {row.value}  (line {row.line}: {row.reason})" for row in lost]
+    return ("Not carried over:", *lines) if lines else ()

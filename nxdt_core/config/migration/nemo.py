@@ -1,0 +1,110 @@
+"""What a file of NeMo 1.x or neuronx-nemo-megatron means, in NxD Training's keys, which came from NeMo's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.config.migration.draft import Draft
+from nxdt_core.config.migration.nemo_keys import LOSES_NOTHING, LOST, MOVED, NNM_MOVED
+from nxdt_core.config.migration.nxdt import from_nxdt
+from nxdt_core.kernel import Kernel
+
+__all__ = ["from_nemo", "from_nnm"]
+
+_PRECISION = "precision.type"
+_OPTIMIZER = "model.optim.name"
+_ACTIVATION = "model.activation"
+
+
+def from_nemo(draft: Draft, kernel: Kernel) -> None:
+    """Turn a draft of NeMo's keys into one of this schema."""
+    _nemo_precision(draft)
+    _to_nxdt(draft, kernel)
+
+
+def from_nnm(draft: Draft, kernel: Kernel) -> None:
+    """Turn a draft of neuronx-nemo-megatron's keys into one of this schema."""
+    for path, target in NNM_MOVED.items():
+        draft.move(path, target)
+    _nnm_precision(draft)
+    _to_nxdt(draft, kernel)
+
+
+def _to_nxdt(draft: Draft, kernel: Kernel) -> None:
+    draft.put("model_source", "megatron", "its models are Megatron's")
+    for path, target in MOVED.items():
+        draft.move(path, target)
+    _optimizer(draft)
+    _architecture(draft)
+    for path, (reason, neutral) in LOST.items():
+        asks = [key for key in draft.below(path) if draft.value(key) not in neutral]
+        draft.drop(path, "unsupported" if asks else "unneeded", reason)
+    for path, reason in LOSES_NOTHING.items():
+        draft.drop(path, "unneeded", reason)
+    if isinstance(draft.value("trainer.val_check_interval"), float):
+        draft.drop("trainer.val_check_interval", "unsupported", "validation is counted in optimizer steps here")
+    if draft.value("trainer.max_epochs") not in (None, -1) and draft.value("trainer.max_steps"):
+        draft.drop("trainer.max_epochs", "unneeded", "trainer.max_steps ends the run, as it does there")
+    from_nxdt(draft, kernel)
+
+
+def _optimizer(draft: Draft) -> None:
+    name = draft.value(_OPTIMIZER)
+    if name in ("fused_adam", "megatron_fused_adam"):
+        draft.change(_OPTIMIZER, "adamw", "NeMo's fused Adam decays as AdamW; here torch's fused one is taken")
+    elif name in ("distributed_fused_adam", "mcore_distributed_optim"):
+        draft.change(_OPTIMIZER, "adamw", "its shards over data parallel ranks are distributed_strategy.zero1")
+        draft.put("distributed_strategy.zero1", True, f"{name} shards the optimizer's state")
+
+
+def _architecture(draft: Draft) -> None:
+    activation = str(draft.value(_ACTIVATION, ""))
+    if activation.startswith("fast-"):
+        draft.change(_ACTIVATION, activation.removeprefix("fast-"), "the same function; fast- names a fused kernel")
+    if draft.value("model.openai_gelu") and activation in ("gelu", ""):
+        draft.drop("model.openai_gelu", "renamed", f"{_ACTIVATION}: gelu_tanh")
+        draft.drop(_ACTIVATION, "renamed", "openai_gelu chooses the tanh form")
+        draft.put(_ACTIVATION, "gelu_tanh", "openai_gelu: true")
+    window: Any = draft.value("model.sliding_window_size")
+    if isinstance(window, list) and window:
+        draft.change("model.sliding_window_size", window[0], "tokens to the left; none to the right are seen")
+    if draft.value("trainer.accelerator") != "cpu":
+        draft.drop("trainer.accelerator", "unneeded", "auto takes what the machine has")
+    if draft.value("model.activations_checkpoint_granularity") is None:
+        for key in ("method", "num_layers"):
+            draft.drop(f"model.activations_checkpoint_{key}", "unneeded", "nothing is recomputed")
+
+
+def _nemo_precision(draft: Draft) -> None:
+    """Lightning's precision and Megatron's O2 switch together."""
+    precision = str(draft.value("trainer.precision", "32"))
+    masters = draft.value("model.megatron_amp_O2") or "distributed" in str(draft.value(_OPTIMIZER))
+    if precision in ("32", "32-true"):
+        chosen, reason = "fp32", "float32"
+    elif precision in ("bf16", "bf16-mixed"):
+        chosen = "mixed_precision" if masters else "autocast"
+        reason = "bfloat16 with float32 masters" if masters else "float32 weights, bfloat16 in matrix products"
+    elif precision == "bf16-true":
+        chosen, reason = "bf16SR", "bfloat16 weights without masters; rounded stochastically, so that updates count"
+    else:
+        chosen = "mixed_precision" if masters else "autocast"
+        reason = "float16 and its loss scale are not offered; bfloat16 needs no scale"
+    _set_precision(draft, chosen, f"trainer.precision {precision}: {reason}")
+
+
+def _nnm_precision(draft: Draft) -> None:
+    """What the file says of it; the rest was said by the environment of the launch script."""
+    masters = draft.value("model.zero_use_master_weight") or draft.value("model.megatron_amp_O2")
+    if masters or draft.value("model.zero_use_fp32_grad_accum"):
+        chosen, reason = "mixed_precision", "float32 masters and sums of gradients"
+    else:
+        chosen, reason = "fp32", "where the launch script set XLA_USE_BF16, the run was bf16SR: write that"
+    for key in ("zero_use_master_weight", "zero_use_fp32_grad_accum"):
+        draft.drop(f"model.{key}", "renamed", _PRECISION)
+    _set_precision(draft, chosen, reason)
+
+
+def _set_precision(draft: Draft, chosen: str, reason: str) -> None:
+    draft.drop("trainer.precision", "renamed", f"{_PRECISION}: {chosen}")
+    draft.drop("model.megatron_amp_O2", "renamed" if chosen == "mixed_precision" else "unneeded", _PRECISION)
+    draft.put(_PRECISION, chosen, reason)

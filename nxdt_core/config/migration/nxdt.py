@@ -1,0 +1,211 @@
+"""What a file of NxD Training means, key by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.config.migration.draft import Draft
+from nxdt_core.config.migration.incumbent import (
+    DATA_READERS,
+    DEFAULTS,
+    IGNORED,
+    MODEL_READERS,
+    SEARCHED,
+    UNREAD_VALUE,
+    incumbent_keys,
+)
+from nxdt_core.config.migration.models import name_model
+from nxdt_core.config.migration.spellings import drop_dead_keys, spell_as_today
+from nxdt_core.kernel import Kernel
+
+__all__ = ["from_nxdt"]
+
+_STRATEGY = "model_alignment_strategy"
+_PARTS = ("sft", "dpo", "orpo", "peft")
+_LENGTH, _ENCODER_LENGTH = "data.seq_length", "model.encoder_seq_length"
+_PRECISION = "precision.type"
+_SCHEDULE_END = "model.optim.sched.max_steps"
+
+
+def from_nxdt(draft: Draft, kernel: Kernel) -> None:
+    """Turn a draft of NxD Training's keys into one of this schema."""
+    _find_searched(draft)
+    for path, setting in list(draft.settings.items()):
+        if setting.value == "None":
+            draft.change(path, None, "YAML reads None as text; null is meant")
+    _leave_out_ignored(draft)
+    _take_unread_values(draft)
+    _tokenizer(draft)
+    name_model(draft)
+    _name_data(draft)
+    _leave_out_unread(draft)
+    _precision(draft)
+    _lengths(draft)
+    _recompute(draft)
+    _experts(draft)
+    _pipeline(draft)
+    for old in ("kv_shared_group_size", "kv_size_multiplier"):
+        draft.move(f"distributed_strategy.{old}", "distributed_strategy.kv_replicator")
+    spell_as_today(draft)
+    drop_dead_keys(draft, kernel)
+    _defaults(draft)
+
+
+def _find_searched(draft: Draft) -> None:
+    """Keys that stand where only NxD Training's search through the whole file finds them."""
+    for path in list(draft.settings):
+        parts = path.split(".")
+        at = next((place for place, part in enumerate(parts[:-1]) if part in _PARTS), None)
+        if at is not None and path in draft.settings and ".".join(parts[:at]) != _STRATEGY:
+            _search_finds(draft, path, ".".join([_STRATEGY, *parts[at:]]))
+        elif parts[-1] in SEARCHED and path in draft.settings and path != SEARCHED[parts[-1]]:
+            _search_finds(draft, path, SEARCHED[parts[-1]])
+
+
+def _search_finds(draft: Draft, path: str, target: str) -> None:
+    """Of two places the top level counts, then the one that stands first in the file."""
+    proper, odd = draft.settings.get(target), draft.settings[path]
+    if proper is not None and proper.value != odd.value and ("." not in path or odd.line < proper.line):
+        draft.moved[proper.source] = target
+        draft.drop(target, "ignored", f"NxD Training's search through the file finds line {odd.line} first")
+    draft.move(path, target, "NxD Training finds it by searching the whole file for its name")
+
+
+def _leave_out_ignored(draft: Draft) -> None:
+    for path, reason in IGNORED.items():
+        asks = any(draft.value(key) not in (None, False) for key in draft.below(path))
+        draft.drop(path, "ignored" if asks else "unneeded", reason)
+    if draft.value(_SCHEDULE_END) not in (None, draft.value("trainer.max_steps")):
+        draft.drop(_SCHEDULE_END, "ignored", "NxD Training always ends the curve at trainer.max_steps")
+
+
+def _take_unread_values(draft: Draft) -> None:
+    for path, reason in UNREAD_VALUE.items():
+        if path in draft.settings:
+            draft.remark(path, reason)
+    if draft.value("model_source", "hf") == "hf":
+        if "model.optim.weight_decay" in draft.settings:
+            draft.remark("model.optim.weight_decay", "NxD Training decays Hugging Face models by 0.01 whatever it says")
+        if draft.value("model.do_layer_norm_weight_decay"):
+            draft.remark(
+                "model.do_layer_norm_weight_decay",
+                "NxD Training reads it the wrong way round for Hugging Face models; false is what it did",
+            )
+
+
+def _name_data(draft: Draft) -> None:
+    """The dataloader, by what NxD Training's script looks at."""
+    intended = draft.value("data.use_sft_style_data_module") and draft.has("data.train_dir")
+    if draft.has(_STRATEGY):
+        name, reason = "sft-chat", f"{_STRATEGY} is given"
+    elif intended:
+        name, reason = "sft-chat", "data.use_sft_style_data_module asks for it; NxD Training no longer reads that key"
+    elif draft.value("model_source") == "megatron":
+        name, reason = "megatron-data", "model_source: megatron"
+    else:
+        name, reason = "hf-data", "model_source: hf"
+    draft.drop("data.use_sft_style_data_module", "renamed" if intended else "unneeded", "data.name says it")
+    draft.put("data.name", name, reason)
+
+
+def _leave_out_unread(draft: Draft) -> None:
+    """Keys of another data module or another kind of model than the one that runs."""
+    known = set(incumbent_keys())
+    data, source = str(draft.value("data.name")), str(draft.value("model_source", "hf"))
+    everywhere = {"name", "global_batch_size", "micro_batch_size", "tokenizer"}
+    for key in _sections_of(draft, "data"):
+        if key not in DATA_READERS.get(data, ()) and key not in everywhere and f"data.{key}" in known:
+            draft.drop(
+                f"data.{key}", "ignored", f"the data module that NxD Training takes here ({data}) does not read it"
+            )
+    for key in _sections_of(draft, "model"):
+        if key not in MODEL_READERS.get(source, ()) and f"model.{key}" in known:
+            draft.drop(f"model.{key}", "ignored", f"NxD Training's models of model_source {source} do not read it")
+    if draft.value(_PRECISION) != "manual":
+        for key in ("master_weights", "fp32_grad_acc", *_SWITCHES):
+            draft.drop(f"precision.{key}", "ignored", "only the precision 'manual' reads it")
+
+
+_SWITCHES = ("xla_use_bf16", "xla_downcast_bf16", "neuron_rt_stochastic_rounding_en")
+
+
+def _sections_of(draft: Draft, section: str) -> list[str]:
+    return list(dict.fromkeys(path.split(".")[1] for path in draft.below(section) if "." in path))
+
+
+def _precision(draft: Draft) -> None:
+    if draft.value(_PRECISION) == "mixed_precision_SR":
+        draft.change(_PRECISION, "mixed_precisionSR", "the spelling of its documentation")
+    draft.put(_PRECISION, "mixed_precision", "NxD Training's default; here it is fp32")
+    if "32" in str(draft.value("trainer.precision", "")):
+        draft.drop("trainer.precision", "unneeded", "precision.type decides")
+
+
+def _lengths(draft: Draft) -> None:
+    """One length of sequences; as shipped, fine-tuning examples have two that differ."""
+    batch, model = draft.value(_LENGTH), draft.value(_ENCODER_LENGTH)
+    if batch is not None and model is not None and batch != model:
+        draft.moved[draft.settings[_ENCODER_LENGTH].source] = _LENGTH
+        why = f"batches have {_LENGTH} ({batch}) tokens; NxD Training stops where the two differ"
+        draft.drop(_ENCODER_LENGTH, "ignored", why)
+
+
+def _tokenizer(draft: Draft) -> None:
+    section = "data.tokenizer"
+    for path in draft.below(section):
+        if draft.value(path) is None:
+            draft.drop(path, "unneeded", "null says that it is not set")
+    kind = draft.value(f"{section}.type")
+    if draft.value(f"{section}.library") == "megatron" and "/" in str(kind or ""):
+        draft.change(f"{section}.library", "huggingface", "what its library loads for a directory")
+    if draft.value(f"{section}.use_fast") is False:
+        draft.drop(f"{section}.use_fast", "unneeded", "tokenizers here are the fast ones, with the same ids")
+
+
+def _recompute(draft: Draft) -> None:
+    names = "model.activations_checkpoint_recompute"
+    if draft.value("model.activations_checkpoint_granularity") == "selective" and not draft.value(names):
+        draft.drop(names, "unneeded", "it names nothing")
+        draft.put(names, ["CoreAttention"], "what NxD Training recomputes where no module is named")
+
+
+def _experts(draft: Draft) -> None:
+    factor: Any = draft.value("model.moe.capacity_factor")
+    if draft.value("model.moe.dropless") and isinstance(factor, (int, float)) and factor > 0:
+        draft.change("model.moe.capacity_factor", 0.0, "NxD Training sets it to 0 where dropless is true")
+
+
+def _pipeline(draft: Draft) -> None:
+    """Names of layers as the models here have them; cuts where layers do not divide."""
+    cuts: Any = draft.value("model.pipeline_cuts")
+    if isinstance(cuts, list) and any(str(cut).startswith("model.") for cut in cuts):
+        named = [str(cut).removeprefix("model.") for cut in cuts]
+        draft.change("model.pipeline_cuts", named, "layers are named without 'model.' here")
+    strategy = "distributed_strategy"
+    layers: Any = draft.value("model.num_layers")
+    stages = [draft.value(f"{strategy}.{name}_model_parallel_size") or 1 for name in ("pipeline", "virtual_pipeline")]
+    if cuts or not all(isinstance(number, int) for number in (layers, *stages)):
+        return
+    count = stages[0] * stages[1]
+    if stages[0] > 1 and layers > count and layers % count:
+        ends = _ends(layers, count)
+        reason = f"{layers} layers do not divide by {count} stages; the outer stages take fewer"
+        draft.put("model.pipeline_cuts", [f"layers.{end}" for end in ends], reason)
+
+
+def _ends(layers: int, stages: int) -> list[int]:
+    """Last layers of all stages but the final one; those in the middle take one more, for the ends have other work."""
+    least, more = divmod(layers, stages)
+    first = (stages - more) // 2
+    sizes = [least + (first <= stage < first + more) for stage in range(stages)]
+    return [sum(sizes[: stage + 1]) - 1 for stage in range(stages - 1)]
+
+
+def _defaults(draft: Draft) -> None:
+    """What a missing key means there and does not mean here."""
+    if draft.value("model_source") == "megatron":
+        for path, value in DEFAULTS.get(str(draft.value("model.name")), {}).items():
+            draft.put(path, value, "NxD Training's default; here it is another")
+    draft.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
+    if draft.value("data.name") == "hf-data":
+        draft.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")
