@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DISTS := . plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugins/datasets/text \
-	plugins/models/gpt plugins/models/llama plugins/models/mixtral
+	plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral
 PYTEST_ARGS ?=
 
 .PHONY: install demo test test-parallel test-faults lint docs wheels bench clean

@@ -15,13 +15,15 @@ from torch import nn
 
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.devices import DeviceProfile
+from nxdt_core.errors import LayoutRefused
 from nxdt_core.nn.init import draw, rule_for
 from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
 from nxdt_core.parallel.dropout import salt_dropouts
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules
-from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.expert.figures import routers_of
+from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.pipeline.stages import cut_stage, stages_of_rank
 from nxdt_core.parallel.placement import piece_of
 from nxdt_core.parallel.recompute import apply_recompute
@@ -87,6 +89,8 @@ class Stages:
     """Whether FSDP2 holds the parameters."""
     sequence_parallel: bool
     """Whether hidden states between layers are parts of the sequence."""
+    routers: Mapping[str, int]
+    """Number of experts by router of the whole model, those of other stages included."""
 
 
 def lay_out(
@@ -109,6 +113,7 @@ def lay_out(
         for adapter in adapters:
             plan = adapter.apply(whole, plan)
             rules = [*adapter.init_rules(), *rules]
+    _check_refused(whole, plan, mesh)
     whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     modules = tuple(_cut(whole, plan, mesh, number, options.pipeline_cuts) for number in numbers)
@@ -137,7 +142,16 @@ def lay_out(
         padded=padded,
         sharded=needs_sharding(mesh, precision),
         sequence_parallel=options.sequence_parallel,
+        routers=routers_of(whole, plan),
     )
+
+
+def _check_refused(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
+    dimensions: tuple[Dimension, ...] = ("tp", "pp", "ep", "cp")
+    for dimension in dimensions:
+        if mesh.size(dimension) > 1 and dimension in plan.refused:
+            reason, model = plan.refused[dimension], type(whole).__name__
+            raise LayoutRefused(model=model, dimension=dimension, size=mesh.size(dimension), reason=reason)
 
 
 def _cut(

@@ -13,12 +13,14 @@ from typing import Literal
 
 __all__ = ["AttentionHeads", "ParallelPlan", "PipelinePlan", "TensorStyle"]
 
-TensorStyle = Literal["column", "row", "vocab_embedding", "vocab_head", "replicate"]
+TensorStyle = Literal["column", "row", "column_gathered", "row_split", "vocab_embedding", "vocab_head", "replicate"]
 """How a module's weight lies over the tensor-parallel ranks.
 
 ``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``:
 an embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary,
-feeding a vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``replicate``: whole on each rank and fed
+feeding a vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gathered`` and ``row_split``: the
+same cuts where what lies between needs all features on each rank, such as a norm over all heads: outputs of the one are
+gathered, the other takes its part of whole inputs. ``replicate``: whole on each rank and fed
 with what is whole on each rank, also where its path lies in a tensor block (there it comes after a ``row``'s sum); an
 embedding table that looks up its own part of the sequence under sequence parallelism.
 """
@@ -96,3 +98,6 @@ class ParallelPlan:
     """Parameter path patterns that never take weight decay; a leading ``*`` matches any depth."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of parameters that are one: (owner, user), such as ``("embed_tokens.weight", "lm_head.weight")``."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Mesh dimension (``tp``, ``pp``, ``ep``, ``cp``) → why the model cannot be laid out along it, as the rest of a
+    sentence."""

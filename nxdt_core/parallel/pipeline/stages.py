@@ -75,7 +75,7 @@ def cut_stage(
         return copy.deepcopy(module)
     if plan.pipeline is None:
         raise PipelinePlanMissing(stages=stages)
-    names = [f"{plan.pipeline.layers}.{key}" for key in _layers(module, plan.pipeline)]
+    names = [f"{plan.pipeline.layers}.{key}" for key, _ in _layers(module, plan.pipeline).named_children()]
     shares = stage_layers(names, stages, cuts)
     _check_tied(plan, plan.pipeline, shares)
     part = copy.deepcopy(module)

@@ -22,6 +22,8 @@ from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
 __all__ = ["apply_tensor_parallel", "partial_parameters", "replicated_partials"]
 
+_IN_BLOCKS: tuple[TensorStyle, ...] = ("column", "column_gathered", "row", "row_split", "vocab_head")
+
 
 def apply_tensor_parallel(
     module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool, pad_heads: bool = False
@@ -53,7 +55,7 @@ def apply_tensor_parallel(
         _check_sequence_parallel(module, plan, blocks)
     sharder = TensorSharder(plan, mesh, heads, sequence_parallel=sequence_parallel)
     for path, style in list(_styled(module, plan)):
-        if style in ("column", "row", "vocab_head") and not any(_inside(path, block) for block in blocks):
+        if style in _IN_BLOCKS and not any(_inside(path, block) for block in blocks):
             raise TensorPlanUnusable(problem=f"'{path}' is {style}, and no pattern of tensor_blocks is around it")
         replacement = sharder.replacement(path, module.get_submodule(path), style)
         if replacement is not None:
@@ -70,7 +72,7 @@ def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parall
     sum: its bias, and ``replicate`` modules), or anywhere under sequence parallelism.
     """
     blocks = _blocks(module, plan)
-    whole_after_sum = {path for path, style in _styled(module, plan) if style in ("row", "replicate")}
+    whole_after_sum = {path for path, style in _styled(module, plan) if style in ("row", "row_split", "replicate")}
 
     def partial(name: str) -> bool:
         if sequence_parallel:

@@ -16,7 +16,16 @@ from torch.nn import functional
 from nxdt_core.parallel.collectives import copy_to_group, gather_along, reduce_from_group, scatter_sum_along
 from nxdt_core.parallel.tensor.padding import PaddedDim
 
-__all__ = ["SEQUENCE_DIM", "BlockEntry", "ColumnLinear", "RowLinear", "local_part", "sum_over_ranks"]
+__all__ = [
+    "SEQUENCE_DIM",
+    "BlockEntry",
+    "ColumnLinear",
+    "GatheredColumnLinear",
+    "RowLinear",
+    "SplitRowLinear",
+    "local_part",
+    "sum_over_ranks",
+]
 
 SEQUENCE_DIM = 1
 """Dimension of [batch, seq, hidden] that sequence parallelism cuts."""
@@ -66,6 +75,22 @@ class ColumnLinear(nn.Module):
         return functional.pad(real, (0, self.zeros))
 
 
+class GatheredColumnLinear(nn.Module):
+    """As :class:`ColumnLinear`, with the features of all ranks as output, whose gradients are partial sums."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup) -> None:
+        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``, cut evenly."""
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.group = group
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., in] to [..., out]."""
+        bias = None if self.bias is None else local_part(self.bias)
+        return gather_along(functional.linear(hidden, local_part(self.weight), bias), -1, self.group)
+
+
 class RowLinear(nn.Module):
     """Each rank multiplies its own input features; the products are summed over the ranks, then comes the bias."""
 
@@ -96,6 +121,16 @@ class RowLinear(nn.Module):
             hidden, weight = hidden[..., : self.real], weight[:, : self.real]
         total = sum_over_ranks(functional.linear(hidden, weight), self.group, sequence_parallel=self.sequence_parallel)
         return total if self.bias is None else total + self.bias
+
+
+class SplitRowLinear(RowLinear):
+    """As its base, of inputs with the features of all ranks. Gradients of the others' features are zero, so that those
+    of what comes before are partial sums, as everywhere in a tensor block."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, in] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
+        own = hidden.shape[-1] // self.group.size()
+        return super().forward(hidden.narrow(-1, self.group.rank() * own, own))
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, sequence_parallel: bool) -> torch.Tensor:

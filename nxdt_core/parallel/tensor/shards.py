@@ -13,7 +13,7 @@ from nxdt_core.errors import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.heads import HeadLayout
-from nxdt_core.parallel.tensor.layers import ColumnLinear, RowLinear
+from nxdt_core.parallel.tensor.layers import ColumnLinear, GatheredColumnLinear, RowLinear, SplitRowLinear
 from nxdt_core.parallel.tensor.padding import PaddedDim
 from nxdt_core.parallel.tensor.vocabulary_layers import SequenceEmbedding, VocabularyEmbedding, VocabularyHead
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
@@ -74,8 +74,11 @@ class TensorSharder:
         linear = _linear(path, module, style)
         if style == "column":
             return self._column(path, linear)
-        if style == "row":
-            return self._row(path, linear)
+        if style == "column_gathered":
+            cut = self._even(path, 0, linear.out_features, "output features")
+            return GatheredColumnLinear(self._shard(linear.weight, cut), self._shard_bias(linear, cut), self._group)
+        if style in ("row", "row_split"):
+            return self._row(path, linear, split=style == "row_split")
         cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")
         return VocabularyHead(self._shard(linear.weight, cut), self._shard_bias(linear, cut), cut.mesh)
 
@@ -85,10 +88,11 @@ class TensorSharder:
         weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
         return ColumnLinear(weight, bias, spread=cut.spread, part=cut.part)
 
-    def _row(self, path: str, linear: nn.Linear) -> RowLinear:
+    def _row(self, path: str, linear: nn.Linear, *, split: bool) -> RowLinear:
         size = linear.in_features
-        cut = self._of_heads(path, 1, size) or self._even(path, 1, size, "input features")
-        return RowLinear(
+        of_heads = None if split else self._of_heads(path, 1, size)
+        cut = of_heads or self._even(path, 1, size, "input features")
+        return (SplitRowLinear if split else RowLinear)(
             self._shard(linear.weight, cut),
             linear.bias,
             self._group,

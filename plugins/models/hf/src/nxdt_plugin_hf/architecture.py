@@ -1,0 +1,118 @@
+"""From the values of a ``config.json`` to transformers' own configuration and class; no other code is ever run."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nxdt_plugin_hf.attention import IMPLEMENTATION, register
+from nxdt_plugin_hf.errors import (
+    ArchitectureUnknown,
+    ConfigurationRefused,
+    NotACausalLM,
+    OwnCodeRefused,
+    PackageMissing,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["Architecture", "read_architecture"]
+
+_TRANSFORMERS = "transformers>=5.23,<6"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One model of transformers."""
+
+    config: PreTrainedConfig
+    """Not to be changed."""
+    model_class: type[PreTrainedModel]
+    """Its ``…ForCausalLM``."""
+
+    @property
+    def name(self) -> str:
+        """``Qwen3ForCausalLM``."""
+        return self.model_class.__name__
+
+    def new(self) -> PreTrainedModel:
+        """The model as transformers builds it, on the current device, with our attention."""
+        register()
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = IMPLEMENTATION
+        return self.model_class(config)
+
+
+def read_architecture(values: Mapping[str, Any]) -> Architecture:
+    """The configuration and the class that ``values`` of a ``config.json`` describe.
+
+    Raises:
+        PackageMissing: transformers, or what the model's code imports, is not installed.
+        OwnCodeRefused: the code is not transformers' but lies beside the file.
+        ArchitectureUnknown: the installed transformers has no such model.
+        ConfigurationRefused: it does not accept the values.
+        NotACausalLM: it has, and the model does not predict next tokens.
+    """
+    try:
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError as error:
+        raise PackageMissing(wanted="The model 'hf'", reason=str(error), package=_TRANSFORMERS) from error
+    model_type = str(values.get("model_type", ""))
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise _unknown(model_type, values, transformers.__version__, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    config = _config(model_type, values)
+    _check_causal(config, values, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
+    try:
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except ImportError as error:
+        wanted = f"transformers' {model_type}"
+        raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
+    return Architecture(config=config, model_class=model_class)
+
+
+def _unknown(
+    model_type: str, values: Mapping[str, Any], version: str, known: list[str]
+) -> ArchitectureUnknown | OwnCodeRefused:
+    own_code = values.get("auto_map")
+    if own_code:
+        classes = ", ".join(map(str, own_code.values() if isinstance(own_code, Mapping) else [own_code]))
+        return OwnCodeRefused(model_type=model_type, classes=classes)
+    near = difflib.get_close_matches(model_type, known, n=2)
+    close = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return ArchitectureUnknown(model_type=model_type, version=version, close=close)
+
+
+def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    own = {key: value for key, value in values.items() if key not in ("auto_map", "quantization_config")}
+    if values.get("quantization_config"):
+        raise ConfigurationRefused(model_type=model_type, reason="quantized weights cannot be trained")
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(own)
+    except ImportError as error:
+        wanted = f"transformers' {model_type}"
+        raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
+    except Exception as error:  # whatever a model's own checks raise
+        reason = " ".join(str(error).split())
+        raise ConfigurationRefused(model_type=model_type, reason=reason.rstrip(".")) from error
+
+
+def _check_causal(config: PreTrainedConfig, values: Mapping[str, Any], causal: str | tuple[str, ...] | None) -> None:
+    """Refuse what shows in the configuration; :mod:`nxdt_plugin_hf.tracing` sees whether tokens look ahead."""
+    named = [str(name) for name in values.get("architectures") or ()]
+    model = named[0] if named else f"model_type {config.model_type!r}"
+    if config.is_encoder_decoder:
+        raise NotACausalLM(model=model, reason="it is an encoder with a decoder")
+    if causal is None:
+        raise NotACausalLM(model=model, reason="transformers has no causal language model of this type")
+    causal = (causal,) if isinstance(causal, str) else causal
+    if named and not set(named) & set(causal):
+        raise NotACausalLM(model=model, reason=f"the causal model of its type is {causal[0]}")
+    if not hasattr(config, "vocab_size"):
+        raise NotACausalLM(model=model, reason="it has more than a text model, whose own config.json is needed")

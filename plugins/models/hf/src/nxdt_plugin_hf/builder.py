@@ -1,0 +1,89 @@
+"""The component ``hf``: builds a model of transformers and says how it may be sharded, initialised and exchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+from nxdt_core.errors import BadModelConfig
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_plugin_hf.architecture import Architecture, read_architecture
+from nxdt_plugin_hf.config import HFModelConfig
+from nxdt_plugin_hf.facts import ModelFacts
+from nxdt_plugin_hf.modeling import CausalLM, build_model, hand_over_by_position
+from nxdt_plugin_hf.tracing import pattern_of
+
+__all__ = ["HFBuilder"]
+
+
+class HFBuilder:
+    """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`.
+
+    Names of parameters are those of transformers.
+    """
+
+    hf_architectures: ClassVar[tuple[str, ...]] = ("*ForCausalLM", "*LMHeadModel")
+    hf_ignored: ClassVar[tuple[str, ...]] = ("*.rotary_emb.inv_freq", "lm_head.weight")
+
+    def __init__(self, config: HFModelConfig) -> None:
+        """Read the architecture; imports transformers.
+
+        Raises:
+            BadModelConfig: values that cannot work together.
+            NxdtError: transformers has no such causal language model, or a package is missing.
+        """
+        problems = [f"{key} {problem}" for key, problem in config.check()]
+        if problems:
+            raise BadModelConfig(model="hf", problems=problems)
+        self.config = config
+        self.architecture: Architecture = read_architecture(config.values)
+        self.vocab_size: int = self.architecture.config.vocab_size
+        self.max_sequence_length: int | None = getattr(self.architecture.config, "max_position_embeddings", None)
+
+    def build(self) -> CausalLM:
+        """The whole model, of transformers' class.
+
+        Raises:
+            UnsupportedArchitecture, NotACausalLM: it does what cannot be trained here.
+        """
+        model = build_model(self.architecture, self.facts.calls)
+        for path, module in model.named_modules():
+            if pattern_of(path) in self.facts.tensor.blocks and path != model.head_path:
+                hand_over_by_position(module)
+        return model
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """What was seen of the model."""
+        return ModelFacts.of(self.architecture)
+
+    def plan(self) -> ParallelPlan:
+        """By transformers' own plans, as far as they were seen to work."""
+        return self.facts.plan()
+
+    def init_rules(self) -> Sequence[InitRule]:
+        """As :func:`nxdt_plugin_hf.fresh.init_rules`."""
+        return self.facts.init_rules
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """As :meth:`nxdt_plugin_hf.facts.ModelFacts.flops_per_token`."""
+        return self.facts.flops_per_token(sequence_length)
+
+    @classmethod
+    def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """The same values, in the section's key for them."""
+        return {"hf_config": dict(hf_config)}
+
+    def config_to_hf(self) -> dict[str, Any]:
+        """What transformers would write."""
+        written: dict[str, Any] = json.loads(self.architecture.config.to_json_string(use_diff=True))
+        return {**written, "architectures": [self.architecture.name]}
+
+    def hf_key_map(self) -> Sequence[KeyMap]:
+        """Every parameter under its own name."""
+        names = dict.fromkeys(pattern_of(name) for name in self.facts.parameters)
+        return tuple(KeyMap(name=name, hf_names=(name,)) for name in names)

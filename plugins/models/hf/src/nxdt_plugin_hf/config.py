@@ -1,0 +1,53 @@
+"""Section ``model`` of a model of transformers. Neither torch nor transformers here: ``nxdt config check`` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nxdt_core.config.marks import PositiveInt
+
+__all__ = ["HFModelConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFModelConfig:
+    """Which model of transformers; ``model_config`` names its ``config.json``, or the directory that it lies in."""
+
+    hf_config: dict[str, Any]
+    """Content of ``config.json``. A key given here wins over that of the file, as in
+    ``model.hf_config.num_hidden_layers=4``."""
+    num_layers: PositiveInt | None = None
+    """``num_hidden_layers`` of ``hf_config``, in NxD Training's words; ``null``: as there."""
+    hidden_size: PositiveInt | None = None
+    """``hidden_size`` of ``hf_config``; ``null``: as there."""
+    max_position_embeddings: PositiveInt | None = None
+    """``max_position_embeddings`` of ``hf_config``; ``null``: as there."""
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of this section from a ``config.json``: each as it stands."""
+        return {f"hf_config.{key}": value for key, value in hf.items()}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """``hf_config`` with what the other keys change."""
+        given = {
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+        return dict(self.hf_config) | {key: value for key, value in given.items() if value is not None}
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for what shows without transformers."""
+        if not isinstance(self.hf_config.get("model_type"), str):
+            yield "hf_config.model_type", "is missing: name a config.json with model.model_config"
+        heads, kv_heads = self.hf_config.get("num_attention_heads"), self.hf_config.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
+            yield "hf_config.num_key_value_heads", f"must divide num_attention_heads ({heads}), and is {kv_heads}"
+        if isinstance(heads, int) and "head_dim" not in self.hf_config:
+            width = self.values.get("hidden_size")
+            if isinstance(width, int) and heads > 0 and width % heads:
+                yield "hf_config.hidden_size", f"must be a multiple of num_attention_heads ({heads}), and is {width}"

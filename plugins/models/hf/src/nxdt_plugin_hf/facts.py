@@ -1,0 +1,153 @@
+"""What is known of one model, all of it seen on the model itself, built on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from nxdt_core.devices import HOST
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
+from nxdt_plugin_hf.architecture import Architecture
+from nxdt_plugin_hf.attention import CORE, AttentionCall
+from nxdt_plugin_hf.fresh import init_rules
+from nxdt_plugin_hf.modeling import CausalLM, build_model
+from nxdt_plugin_hf.pipeline_plan import pipeline_plan
+from nxdt_plugin_hf.tensor_plan import TensorPlan, tensor_plan
+from nxdt_plugin_hf.tracing import pattern_of, trace_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ModelFacts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Of the whole model. Paths are patterns but for those of parameters."""
+
+    calls: Mapping[str, AttentionCall]
+    """What each attention module computes, by path."""
+    layers: str
+    """Path of the layers."""
+    parameters: tuple[str, ...]
+    """Names; a tied one under its first."""
+    tied: tuple[tuple[str, str], ...]
+    """Owner and user."""
+    norms: tuple[str, ...]
+    """Normalising modules."""
+    classes: Mapping[str, tuple[str, ...]]
+    """Class name → paths, of layers, their parts and norms."""
+    tensor: TensorPlan
+    pipeline: PipelinePlan | None
+    refused: Mapping[str, str]
+    """Mesh dimension → why the model cannot be laid out along it."""
+    init_rules: tuple[InitRule, ...]
+    multiplied: float
+    """Weights that a token is multiplied with."""
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> ModelFacts:
+        """Look at the model.
+
+        Raises:
+            UnsupportedArchitecture, NotACausalLM: it does what cannot be trained here.
+        """
+        calls = trace_attention(architecture)
+        with torch.device("meta"):
+            model = build_model(architecture, calls)
+        layers = pattern_of(next(iter(calls))).partition(".*.")[0]
+        tensor = tensor_plan(model, calls)
+        hidden_size = model.get_parameter(f"{model.embedding_path}.weight").shape[1]
+        with HOST:  # whatever the caller's default is
+            rules = init_rules(model)
+            pipeline, no_pipeline = pipeline_plan(model, layers, hidden_size)
+        reasons = {"tp": tensor.refusal, "pp": no_pipeline, "ep": _experts(model)}
+        return cls(
+            calls=calls,
+            layers=layers,
+            parameters=tuple(name for name, _ in model.named_parameters()),
+            tied=tuple(_tied(model)),
+            norms=tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if _is_norm(module))),
+            classes=_classes(model, layers),
+            tensor=tensor,
+            pipeline=pipeline,
+            refused={dimension: reason for dimension, reason in reasons.items() if reason},
+            init_rules=rules,
+            multiplied=_multiplied(model),
+        )
+
+    @property
+    def attention(self) -> str:
+        """Of the attention modules."""
+        return pattern_of(next(iter(self.calls)))
+
+    def plan(self) -> ParallelPlan:
+        """By transformers' own plans, as far as they were seen to work."""
+        core = f"{self.attention}.{CORE}"
+        return ParallelPlan(
+            tensor=self.tensor.styles,
+            tensor_blocks=self.tensor.blocks,
+            sequence_norms=tuple(n for n in self.norms if n.rpartition(".")[0] not in self.tensor.blocks),
+            heads=self.tensor.heads,
+            pipeline=self.pipeline,
+            attention_cores=(core,),
+            recompute={"CoreAttention": (core,), **self.classes},
+            recompute_layer=f"{self.layers}.*",
+            norms=tuple(f"{norm}.weight" for norm in self.norms),
+            tied=self.tied,
+            refused=self.refused,
+        )
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """6 for each weight that a token is multiplied with (embeddings are looked up; of experts, those that it is
+        sent to), and for each layer 6 for each channel of query and value heads and position that is seen: PaLM's
+        convention (arXiv:2204.02311, appendix B), within the window where a layer has one."""
+        seen = ((call, min(sequence_length, call.window or sequence_length)) for call in self.calls.values())
+        attention = sum(call.heads * (call.key_width + call.value_width) * positions for call, positions in seen)
+        return 6.0 * (self.multiplied + attention)
+
+
+def _tied(model: CausalLM) -> Iterator[tuple[str, str]]:
+    owners: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = owners.setdefault(parameter, name)
+        if owner != name:
+            yield owner, name
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """transformers tells norms by the names of their classes, too."""
+    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
+
+
+def _classes(model: CausalLM, layers: str) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = {}
+    for path, module in model.named_modules():
+        depth = len(path.removeprefix(f"{layers}.").split(".")) if path.startswith(f"{layers}.") else 0
+        if depth in (1, 2) and any(True for _ in module.parameters()):
+            found.setdefault(type(module).__name__, {})[pattern_of(path)] = None
+    return {name: tuple(paths) for name, paths in found.items()}
+
+
+def _experts(model: CausalLM) -> str | None:
+    named = ", ".join(f"'{pattern}'" for pattern in cast("PreTrainedModel", model).ep_plan or {})
+    return f"its plan in transformers shares out {named}, which cannot be done here" if named else None
+
+
+def _multiplied(model: CausalLM) -> float:
+    config = cast("PreTrainedModel", model).config
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == 2:
+                total += parameter.numel()
+            elif parameter.ndim == 3:
+                total += parameter.numel() * getattr(config, "num_experts_per_tok", len(parameter)) / len(parameter)
+    return total

@@ -1,0 +1,120 @@
+"""Tensor parallelism by the plan that a model of transformers brings, in the words of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from nxdt_core.nn.patterns import matches
+from nxdt_core.protocols.plan import AttentionHeads, TensorStyle
+from nxdt_plugin_hf.attention import AttentionCall
+from nxdt_plugin_hf.tracing import pattern_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from nxdt_plugin_hf.modeling import CausalLM
+
+__all__ = ["TensorPlan", "tensor_plan"]
+
+_STYLES: Mapping[str, TensorStyle] = {
+    "colwise": "column",
+    "colwise_gather_output": "column_gathered",
+    "rowwise": "row",
+    "rowwise_split_input": "row_split",
+    "embedding_rowwise": "vocab_embedding",
+}
+"""Theirs → ours."""
+_SUMMED = "replicated_with_grad_allreduce"
+"""Theirs for what lies in a tensor block and stays whole; ours follows from where it lies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """What of a model's plan can be done."""
+
+    styles: Mapping[str, TensorStyle]
+    blocks: tuple[str, ...]
+    heads: AttentionHeads | None
+    refusal: str | None
+    """Why the plan cannot be followed; None where it can."""
+
+
+def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall]) -> TensorPlan:
+    """Translate ``tp_plan`` of ``model``.
+
+    A pattern that names nothing in the model is left out: plans name parts that only some configurations have.
+
+    Args:
+        model: whole, with the plan of its class and of its configuration.
+        calls: of its attention.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    theirs = {
+        pattern: style
+        for pattern, style in cast("PreTrainedModel", model).tp_plan.items()
+        if any(matches(pattern, path) for path in (*modules, *parameters))
+    }
+    unknown = {pattern: style for pattern, style in theirs.items() if style not in _STYLES and style != _SUMMED}
+    styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
+    styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are cut alike
+    if model.head_path:
+        styles |= {model.head_path: "vocab_head"}
+    inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
+    blocks = tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in inner))
+    return TensorPlan(
+        styles=styles,
+        blocks=(*blocks, model.head_path),
+        heads=_heads(inner, calls),
+        refusal=_refusal(unknown, inner, blocks, modules, calls),
+    )
+
+
+def _heads(styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall]) -> AttentionHeads | None:
+    """Which projections make heads; None where attention sees them all on each rank."""
+    attention, call = next((pattern_of(path), call) for path, call in calls.items())
+    cut = {p: s for p, s in styles.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
+    columns = [pattern for pattern, style in cut.items() if style == "column"]
+    if not columns:
+        return None
+    key_value = tuple(pattern for pattern in columns if pattern.rpartition(".")[2][0] in "kv")
+    return AttentionHeads(
+        query_heads=call.heads,
+        kv_heads=call.kv_heads,
+        query=tuple(pattern for pattern in columns if pattern not in key_value),
+        key_value=key_value,
+        output=tuple(pattern for pattern, style in cut.items() if style == "row"),
+    )
+
+
+def _refusal(
+    unknown: Mapping[str, str],
+    styles: Mapping[str, TensorStyle],
+    blocks: tuple[str, ...],
+    modules: Mapping[str, nn.Module],
+    calls: Mapping[str, AttentionCall],
+) -> str | None:
+    if unknown:
+        named = ", ".join(f"'{pattern}' as {style}" for pattern, style in unknown.items())
+        return f"its plan in transformers names {named}, which cannot be sharded here"
+    if not styles:
+        return "transformers has no tensor parallel plan for its layers"
+    for block in blocks:
+        ends = {style for pattern, style in styles.items() if pattern.rpartition(".")[0] == block}
+        if not ends & {"row", "row_split"} or not ends & {"column", "column_gathered"}:
+            return f"in its plan '{block}' does not begin with columns and end with rows"
+    for pattern in styles:
+        wrong = next((p for p, m in modules.items() if matches(pattern, p) and type(m) is not nn.Linear), None)
+        if wrong is not None:
+            return f"its plan names '{wrong}', a {type(modules[wrong]).__name__}, where only torch.nn.Linear is sharded"
+    if len({(call.heads, call.kv_heads) for call in calls.values()}) > 1:
+        return "its layers have different numbers of heads"
+    fused = any(s == "column" and p.rpartition(".")[2].startswith(("qkv", "query_key")) for p, s in styles.items())
+    call = next(iter(calls.values()))
+    if fused and call.heads != call.kv_heads:
+        return "one matrix makes its queries, keys and values, and their heads are shared"
+    return None

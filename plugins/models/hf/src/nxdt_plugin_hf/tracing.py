@@ -1,0 +1,68 @@
+"""What a model of transformers does with tokens, seen by sending shapes through it: nothing of it is taken on trust."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from nxdt_plugin_hf.attention import AttentionCall, tracing
+from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
+
+if TYPE_CHECKING:
+    from nxdt_plugin_hf.architecture import Architecture
+
+__all__ = ["pattern_of", "trace_attention"]
+
+_TOKENS = 4
+
+
+def trace_attention(architecture: Architecture) -> dict[str, AttentionCall]:
+    """What each attention module asks for, by path, in order.
+
+    Raises:
+        UnsupportedArchitecture: a layer does not leave its attention to us, or wants what no core has.
+        NotACausalLM: tokens see later ones.
+    """
+    with torch.device("meta"):
+        model = architecture.new().train()
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    calls: dict[nn.Module, AttentionCall] = {}
+    token = tracing.set(calls)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
+    except Exception as error:  # a model's own code may raise anything
+        reason = f"its forward cannot be followed ({type(error).__name__}: {str(error).splitlines()[0]})"
+        raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
+    finally:
+        tracing.reset(token)
+    found = {path: calls[module] for path, module in model.named_modules() if module in calls}
+    _check(architecture.name, found)
+    return found
+
+
+def pattern_of(path: str) -> str:
+    """``model.layers.3.mlp`` as ``model.layers.*.mlp``."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _check(name: str, calls: Mapping[str, AttentionCall]) -> None:
+    if not calls:
+        raise UnsupportedArchitecture(model=name, reason="it computes attention without transformers' interface for it")
+    places = sorted({pattern_of(path) for path in calls})
+    if len(places) > 1 or places[0].count("*") != 1:
+        raise UnsupportedArchitecture(model=name, reason=f"it has attention elsewhere than once a layer ({places})")
+    for path, call in calls.items():
+        if not call.causal:
+            raise NotACausalLM(model=name, reason=f"tokens of '{path}' see later ones")
+        if not call.documents:
+            raise UnsupportedArchitecture(model=name, reason=f"'{path}' is not told which tokens are one document")
+        if call.unknown:
+            raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
+        plain = call.window is None and call.softcap is None and call.scale == call.key_width**-0.5
+        if call.dropout and not plain:
+            reason = f"'{path}' wants dropout beside a window, a cap or a scale; set attention_dropout to 0"
+            raise UnsupportedArchitecture(model=name, reason=reason)
