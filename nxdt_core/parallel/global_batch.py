@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nxdt_core.nn.aux_loss import aux_loss_scale
 from nxdt_core.nn.loss import vocabulary_loss
 from nxdt_core.parallel.context.apply import shard_sequence
+from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.stochastic import masters_rounded
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
@@ -95,17 +96,28 @@ class GlobalBatch:
             self._metrics.setdefault(name, []).append(value.detach() / self._divisor)
         return loss
 
-    def result(self) -> StepLoss:
-        """Loss and metrics of the global batch, equal on all ranks."""
+    def result(self, routers: RouterFigures) -> StepLoss:
+        """Loss and metrics of the global batch, equal on all ranks; ``routers`` have counted it."""
         own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
         if self._mesh.group("world") is None:
-            return StepLoss(loss=torch.stack(self._losses).sum(), weight=self.weight, metrics=own)
-        names = self._agreed(tuple(own))
-        sums = torch.zeros(1 + len(names), dtype=self._numerics.figures, device=self._numerics.device)
-        if self._losses and self._mesh.rank("tp") == 0:  # tensor parallel ranks have the same loss
-            sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
-        dist.all_reduce(sums)
-        return StepLoss(loss=sums[0], weight=self.weight, metrics=dict(zip(names, sums[1:], strict=True)))
+            loss, metrics, counted = torch.stack(self._losses).sum(), own, routers.sums
+        else:
+            names = self._agreed(tuple(own))
+            sums = torch.zeros(1 + len(names), dtype=self._numerics.figures, device=self._numerics.device)
+            if self._losses:
+                sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
+            sums, counted = self._over_ranks(sums, routers.sums)
+            loss, metrics = sums[0], dict(zip(names, sums[1:], strict=True))
+        return StepLoss(loss=loss, weight=self.weight, metrics={**metrics, **routers.figures(counted)})
+
+    def _over_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Sums over all ranks, in one call; tensor parallel ranks have the same."""
+        together = torch.cat([tensor.flatten() for tensor in tensors])
+        if self._mesh.rank("tp"):
+            together.zero_()
+        dist.all_reduce(together)
+        parts = together.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The names of the metrics, which only the last stage of a pipeline knows by itself."""

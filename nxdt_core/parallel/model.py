@@ -16,6 +16,7 @@ from nxdt_core.devices import profile_of
 from nxdt_core.errors import WeightsDoNotFit
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
+from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
 from nxdt_core.parallel.gradients import GradientSums, clip, global_norm
 from nxdt_core.parallel.layout import Stages
@@ -70,6 +71,7 @@ class TorchModel:
         self._replicas = Replicas(group) if shares and group is not None else None
         self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
+        self._routers = RouterFigures(stages.routers, stages.modules, device=numerics.device, dtype=numerics.figures)
         self._pipeline: PipelineRunner | None = None
         if mesh.sizes.pp > 1:
             self._pipeline = PipelineRunner(
@@ -105,7 +107,8 @@ class TorchModel:
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         batch = self._begin(micro_batches, objective, training=True)
-        with batch.running(), rounded_weights(self._placed(), self._numerics.masters_rounded, self._step):
+        rounded = rounded_weights(self._placed(), self._numerics.masters_rounded, self._step)
+        with batch.running(), self._routers.counting(), rounded:
             if self._pipeline is not None:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.loss)
             else:
@@ -114,18 +117,18 @@ class TorchModel:
                     if index in (0, last):  # between them nothing changes
                         begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
                     batch.loss(self._logits(micro_batch), micro_batch).backward()  # type: ignore[no-untyped-call]
-        return batch.result()
+        return batch.result(self._routers)
 
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Loss without gradients, in evaluation mode."""
         batch = self._begin(micro_batches, objective, training=False)
-        with self._forward_only(), batch.running():
+        with self._forward_only(), batch.running(), self._routers.counting():
             if self._pipeline is not None:
                 self._pipeline.forward(batch.micro_batches, _inputs, batch.loss)
             else:
                 for micro_batch in batch.on_device():
                     batch.loss(self._logits(micro_batch), micro_batch)
-        return batch.result()
+        return batch.result(self._routers)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits [batch, seq, vocab] of ``input_ids`` [batch, seq], in the run's compute dtype, without gradients.

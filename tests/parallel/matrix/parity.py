@@ -31,6 +31,10 @@ def differences(report: Report, reference: Report, tolerance: Tolerance) -> Iter
     """Sentences about what differs; none where the rank agrees."""
     yield from _curve("loss", report.losses, reference.losses, tolerance.loss)
     yield from _curve("gradient norm", report.norms, reference.norms, tolerance.norm)
+    if report.figures.keys() != reference.figures.keys():
+        yield f"metrics {sorted(report.figures)} instead of {sorted(reference.figures)}"
+    for name in report.figures.keys() & reference.figures.keys():
+        yield from _curve(name, report.figures[name], reference.figures[name], tolerance.loss)
     for name, gradient in report.gradients.items():
         yield from _tensor(f"gradient of {name}", gradient, reference.gradients[name], tolerance.gradient)
     for name, weight in report.weights.items():

@@ -48,6 +48,8 @@ class Report:
     rank: int
     losses: list[float]
     norms: list[float]
+    figures: dict[str, list[float]]
+    """Further metrics of every step by name."""
     gradients: dict[str, torch.Tensor]
     """Of the first step, which does not clip."""
     weights: dict[str, torch.Tensor]
@@ -105,6 +107,7 @@ def train(layout: Layout, numbers: Numbers, steps: int = STEPS, model: Mapping[s
         rank=place.rank,
         losses=run.losses,
         norms=run.norms,
+        figures=run.figures,
         gradients=gradients,
         weights={name: whole(parameter) for name, parameter in model.named_parameters()},
         tied_copies=_tied_copies(model, assemble.model_builder(config).plan().tied),
@@ -137,6 +140,7 @@ class _Run:
         self._state = TrainState()
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.figures: dict[str, list[float]] = {}
 
     def step(self, max_norm: float | None = MAX_NORM, apply: Callable[[], object] | None = None) -> None:
         result = primitives.train_step(
@@ -151,6 +155,8 @@ class _Run:
         )
         self.losses.append(float(result.loss.loss))
         self.norms.append(float(result.grad_norm))
+        for name, value in result.loss.metrics.items():
+            self.figures.setdefault(name, []).append(float(value))
 
     def first_step(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """Without clipping; returns the gradients, and the bytes of those held."""
