@@ -1,0 +1,71 @@
+"""A Mistral, whose window is shorter than a context parallel rank's chunk, trains in every layout as in one process.
+
+``--matrix`` says how many of the cases, as for the matrix of layouts.
+"""
+
+import random
+from functools import cache
+
+import pytest
+
+from tests.parallel.matrix.judgement import computed_wrong
+from tests.parallel.matrix.layouts import Layout
+from tests.parallel.matrix.training import Report, train
+
+MISTRAL = {
+    "name": "mistral",
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 40,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 26,
+    "sliding_window": 5,
+    "init_method_std": 0.1,
+}
+STEPS = 8
+LAYOUTS = (
+    Layout(dp=2, zero=3),
+    Layout(tp=2, sp=True, packed=True),
+    Layout(tp=4),
+    Layout(pp=2, tp=2),
+    Layout(pp=2, vpp=2, packed=True),
+    Layout(cp=2, cp_method="ring"),
+    Layout(cp=2, cp_method="ring", packed=True),
+    Layout(cp=2, cp_method="gather"),
+    Layout(cp=4, cp_method="ring"),
+    Layout(cp=4, cp_method="gather", packed=True),
+    Layout(tp=2, sp=True, recompute="CoreAttention"),
+)
+SAMPLE = 3
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        wanted = metafunc.config.getoption("--matrix")
+        layouts = LAYOUTS if wanted == "full" else random.Random(int(wanted)).sample(LAYOUTS, SAMPLE)
+        metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    """``alone(packed, **keys)``: what one process reports."""
+
+    @cache
+    def run(packed: bool, window: int | None = MISTRAL["sliding_window"]) -> Report:
+        model = {**MISTRAL, "sliding_window": window}
+        (report,) = ranks(1).run(train, Layout(packed=packed), "float64", STEPS, model, timeout_s=120)
+        return report
+
+    return run
+
+
+def test_a_layout_trains_as_one_process_does(ranks, alone, layout):
+    reports = ranks(layout.world).run(train, layout, "float64", STEPS, MISTRAL, timeout_s=120)
+    wrong = computed_wrong("float64", reports, alone(layout.packed))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_window_makes_a_difference(alone):
+    assert abs(alone(False).losses[-1] - alone(False, None).losses[-1]) > 1e-3
