@@ -116,7 +116,7 @@ class GlobalBatch:
         if self._mesh.rank("tp"):
             together.zero_()
         dist.all_reduce(together)
-        parts = together.split([tensor.numel() for tensor in tensors])
+        parts = torch.split(together, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -86,7 +86,8 @@ class ParallelPlan:
     """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
     expert_routers: tuple[str, ...] = ()
     """Modules that count the tokens of a micro-batch, which context parallelism divides and tensor parallelism repeats:
-    engines fill their attribute ``shards`` (:class:`nxdt_core.nn.token_shards.TokenShards`)."""
+    engines fill their attribute ``shards`` (:class:`nxdt_core.nn.token_shards.TokenShards`). Where they keep
+    ``statistics`` of their number of ``experts`` (:class:`nxdt_core.nn.router.TopKRouter`), a step reports them."""
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name usable in ``model.activations_checkpoint_recompute`` → module path patterns."""
     recompute_layer: str = "layers.*"

@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+FIGURES = ("expert_load_max", "expert_load_layer_max", "expert_load_min", "dropped_tokens", "router_entropy")
 STEPS = 10
 FOUR_RANKS = (
     "trainer.devices=4",
@@ -34,6 +36,12 @@ def train(where, name, *keys):
     return [json.loads(line) for line in (where / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def logged(directory):
+    """Names of what the event files of a run hold."""
+    events = EventAccumulator(str(directory)).Reload()
+    return events.Tags()["scalars"]
+
+
 @pytest.mark.timeout(500)
 def test_the_loss_curves_of_one_and_of_four_processes_overlay(tmp_path):
     one, four = train(tmp_path, "one"), train(tmp_path, "ep2-tp2", *FOUR_RANKS)
@@ -41,3 +49,7 @@ def test_the_loss_curves_of_one_and_of_four_processes_overlay(tmp_path):
     assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(one, four, strict=True))
     assert all(abs(a["grad_norm"] - b["grad_norm"]) < 1e-3 for a, b in zip(one, four, strict=True))
     assert one[-1]["loss"] < 0.9 * one[0]["loss"]
+    for figure in FIGURES:
+        assert [row[figure] for row in four] == pytest.approx([row[figure] for row in one], rel=1e-3), figure
+        assert figure in logged(tmp_path / "ep2-tp2"), figure
+    assert all(row["expert_load_min"] <= 1 <= row["expert_load_max"] for row in one)
