@@ -17,6 +17,7 @@ from nxdt_core.checkpoint.hf_plan import HFPlan, HFShard
 from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.checkpoint.reading import fill
 from nxdt_core.checkpoint.safetensors_layout import Writable
+from nxdt_core.checkpoint.tensor_index import TensorEntry
 from nxdt_core.checkpoint.together import on_first_rank, rank_of, together
 from nxdt_core.errors import HFNotWritable
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
@@ -90,9 +91,14 @@ def write_shards(
             raise
 
 
-def read_from(storage: CheckpointStorage, manifest: Manifest) -> ReadShard:
-    """Read from a checkpoint of ours, verified: of each parameter the part that a file needs."""
-    index = manifest.tensors.get("model", {})
+def read_from(
+    storage: CheckpointStorage, manifest: Manifest, index: Mapping[str, TensorEntry] | None = None
+) -> ReadShard:
+    """Read from a checkpoint of ours, verified: of each parameter the part that a file needs.
+
+    ``index``: where the tensors lie, by name; None takes those of the model.
+    """
+    places = manifest.tensors.get("model", {}) if index is None else index
 
     def read(shard: HFShard) -> dict[str, torch.Tensor]:
         pieces = {
@@ -103,8 +109,8 @@ def read_from(storage: CheckpointStorage, manifest: Manifest) -> ReadShard:
             )
             for name, tensor in shard.tensors.items()
         }
-        owners = {name: index[tensor.parameter] for name, tensor in shard.tensors.items()}
-        entries = {name: entry if entry.same_as is None else index[entry.same_as] for name, entry in owners.items()}
+        owners = {name: places[tensor.parameter] for name, tensor in shard.tensors.items()}
+        entries = {name: entry if entry.same_as is None else places[entry.same_as] for name, entry in owners.items()}
         with explained_os_errors(f"{storage.uri}/{manifest.prefix}model"):
             fill(storage, manifest, pieces, entries)
         return {name: tensor.of(pieces[name].tensor) for name, tensor in shard.tensors.items()}

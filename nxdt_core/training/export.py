@@ -8,10 +8,12 @@ from typing import Literal
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint.averages import AVERAGE, average_index
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.hf_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
 from nxdt_core.checkpoint.hf_write import read_from, write_hf
 from nxdt_core.checkpoint.safetensors_layout import TensorSpec
+from nxdt_core.checkpoint.tensor_index import TensorEntry
 from nxdt_core.checkpoint.together import rank_of, together
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import CheckpointNotFound
@@ -49,6 +51,7 @@ def export_hf(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     workers: int = 1,
+    average: bool = False,
     ranks: RankAgreement | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as a directory that ``AutoModelForCausalLM.from_pretrained`` loads.
@@ -62,10 +65,12 @@ def export_hf(
         dtype: of floating-point tensors; None keeps those of the checkpoint.
         max_shard_bytes: of one file of weights.
         workers: files that each rank writes at the same time.
+        average: write the average of the weights (``exp_manager.ema``) instead of the weights.
         ranks: that divide the files; None for a process that is alone.
 
     Raises:
         CheckpointNotFound: there is none.
+        CheckpointHasNoAverage: its run kept none.
         CheckpointDamaged: a file of it is not what was written.
         SavedConfigUnusable: its model cannot be built here; a missing plugin is named.
         HFExchangeUnsupported: its model has no counterpart at Hugging Face.
@@ -77,16 +82,17 @@ def export_hf(
     manifest = together(ranks, lambda: _find(storage, step) if rank_of(ranks) == 0 else None, where=source)[0]
     assert manifest is not None
     address = assemble.step_uri(storage, manifest.step)
+    index = average_index(manifest, where=address) if average else manifest.tensors.get("model", {})
     planned: list[tuple[HFPlan, tuple[str, ...]]] = []
 
     def plan_all() -> None:
         config = saved_config(manifest, where=address)
-        planned.append(plan_export(config, manifest, dtype=dtype, max_shard_bytes=max_shard_bytes))
+        planned.append(plan_export(config, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes))
 
     together(ranks, plan_all, where=source)
     plan, notes = planned[0]
-    origin = f"{storage.uri}/{manifest.prefix}"
-    write_hf(place, plan, read_from(storage, manifest), origin=origin, workers=workers, ranks=ranks)
+    origin = f"{storage.uri}/{manifest.prefix}{AVERAGE if average else ''}"
+    write_hf(place, plan, read_from(storage, manifest, index), origin=origin, workers=workers, ranks=ranks)
     return Exported(
         source=address,
         target=place.uri,
@@ -100,6 +106,7 @@ def export_hf(
 def plan_export(
     config: ResolvedConfig,
     manifest: Manifest,
+    index: Mapping[str, TensorEntry] | None = None,
     *,
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -109,6 +116,7 @@ def plan_export(
     Args:
         config: of the run that wrote the checkpoint.
         manifest: of the checkpoint.
+        index: its tensors by name; None takes those of the model.
         dtype: as of :func:`export_hf`.
         max_shard_bytes: as of :func:`export_hf`.
     """
@@ -119,8 +127,8 @@ def plan_export(
         named = config.components["tokenizer"]
         whose = "the run names none" if named is None else f"transformers has none like {named.component.record.name!r}"
         notes = (f"no tokenizer is included: {whose}",)
-    index = manifest.tensors.get("model", {})
-    held = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in index.items()}
+    places = manifest.tensors.get("model", {}) if index is None else index
+    held = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in places.items()}
     builder = assemble.model_builder(config)
     plan = plan_hf(builder, held, tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes, more=files)
     return plan, notes

@@ -13,11 +13,13 @@ from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.managed_save import ManagedSave
 from nxdt_core.training.misfit import misfit_explained
 from nxdt_core.training.state import TrainState, seed_all
 from nxdt_core.training.strategy import NxdtStrategy
+from nxdt_core.training.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from nxdt_core.training.datamodule import StepInput
@@ -45,6 +47,10 @@ class NxdtModule(pl.LightningModule):
         self.objective = assemble.objective(config)
         self.horizon = assemble.schedule_horizon(config)
         self.schedule = assemble.schedule(config)
+        ema = config.run.exp_manager.ema
+        self.average = WeightAverage(ema) if ema.enable else None
+        self._unaveraged: dict[str, Piece] | None = None
+        """The weights, while their average is validated in their place."""
         self.saved: Manifest | None = None
         """The newest checkpoint of this process."""
         self.resumed: Manifest | None = None
@@ -108,6 +114,7 @@ class NxdtModule(pl.LightningModule):
                 model=self.model,
                 optimizer=getattr(self, "optimizer", None),
                 state=self.train_state,
+                average=self.average,
                 strict=self.config.run.checkpoint.strict,
             )
         self.resumed, self.resumed_horizon = manifest, extra.get("horizon", self.horizon.max_steps)
@@ -123,6 +130,7 @@ class NxdtModule(pl.LightningModule):
             optimizer=self.optimizer,
             state=self.train_state,
             extra=self._extra(lightning),
+            average=self.average,
         )
         return self.saved
 
@@ -138,6 +146,7 @@ class NxdtModule(pl.LightningModule):
             state=self.train_state,
             extra=self._extra(lightning),
             about=managed.about,
+            average=self.average,
         )
         managed.took_s = time.monotonic() - began_at
 
@@ -159,6 +168,19 @@ class NxdtModule(pl.LightningModule):
             apply=counted.step,
         )
         self.train_state.data = batch.position
+        if self.average is not None:
+            self.average.after_step(self.model, self.train_state.step)
+
+    def on_validation_epoch_start(self) -> None:
+        """Validate the average where ``exp_manager.ema.evaluate_ema_weights_instead`` says so."""
+        if self.average and self.config.run.exp_manager.ema.evaluate_ema_weights_instead:
+            self._unaveraged = self.average.put_into(self.model)
+
+    def on_validation_epoch_end(self) -> None:
+        """Go back to the weights, before any callback's ``on_validation_end`` saves them."""
+        if self.average and self._unaveraged is not None:
+            self.average.put_back(self.model, self._unaveraged)
+            self._unaveraged = None
 
     def validation_step(self, batch: StepInput, batch_idx: int) -> StepLoss:  # type: ignore[override]
         """Loss of one global batch."""

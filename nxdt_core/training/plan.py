@@ -19,6 +19,8 @@ from nxdt_core.parallel.estimate import (
 )
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.stochastic import updates_rounded
+from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.training import assemble
 from nxdt_core.training.weight_average import AVERAGE_BYTES
 
@@ -80,18 +82,12 @@ def plan(config: ResolvedConfig, *, memory_bytes: int | None = None) -> RunPlan:
     """
     run, policy = config.run, assemble.precision(config)
     sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
-    optimizer = config.selected("optimizer")
     work = Workload(
         builder=assemble.model_builder(config),
         adapters=assemble.adapters(config),
         objective=assemble.objective(config),
         precision=policy,
-        state_bytes=optimizer_bytes_per_element(
-            optimizer.component.load_target(),
-            optimizer.config,
-            torch.float32 if policy.master_weights else getattr(torch, policy.parameters),
-        )
-        + (AVERAGE_BYTES if run.exp_manager.ema.enable else 0),
+        state_bytes=_state_bytes(config, policy) + (AVERAGE_BYTES if run.exp_manager.ema.enable else 0),
         sizes=sizes,
         options=LayoutOptions.of(run, _profile(run.trainer.accelerator), ParallelMesh(sizes, None)),
         micro_batch_size=run.data.micro_batch_size,
@@ -113,6 +109,15 @@ def accelerator_memory_bytes() -> int | None:
     if not torch.accelerator.is_available():
         return None
     return int(torch.accelerator.get_memory_info()[1])
+
+
+def _state_bytes(config: ResolvedConfig, policy: PrecisionPolicy) -> float:
+    """Optimizer state by element. Over masters and over rounded weights the optimizer sees float32."""
+    optimizer, rounding = config.selected("optimizer"), updates_rounded(policy, config.run.seed)
+    wide = policy.master_weights or rounding is not None
+    dtype = torch.float32 if wide else getattr(torch, policy.parameters)
+    size = optimizer_bytes_per_element(optimizer.component.load_target(), optimizer.config, dtype)
+    return size / 2 if rounding is not None and rounding.state == "bfloat16" else size
 
 
 def _rank(rank: RankEstimate) -> dict[str, Any]:

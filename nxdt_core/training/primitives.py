@@ -34,8 +34,10 @@ from nxdt_core.protocols.lr_scheduler import LRSchedule
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble
+from nxdt_core.training.saved_weights import round_to_bfloat16, take_masters
 from nxdt_core.training.state import TrainState, capture_rng, restore_rng
 from nxdt_core.training.versions import versions_of
+from nxdt_core.training.weight_average import WeightAverage, take_average
 
 __all__ = [
     "SaveFacts",
@@ -168,6 +170,7 @@ def save_checkpoint(
     state: TrainState,
     extra: dict[str, Any] | None = None,
     about: SaveFacts = SaveFacts(),
+    average: WeightAverage | None = None,
     before_commit: Callable[[], None] | None = None,
 ) -> Manifest:
     """Commit weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
@@ -184,9 +187,10 @@ def save_checkpoint(
         state: counters and data position.
         extra: further JSON-able state of the caller's loop; tensors are allowed as leaves.
         about: metrics and fate of the checkpoint.
+        average: of the weights, kept with the optimizer's state.
         before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks.
     """
-    parts = _parts(config, engine, model, optimizer, state, extra, about)
+    parts = _parts(config, engine, model, optimizer, state, extra, about, average)
     return checkpoint.save_checkpoint(storage, **parts, ranks=engine.ranks, before_commit=before_commit)
 
 
@@ -200,6 +204,7 @@ def begin_checkpoint(
     state: TrainState,
     extra: dict[str, Any] | None = None,
     about: SaveFacts = SaveFacts(),
+    average: WeightAverage | None = None,
 ) -> bool:
     """As :func:`save_checkpoint`, returning as soon as the next step may change what is saved.
 
@@ -207,12 +212,12 @@ def begin_checkpoint(
 
     Args:
         manager: made with ``engine.ranks``.
-        config, engine, model, optimizer, state, extra, about: as of :func:`save_checkpoint`.
+        config, engine, model, optimizer, state, extra, about, average: as of :func:`save_checkpoint`.
 
     Returns:
         False where the manager skips saves while one is in flight, and one is.
     """
-    return manager.save(**_parts(config, engine, model, optimizer, state, extra, about))
+    return manager.save(**_parts(config, engine, model, optimizer, state, extra, about, average))
 
 
 class _Parts(TypedDict):
@@ -233,14 +238,21 @@ def _parts(
     state: TrainState,
     extra: dict[str, Any] | None,
     about: SaveFacts,
+    average: WeightAverage | None,
 ) -> _Parts:
     skipped = 0 if optimizer is None else int(optimizer.skipped_steps)
     # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
     updates = max(0, state.updates - skipped)
+    weights, held = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
+    if config.run.checkpoint.save_bf16:
+        masters = round_to_bfloat16(weights, dict(model.named_parameters()))
+        held |= {} if optimizer is None else masters
+    if optimizer is not None and average is not None:
+        held |= average.state_dict()
     return {
         "step": state.step,
-        "model": model.state_dict(),
-        "optimizer": {} if optimizer is None else optimizer.state_dict(),
+        "model": weights,
+        "optimizer": held,
         "state": {
             "train": {**state.to_dict(), "updates": updates},
             "rng": capture_rng(engine.device),
@@ -269,6 +281,7 @@ def load_checkpoint(
     model: ParallelModel,
     optimizer: ParallelOptimizer | None = None,
     state: TrainState | None = None,
+    average: WeightAverage | None = None,
     strict: bool = True,
 ) -> dict[str, Any]:
     """Load what is given and return the ``extra`` of the save.
@@ -284,6 +297,7 @@ def load_checkpoint(
         model: its weights are replaced.
         optimizer: None leaves optimizer state and random-number generators alone: weights only.
         state: its counters are replaced.
+        average: is replaced with the optimizer's state; None leaves that of the checkpoint out.
         strict: refuse a checkpoint that lacks parameters of the model or has others; otherwise what it lacks stays as
             it is, what else it has is left out, and a warning names both.
     """
@@ -303,6 +317,10 @@ def load_checkpoint(
         found = checkpoint.load_optimizer_like(
             storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
         )
+        model.load_state_dict(take_masters(found), strict=False)
+        averaged = take_average(found)
+        if average is not None:
+            average.load_state_dict(averaged)
         optimizer.load_state_dict(found)
         if same_layout:
             restore_rng(saved["rng"], engine.device)

@@ -39,6 +39,7 @@ __all__ = ["export"]
 @click.option(
     "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Files to write at the same time."
 )
+@click.option("--ema", is_flag=True, help="Write the average of the weights (exp_manager.ema) instead of the weights.")
 @as_json
 @click.pass_context
 def export(
@@ -49,6 +50,7 @@ def export(
     dtype: ExportDtype | None,
     max_shard_size: int,
     workers: int,
+    ema: bool,
     json_output: bool,
 ) -> None:
     """Write the model of a checkpoint as a directory that transformers loads: weights, configuration, tokenizer.
@@ -62,7 +64,13 @@ def export(
     ctx.exit(
         on_all_ranks(
             lambda ranks: export_hf(
-                source, target, dtype=dtype, max_shard_bytes=max_shard_size, workers=workers, ranks=ranks
+                source,
+                target,
+                dtype=dtype,
+                max_shard_bytes=max_shard_size,
+                workers=workers,
+                average=ema,
+                ranks=ranks,
             ),
             lambda exported: _report(exported, json_output),
         )

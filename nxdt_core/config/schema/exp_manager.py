@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.marks import AliasOf, DefaultsTo, Fraction, NoEffect, PositiveInt
+from nxdt_core.config.marks import AliasOf, DefaultsTo, Fraction, NoEffect, NonNegativeInt, PositiveInt
 
 __all__ = ["CheckpointCallbackParams", "EmaConfig", "ExpManagerConfig"]
 
@@ -68,18 +68,21 @@ class CheckpointCallbackParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaConfig:
-    """Exponential moving average of the weights."""
+    """Exponential moving average of the weights, in float32: 4 bytes for each weight that a rank holds and trains.
+
+    It is saved with the optimizer's state; ``nxdt checkpoint export --ema`` writes it.
+    """
 
     enable: bool = False
-    """Switch it on."""
+    """Keep one."""
     decay: Fraction = 0.999
-    """Weight of the past."""
+    """Share of the average that an update keeps; the rest comes from the weights."""
     apply_ema_every_n_steps: PositiveInt = 1
-    """Steps between two updates of the average."""
-    start_step: int = 0
-    """Step of the first update."""
+    """Optimizer steps between two updates."""
+    start_step: NonNegativeInt = 0
+    """No update before this step. The average begins as the weights after the first update."""
     evaluate_ema_weights_instead: bool = False
-    """Validate the average."""
+    """Validate the average instead of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class TrainerConfig:
     """Passes before which nothing may stop the run."""
     max_time: str | Mapping[str, int] | None = None
     """Time after which this start of the run saves and stops, as for SIGTERM: ``days:hours:minutes:seconds``, or a
-    mapping such as ``{hours: 3, minutes: 50}``. Each start counts anew; leave the time of a save below a job's limit."""
+    mapping such as ``{hours: 3, minutes: 50}``. Each start counts anew; leave room for a save below a job's limit."""
     check_val_every_n_epoch: int | None = None
     """Passes between two validations; ``null`` counts steps by ``val_check_interval``."""
     num_sanity_val_steps: int = 0

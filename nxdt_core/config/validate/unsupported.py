@@ -61,7 +61,6 @@ RULES: tuple[Unsupported, ...] = (
     Unsupported("trainer.fast_dev_run", (False, 0), _LOOP),
     Unsupported("trainer.overfit_batches", (0, 0.0), _LOOP),
     Unsupported("trainer.precision", (32, "32", "32-true"), "precision.type decides"),
-    *_group("exp_manager.ema", _NOT_YET, enable=False),
     *_group(
         "exp_manager",
         _NOT_YET,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
 
+from nxdt_core.checkpoint.averages import has_average
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:
@@ -29,3 +30,7 @@ class ResumeNotes(pl.Callback):
             self._console.say(f"the learning rate's curve now ends at step {now}, it ended at {before}")
         if pl_module.resumed.facts.plugin_fingerprint not in ("", pl_module.config.kernel.fingerprint()):
             self._console.say("the installed plugins are not those that wrote the checkpoint")
+        averages = pl_module.average is not None
+        if averages != has_average(pl_module.resumed):
+            news = "begins in this run" if averages else "ends here, since exp_manager.ema.enable is false"
+            self._console.say(f"the average of the weights {news}")
