@@ -25,6 +25,7 @@ __all__ = [
     "BUCKET_ELEMENTS",
     "StochasticRounding",
     "StochasticUpdates",
+    "in_buckets",
     "masters_rounded",
     "rounded_weights",
     "updates_rounded",
@@ -108,7 +109,8 @@ class StochasticUpdates:
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Update all weights that have a gradient; ``step`` is the number of this update in the run."""
-        for bucket in self._buckets():
+        sizes = {name: math.prod(self._places[name].shape) for name, w in self._weights.items() if w.grad is not None}
+        for bucket in in_buckets(sizes):
             self._borrow(optimizer, bucket)
             optimizer.step()
             for name in bucket:
@@ -143,20 +145,19 @@ class StochasticUpdates:
             if isinstance(value, torch.Tensor) and value.dtype == dtype and value.dim() and value.shape == like.shape
         ]
 
-    def _buckets(self) -> Iterator[list[str]]:
-        bucket: list[str] = []
-        filled = 0
-        for name, weight in self._weights.items():
-            if weight.grad is None:
-                continue
-            elements = math.prod(self._places[name].shape)
-            if bucket and filled + elements > BUCKET_ELEMENTS:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(name)
-            filled += elements
-        if bucket:
+
+def in_buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names by bucket, in their order; ``sizes`` are elements of whole parameters."""
+    bucket: list[str] = []
+    filled = 0
+    for name, elements in sizes.items():
+        if bucket and filled + elements > BUCKET_ELEMENTS:
             yield bucket
+            bucket, filled = [], 0
+        bucket.append(name)
+        filled += elements
+    if bucket:
+        yield bucket
 
 
 def _round(place: ParameterShard, stream: Stream, target: torch.Tensor, values: torch.Tensor) -> None:

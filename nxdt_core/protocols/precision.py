@@ -27,9 +27,7 @@ class PrecisionPolicy:
     autocast: DType | None = None
     """Compute dtype of ``torch.autocast`` around forward; None for none."""
     gradients: DType = "float32"
-    """Accumulation of gradients across micro-batches."""
-    reductions: DType = "float32"
-    """Reduction of gradients across ranks."""
+    """Sums of gradients, across micro-batches and across ranks."""
     optimizer_state: DType = "float32"
     master_weights: bool = False
     """Keep float32 copies of the parameters, which the optimizer updates."""

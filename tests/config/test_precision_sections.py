@@ -45,7 +45,7 @@ def test_what_a_name_says_of_masters_and_rounding_holds(load, good, name):
 )
 def test_switches_spell_the_named_precisions(load, good, keys, named):
     by_hand, by_name = policy(load, good, f"type: manual, {keys}"), policy(load, good, f"type: {named}")
-    for part in ("parameters", "gradients", "reductions", "optimizer_state", "master_weights", "stochastic_rounding"):
+    for part in ("parameters", "gradients", "optimizer_state", "master_weights", "stochastic_rounding"):
         assert getattr(by_hand, part) == getattr(by_name, part), part
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nxdt_core.builtins.precision.config import BF16SRConfig, ManualConfig
-from nxdt_core.protocols.precision import DType, PrecisionPolicy
+from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["autocast", "bf16_sr", "fp32", "manual", "mixed_precision", "mixed_precision_sr"]
 
@@ -36,7 +36,6 @@ def bf16_sr(config: BF16SRConfig) -> PrecisionPolicy:
         name="bf16SR",
         parameters="bfloat16",
         gradients="bfloat16",
-        reductions="bfloat16",
         optimizer_state=config.optimizer_state,
         stochastic_rounding=True,
     )
@@ -46,13 +45,11 @@ def manual(config: ManualConfig) -> PrecisionPolicy:
     """What NxD Training's switches ask for."""
     if not config.computes_in_bfloat16:
         return PrecisionPolicy(name="manual")
-    wide: DType = "float32" if config.fp32_grad_acc else "bfloat16"
     rounded = config.rounds_stochastically
     return PrecisionPolicy(
         name="manual",
         parameters="bfloat16",
-        gradients=wide,
-        reductions=wide,
+        gradients="float32" if config.fp32_grad_acc else "bfloat16",
         optimizer_state="float32" if config.master_weights or rounded else "bfloat16",
         master_weights=config.master_weights,
         stochastic_rounding=rounded,

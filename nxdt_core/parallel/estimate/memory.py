@@ -90,7 +90,8 @@ def fullest_moment(
     traces: Mapping[int, MicroBatchTrace],
     received: int,
 ) -> Memory:
-    """The larger of two moments: the worst one of forward and backward, and the reduction of the last gradients.
+    """The largest of three moments: the worst one of forward and backward, the reduction of the last gradients, and the
+    update where that works on float32 stand-ins of rounded weights.
 
     Args:
         counts: parameters of all stages of the rank.
@@ -102,12 +103,13 @@ def fullest_moment(
     computing = Memory(**_computing(counts, storage), **_in_flight(order, traces, received))
     if storage.gradient_use == "fresh":
         computing = replace(computing, gradients=_peak_gradients(traces))
-    return max(computing, _reducing(counts, storage), key=lambda moment: moment.total)
+    moments = (computing, _reducing(counts, storage), _updating(counts, storage))
+    return max(moments, key=lambda moment: moment.total)
 
 
 def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
     """What lies there while micro-batches run."""
-    weights, optimizer = _between_steps(counts, storage)
+    weights, optimizer = _between_steps(counts, storage, computing=True)
     largest = sum(counts.groups[:1])
     gradients, communication = counts.trained * storage.gradient_bytes, 0
     if storage.sharded:
@@ -123,17 +125,21 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
 
 
-def _between_steps(counts: ParameterCounts, storage: Storage) -> tuple[int, int]:
-    """Stored weights, and optimizer state with masters."""
+def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool = False) -> tuple[int, int]:
+    """Stored weights, and optimizer state with masters; masters that are rounded where they lie have a copy beside
+    while the rank is ``computing``."""
     stored = counts.stored * storage.stored_bytes
     state = round(counts.trained_stored * storage.state_bytes)
-    return (0, stored + state) if storage.policy.master_weights else (stored, state)
+    if not storage.policy.master_weights:
+        return stored, state
+    copies = 2 if computing and storage.policy.stochastic_rounding else 1
+    return 0, copies * stored + state
 
 
 def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
     """Gradients are reduced out of flat copies when the activations are gone: by FSDP2 those of the root as the last,
     without it all of them, a bucket at a time."""
-    weights, optimizer = _between_steps(counts, storage)
+    weights, optimizer = _between_steps(counts, storage, computing=True)
     if not storage.sharded:
         gradients = counts.trained * storage.gradient_bytes
         flat = min(gradients, BUCKET_BYTES) if storage.replicated else 0
@@ -144,6 +150,17 @@ def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
         optimizer=optimizer,
         communication=counts.root * storage.gradient_bytes,
     )
+
+
+def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
+    """A bucket of weights and gradients in float32, and of the state where that is kept in less."""
+    weights, optimizer = _between_steps(counts, storage)
+    gradients = (counts.trained_stored if storage.sharded else counts.trained) * storage.gradient_bytes
+    widened = 0.0
+    if storage.policy.stochastic_rounding and not storage.policy.master_weights:
+        widened = 2 * _BYTES["float32"]
+        widened += storage.state_bytes if storage.policy.optimizer_state == "bfloat16" else 0
+    return Memory(weights=weights, gradients=gradients, optimizer=optimizer, workspace=round(counts.bucket * widened))
 
 
 def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace], received: int) -> dict[str, int]:

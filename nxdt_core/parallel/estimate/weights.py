@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.placement import local_of, sharded_over
+from nxdt_core.parallel.stochastic import in_buckets
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.plan import ParallelPlan
@@ -38,6 +39,8 @@ class ParameterCounts:
     """Elements outside of all layers, which FSDP2 gathers first and frees last."""
     partial: int = 0
     """Elements whose gradients tensor parallel ranks still have to sum."""
+    bucket: int = 0
+    """The most of ``trained_stored`` that an optimizer over rounded weights has in float32 at a time."""
 
     def __add__(self, other: ParameterCounts) -> ParameterCounts:
         """Of both stages of a rank."""
@@ -49,6 +52,7 @@ class ParameterCounts:
             groups=tuple(sorted((*self.groups, *other.groups), reverse=True)),
             root=max(self.root, other.root),
             partial=self.partial + other.partial,
+            bucket=max(self.bucket, other.bucket),
         )
 
 
@@ -71,6 +75,7 @@ def count_parameters(
         partial: names whose gradients are partial sums over ``tp``.
     """
     tally, sums = _Tally(), frozenset(partial)
+    trained: dict[str, tuple[int, int]] = {}
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
         ranks = sizes.efsdp if "ep" in sharded_over(parameter) else sizes.fsdp
@@ -78,12 +83,19 @@ def count_parameters(
         tally.counts["local"] += local.numel()
         tally.counts["stored"] += stored
         if parameter.requires_grad:
+            trained[name] = parameter.numel(), stored
             tally.counts["trained"] += local.numel()
             tally.counts["trained_stored"] += stored
             tally.counts["partial"] += local.numel() * (name in sums)
         tally.groups[_group_of(name, plan)] += local.numel()
     root = tally.groups.pop("", 0)
-    return ParameterCounts(**tally.counts, groups=tuple(sorted(tally.groups.values(), reverse=True)), root=root)
+    buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})
+    return ParameterCounts(
+        **tally.counts,
+        groups=tuple(sorted(tally.groups.values(), reverse=True)),
+        root=root,
+        bucket=max((sum(trained[name][1] for name in bucket) for bucket in buckets), default=0),
+    )
 
 
 def count_unique(module: nn.Module) -> tuple[int, int]:

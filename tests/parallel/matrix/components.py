@@ -7,9 +7,7 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 
 
 def float64(config: object) -> PrecisionPolicy:
-    return PrecisionPolicy(
-        name="float64", parameters="float64", gradients="float64", reductions="float64", optimizer_state="float64"
-    )
+    return PrecisionPolicy(name="float64", parameters="float64", gradients="float64", optimizer_state="float64")
 
 
 @hookimpl

@@ -29,7 +29,7 @@ from nxdt_core.testing.ranks import process_group
 
 VOCAB, HIDDEN, SEQ = 32, 16, 12
 LR = 0.1
-DOUBLE = PrecisionPolicy(name="double", parameters="float64", gradients="float64", reductions="float64")
+DOUBLE = PrecisionPolicy(name="double", parameters="float64", gradients="float64")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,4 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 
 def fp64(config: None = None) -> PrecisionPolicy:
     """The dtypes."""
-    return PrecisionPolicy(
-        name="fp64", parameters="float64", gradients="float64", reductions="float64", optimizer_state="float64"
-    )
+    return PrecisionPolicy(name="fp64", parameters="float64", gradients="float64", optimizer_state="float64")
