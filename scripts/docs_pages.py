@@ -46,6 +46,15 @@ def yaml_page() -> str:
     return reference_markdown(Kernel.start(PluginPolicy(allow=("llama", "text"))))
 
 
+@page("schema.md")
+def schema_page() -> str:
+    """What has become of every key of NxD Training."""
+    from nxdt_core.config.migration import schema_page
+    from nxdt_core.kernel import Kernel
+
+    return schema_page(Kernel.start())
+
+
 @page("reference/hooks.md")
 def hooks_page() -> str:
     """Every hook, from its specification."""

@@ -20,10 +20,10 @@ from nxdt_core.errors import (
 )
 from nxdt_core.kernel import Kernel
 
-__all__ = ["Extensions", "select_extensions"]
+__all__ = ["FLAGS", "Extensions", "select_extensions"]
 
 _LOGGERS = "exp_manager.loggers"
-_FLAGS = {
+FLAGS = {
     "tensorboard": "summary_writer_kwargs",
     "wandb": "wandb_logger_kwargs",
     "mlflow": "mlflow_logger_kwargs",
@@ -83,7 +83,7 @@ def _wanted_loggers(tree: Node, found: Extensions) -> Iterator[_Wanted]:
     yield from listed
     names = {wanted.name.value for wanted in listed}
     by_default = {"tensorboard"} if tree.plain(_LOGGERS) is None else set()
-    for logger, options_name in _FLAGS.items():
+    for logger, options_name in FLAGS.items():
         key, path = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
         flag, options = tree.find(key), tree.find(path)
         if flag is None or not isinstance(flag.value, (bool, type(None))):  # told by reading

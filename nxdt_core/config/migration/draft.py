@@ -29,7 +29,7 @@ class Row:
     target: str = ""
     """In the file that was written, where there it is called otherwise."""
     value: str = ""
-    """As it was written; of an added or changed key: as it is written now."""
+    """As it was written; of an added key: as it is written now; of a changed one: both."""
     reason: str = ""
 
 
@@ -146,12 +146,17 @@ class Draft:
                 line=setting.line,
                 verdict=setting.verdict,
                 target=path if setting.source not in ("", path) else "",
-                value=setting.original if setting.text is not None else str(setting.value),
+                value=_shown(setting),
                 reason="; ".join(setting.reasons),
             )
             for path, setting in self.settings.items()
         ]
         yield from sorted([*kept, *self.left_out], key=lambda row: (row.line == 0, row.line))
+
+
+def _shown(setting: Setting) -> str:
+    now = str(setting.value)
+    return {"added": now, "changed": f"{setting.original} → {now}"}.get(setting.verdict, setting.original)
 
 
 def read_draft(tree: Node, written: Written) -> Draft:

@@ -18,7 +18,13 @@ from nxdt_core.config.migration.models import name_model
 from nxdt_core.config.migration.spellings import drop_dead_keys, spell_as_today
 from nxdt_core.kernel import Kernel
 
-__all__ = ["from_nxdt"]
+__all__ = ["RENAMED", "from_nxdt"]
+
+RENAMED = {
+    f"distributed_strategy.{old}": "distributed_strategy.kv_replicator"
+    for old in ("kv_shared_group_size", "kv_size_multiplier")
+}
+"""Keys of NxD Training that the schema does not take under this name."""
 
 _STRATEGY = "model_alignment_strategy"
 _PARTS = ("sft", "dpo", "orpo", "peft")
@@ -44,8 +50,8 @@ def from_nxdt(draft: Draft, kernel: Kernel) -> None:
     _recompute(draft)
     _experts(draft)
     _pipeline(draft)
-    for old in ("kv_shared_group_size", "kv_size_multiplier"):
-        draft.move(f"distributed_strategy.{old}", "distributed_strategy.kv_replicator")
+    for old, new in RENAMED.items():
+        draft.move(old, new)
     spell_as_today(draft)
     drop_dead_keys(draft, kernel)
     _defaults(draft)

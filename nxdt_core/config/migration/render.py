@@ -9,7 +9,10 @@ import yaml
 
 from nxdt_core.config.migration.draft import Draft, Setting
 
-__all__ = ["dump", "render"]
+__all__ = ["TO_SET", "dump", "render"]
+
+TO_SET = "???"
+"""OmegaConf's mark of a value that must be given."""
 
 _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 """An interpolation of another key: ``${section.key}`` or ``${.key}``. One of a resolver has a colon."""
@@ -87,4 +90,6 @@ def _absolute(source: str, dots: str, name: str) -> str:
 
 def dump(value: object) -> str:
     """One value on one line."""
+    if value == TO_SET:  # as OmegaConf's users write it; the dumper would quote it
+        return TO_SET
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]

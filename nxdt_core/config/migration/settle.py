@@ -8,7 +8,7 @@ from pathlib import Path
 from nxdt_core.config.load import check
 from nxdt_core.config.migration.draft import Draft, Verdict
 from nxdt_core.config.migration.foreign import FRAMEWORKS
-from nxdt_core.config.migration.render import render
+from nxdt_core.config.migration.render import TO_SET, render
 from nxdt_core.config.node import to_plain
 from nxdt_core.config.yaml_source import parse_yaml
 from nxdt_core.errors import ConfigProblem, NotSupported, UnknownKey
@@ -29,9 +29,6 @@ _PATHS = (
     "checkpoint.resume_from",
 )
 """Keys of things that must be there before a run starts."""
-
-_TO_SET = "???"
-"""OmegaConf's mark of a value that must be given."""
 
 
 def settle(draft: Draft, framework: str, kernel: Kernel) -> tuple[ConfigProblem, ...]:
@@ -68,13 +65,13 @@ def _judgement(problem: ConfigProblem, framework: str) -> tuple[Verdict, str]:
 def unset_paths(draft: Draft) -> Iterator[tuple[str, str]]:
     """(key, why) of what must be set before the file can be trained: values to fill in, and paths to nothing."""
     for path, setting in draft.settings.items():
-        if setting.value == _TO_SET:
+        if setting.value == TO_SET:
             yield path, "; ".join(setting.reasons) or "it has no value yet"
     for section in _PATHS:
         for path in draft.below(section):
             value = draft.value(path)
             for text in value if isinstance(value, list) else [value]:
-                if isinstance(text, str) and text != _TO_SET and _is_missing(text):
+                if isinstance(text, str) and text != TO_SET and _is_missing(text):
                     yield path, f"there is no {text} here"
 
 

@@ -55,9 +55,9 @@ def spell_as_today(draft: Draft) -> None:
             draft.move(path, alias.key, _CHECKPOINT if alias.key.startswith("checkpoint.") else "")
     for part, (section, name) in TARGETS.items():
         if draft.has(f"{SECTION}.{part}"):
+            draft.move(f"{SECTION}.{part}", section)
             if name is not None:
                 draft.put(f"{section}.name", name, f"{SECTION}.{part} asks for it")
-            draft.move(f"{SECTION}.{part}", section)
     draft.drop(SECTION, "unneeded", "it is empty")
 
 

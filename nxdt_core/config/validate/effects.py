@@ -21,7 +21,8 @@ def find_notes(checked: Checked, composition: Composition, legacy: Iterable[tupl
     reads_xla = engine is not None and "xla" in engine.record.capabilities
     engine_name = engine.record.name if engine is not None else "this"
     reasons: dict[str, list[str]] = {}
-    for path, key in (*_set_keys(RunConfig, "", checked), *legacy):
+    components = (found for section, cls in composition.classes.items() for found in _set_keys(cls, section, checked))
+    for path, key in (*_set_keys(RunConfig, "", checked), *components, *legacy):
         dead, xla = key.mark(NoEffect), key.mark(XlaOnly)
         if dead is not None:
             reasons.setdefault(dead.reason, []).append(path)
@@ -36,7 +37,7 @@ def _line(paths: list[str], reason: str) -> str:
 
 
 def _set_keys(cls: type, path: str, checked: Checked) -> Iterator[tuple[str, Key]]:
-    """Marked keys of the core whose value differs from the default."""
+    """Marked keys of a section's class whose value differs from the default."""
     for name, key in keys_of(cls).items():
         where = join(path, name)
         node = checked.tree.find(where)

@@ -1,0 +1,118 @@
+"""A plugin file that stands in for plugins which are not part of this version: it declares their keys, nothing else.
+
+With it, ``nxdt config check`` judges all of a migrated file but the parts that those plugins will bring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nxdt_core.api import AdapterComponent, DataloaderComponent, ObjectiveComponent, TokenizerComponent, hookimpl
+
+
+@dataclass(kw_only=True)
+class ArrowConfig:
+    """Directories of tokenised samples."""
+
+    train_dir: str
+    val_dir: str | None = None
+    test_dir: str | None = None
+
+
+@dataclass(kw_only=True)
+class ChatConfig:
+    """Records of prompts and answers."""
+
+    train_dir: str
+    val_dir: str | None = None
+    dev_choose_samples: int | None = None
+    packing: bool = False
+
+
+@dataclass(kw_only=True)
+class MegatronConfig:
+    """Indexed token files."""
+
+    data_prefix: Any
+    index_mapping_dir: str | None = None
+    data_impl: Literal["mmap"] = "mmap"
+    splits_string: str | None = None
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    validation_drop_last: bool = True
+    no_seqlen_plus_one_input_tokens: bool = False
+    pad_samples_to_global_batch_size: bool = False
+
+
+@dataclass(kw_only=True)
+class Gpt2Config:
+    """GPT-2's byte pairs."""
+
+    type: str
+    vocab_file: str
+    merge_file: str
+
+
+@dataclass(kw_only=True)
+class DpoConfig:
+    """Preferences against a reference."""
+
+    kl_beta: float = 0.01
+    loss_type: Literal["sigmoid"] = "sigmoid"
+    max_prompt_length: int | None = None
+    precompute_ref_log_probs: bool = True
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+
+
+@dataclass(kw_only=True)
+class OrpoConfig:
+    """Preferences by odds ratio."""
+
+    beta: float = 0.1
+    max_prompt_length: int | None = None
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank updates."""
+
+    lora_rank: int = 16
+    lora_alpha: float = 32
+    lora_dropout: float = 0.05
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    lora_verbose: bool = False
+    target_modules: tuple[str, ...] = ()
+    load_lora_from_ckpt: bool = False
+    save_lora_base: bool = True
+    merge_lora: bool = False
+    save_lora_config_adapter: bool = True
+    merge_sharded_lora: bool = False
+
+
+def declared(kind: type, name: str, config: type) -> Any:
+    return kind(name=name, target=f"{__name__}:nothing", config=f"{__name__}:{config.__name__}", summary="stands in")
+
+
+@hookimpl
+def nxdt_dataloaders():
+    parts = {"hf-data": ArrowConfig, "sft-chat": ChatConfig, "megatron-data": MegatronConfig}
+    return [declared(DataloaderComponent, name, config) for name, config in parts.items()]
+
+
+@hookimpl
+def nxdt_tokenizers():
+    return [declared(TokenizerComponent, "megatron", Gpt2Config)]
+
+
+@hookimpl
+def nxdt_objectives():
+    return [declared(ObjectiveComponent, "dpo", DpoConfig), declared(ObjectiveComponent, "orpo", OrpoConfig)]
+
+
+@hookimpl
+def nxdt_adapters():
+    return [declared(AdapterComponent, "lora", LoraConfig)]

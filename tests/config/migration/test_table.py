@@ -1,0 +1,190 @@
+"""The table of NxD Training's keys has them all, and ``nxdt config check`` does what each row says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxdt_core import config
+from nxdt_core.config.migration import schema_page, schema_table, value_table
+from nxdt_core.config.migration.spellings import core_keys, legacy_keys
+from nxdt_core.config.shapes import Choice, Items, OneOf, Scalar, Shape, Table
+from nxdt_core.kernel import Kernel
+
+KEYS = Path(__file__).parents[1] / "nxdt" / "keys.txt"
+ROWS = {row.key: row for row in schema_table(Kernel.start())}
+NOT_KEPT = ("NXDT-C010", "NXDT-C012", "NXDT-C015", "NXDT-C017")
+"""Codes of a key that is not known, not done, or not read as that type."""
+
+SAMPLES: dict[str, Any] = {
+    "name": "x",
+    "model_source": "megatron",
+    "trainer.max_time": "00:01:00:00",
+    "trainer.precision": 16,
+    "trainer.callbacks": [],
+    "exp_manager.max_time": "00:01:00:00",
+    "exp_manager.create_wandb_logger": True,
+    "exp_manager.wandb_logger_kwargs": {},
+    "exp_manager.create_mlflow_logger": True,
+    "exp_manager.mlflow_logger_kwargs": {},
+    "exp_manager.summary_writer_kwargs": {},
+    "exp_manager.checkpoint_callback_params.train_time_interval": "00:01:00:00",
+    "exp_manager.checkpoint_callback_params.dirpath": "/checkpoints/x",
+    "model.model_config": None,
+    "model.activation": "geglu",
+    "model.normalization": "rmsnorm",
+    "model.position_embedding_type": "rope",
+    "model.transformer_block_type": "gpt_j",
+    "model.optim.name": "sgd",
+    "model.optim.sched.name": "constant",
+    "precision.type": "autocast",
+    "model.optim.betas": [0.8, 0.9],
+    "model.moe.glu_mlp": True,
+    "model.moe.dropout": 0.0,
+    "model.moe.top_k": 1,
+    "model.moe.routing_algorithm": "top_k",
+    "model.moe.router_activation": "softmax",
+    "model.moe.dropless": True,
+    "model.moe.output_router_logits": False,
+    "model.moe.normalize_top_k_affinities": False,
+    "model.moe.sinkhorn_tol": 0.5,
+    "precision.parallel_layers_reduce_dtype": "bf16",
+    "data.data_prefix": ["/corpora/x"],
+    "data.tokenizer.library": "byte",
+    "data.tokenizer.model": "/tokenizers/x.model",
+    "data.tokenizer.use_fast": True,
+}
+"""Values for keys whose type alone does not tell a good one."""
+
+RECIPES = {"mixtral": "mixtral-tiny", "llama": "llama-tiny", "mistral": "mistral-tiny"}
+
+
+def transcribed() -> list[str]:
+    keys, section = [], ""
+    for line in KEYS.read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        head, colon, rest = line.partition(":")
+        if colon:
+            section, line = head.strip(), rest
+        keys += [name if section == "." else f"{section}.{name}" for name in line.split()]
+    return keys
+
+
+def sample(shape: Shape | None, default: Any) -> Any:
+    """A value of the shape that is not the default."""
+    if isinstance(shape, OneOf):
+        return sample(shape.members[0], default)
+    if isinstance(shape, Choice):
+        return next(value for value in shape.values if value != default)
+    if isinstance(shape, Scalar) and shape.type is bool:
+        return default is not True
+    if isinstance(shape, Scalar) and shape.type in (int, float):
+        return 0.5 if shape.type is float else 2 if default != 2 else 3
+    if isinstance(shape, Items):
+        return [sample(shape.items[0], None)]
+    return {"x": 1} if isinstance(shape, Table) else "x"
+
+
+def value_of(key: str) -> Any:
+    if key in SAMPLES:
+        return SAMPLES[key]
+    declared = core_keys().get(key) or legacy_keys().get(key)
+    return 2 if declared is None else sample(declared.shape, declared.default)
+
+
+def base_of(key: str) -> tuple[str, list[str]]:
+    """A recipe, and what must be said beside it, so that a component which reads the key is selected."""
+    readers = [name for name in ROWS[key].reason.removeprefix("by ").split(", ") if ROWS[key].reason.startswith("by ")]
+    if key.startswith("model.moe."):
+        return "recipe:mixtral-tiny", []
+    if key.startswith("model.optim.sched.") and readers:
+        return "recipe:llama-tiny", [f"model.optim.sched.name={readers[0]}"]
+    if key.startswith("model.optim.") and readers:
+        return "recipe:llama-tiny", [f"model.optim.name={'adamw' if 'adamw' in readers else readers[0]}"]
+    if key.startswith("precision.") and readers:
+        return "recipe:llama-tiny", ["precision.type=manual"]
+    if key.startswith("data.tokenizer.") and readers:
+        return "recipe:llama-tiny", [f"data.tokenizer.library={readers[-1]}"]
+    if key.startswith("model.") and readers and "gpt" not in readers:
+        return f"recipe:{RECIPES[next(name for name in readers if name in RECIPES)]}", []
+    return ("recipe:gpt-tiny" if key.startswith("model.") else "recipe:llama-tiny"), []
+
+
+def checked(key: str, kernel: Kernel) -> list[str]:
+    """The codes of what is said of the key itself, and of what it selects."""
+    source, beside = base_of(key)
+    text = json.dumps(value_of(key))
+    problems = config.check(source, [*beside, f"{key}={text}"], kernel=kernel)
+    part = ".".join(key.split(".")[:2])
+    selected = {"adapter.name", "objective.name", ROWS[key].target} if key.startswith("model_alignment") else set()
+    return [problem.code for problem in problems if problem.key in {key, part, *selected}]
+
+
+def test_every_key_of_the_documentation_has_a_row():
+    assert sorted(ROWS) == sorted(transcribed())
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status in ("implemented", "alias")])
+def test_what_is_said_to_be_taken_is_taken(key, installed):
+    assert [code for code in checked(key, installed) if code in NOT_KEPT] == []
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "refused"])
+def test_what_is_said_to_be_refused_is_refused_with_a_code(key, installed):
+    assert checked(key, installed)
+    assert ROWS[key].reason
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status in ("XLA runtime only", "unneeded")])
+def test_what_is_said_to_have_no_effect_is_taken_with_a_note(key, installed):
+    source, beside = base_of(key)
+    loaded = config.load(source, [*beside, f"{key}={json.dumps(value_of(key))}"], kernel=installed)
+    notes = [note for note in loaded.notes if key in note]
+    assert notes
+    assert ("XLA runtime" in notes[0]) == (ROWS[key].status == "XLA runtime only")
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "alias" and row.key in core_keys()])
+def test_an_alias_sets_the_key_that_is_named(key, installed):
+    wanted = value_of(key)
+    beside = ["checkpoint.resume_from=/checkpoints/x"] if key.endswith("weight_init_only") else []
+    beside += ["model.max_position_embeddings=2"] if key.endswith("encoder_seq_length") else []
+    source = {"data": {"seq_length": None}} if key.endswith("encoder_seq_length") else {}
+    tree = config.load("recipe:llama-tiny", kernel=installed).to_dict()
+    tree["data"] |= source.get("data", {})
+    section, _, name = ROWS[key].target.partition(".")
+    tree[section].pop(name)
+    for part in ("exp_manager", "model"):
+        tree[part] = {k: v for k, v in tree[part].items() if f"{part}.{k}" not in core_keys() or keeps(f"{part}.{k}")}
+    resolved = config.load(tree, [*beside, f"{key}={json.dumps(wanted)}"], kernel=installed).to_dict()
+    assert resolved[section][name] == wanted
+
+
+def keeps(path: str) -> bool:
+    """Whether a key is no spelling of another and no section of such spellings."""
+    row = ROWS.get(path)
+    return path != "exp_manager.checkpoint_callback_params" and (row is None or row.status != "alias")
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "renamed"])
+def test_what_is_renamed_has_a_name_that_is_taken(key, installed):
+    assert checked(key, installed) == ["NXDT-C010"]
+    assert ROWS[ROWS[key].target].status == "implemented"
+
+
+@pytest.mark.parametrize("row", value_table(Kernel.start()), ids=lambda row: row.key)
+def test_names_of_components_are_taken_or_refused_as_the_table_says(row, installed):
+    key, _, value = row.key.partition(": ")
+    problems = config.check("recipe:llama-tiny", [f"{key}={value}"], kernel=installed)
+    unknown = [problem for problem in problems if problem.row().endswith("[NXDT-K002]")]
+    assert bool(unknown) == (row.status == "refused")
+
+
+def test_the_page_has_every_row(installed):
+    page = schema_page(installed)
+    assert re.findall(r"^\| `([\w.]+)` \|", page, flags=re.MULTILINE) == list(ROWS)
