@@ -92,6 +92,7 @@ from nxdt_core.errors.launch import (
 )
 from nxdt_core.errors.layouts import LayoutRefused
 from nxdt_core.errors.migration import MigrationRefused, MigrationTargetExists
+from nxdt_core.errors.losses import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
 from nxdt_core.errors.models import (
     BadModelConfig,
     HFExchangeUnsupported,
@@ -141,7 +142,7 @@ from nxdt_core.errors.plugins import (
     UnknownPlugin,
     UnknownScheme,
 )
-from nxdt_core.errors.precision import NoMasterWeights
+from nxdt_core.errors.precision import GradientSumsRounded, NoMasterWeights
 from nxdt_core.errors.ranks import (
     BadLaunchVariable,
     CannotReachRankZero,
@@ -219,11 +220,13 @@ __all__ = [
     "ForeignConfigMissing",
     "ForeignFormatUnknown",
     "ForeignHasWeightsOnly",
+    "GradientSumsRounded",
     "HFExchangeUnsupported",
     "HFFileDamaged",
     "HFFileMissing",
     "HFNotWritable",
     "HFUnsupported",
+    "HeadNotLinear",
     "HeadsDoNotDivide",
     "ImportPlaceTaken",
     "ImpossibleCombination",

@@ -24,12 +24,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from nxdt_core.errors import GradientSumsRounded
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["apply_data_parallel", "begin_micro_batch", "needs_sharding"]
+__all__ = ["apply_data_parallel", "begin_micro_batch", "check_sums", "needs_sharding"]
 
 
 def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
@@ -39,6 +41,23 @@ def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
     """
     mixed = precision.master_weights or precision.gradients != precision.parameters
     return mixed or (mesh.sizes.zero_stage > 0 and mesh.sizes.dp_replicate * mesh.sizes.fsdp > 1)
+
+
+def check_sums(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
+    """Refuse sums of gradients over micro-batches that FSDP2 would round to the dtype of the shards.
+
+    Raises:
+        GradientSumsRounded: it would.
+    """
+    narrow = not precision.master_weights and precision.gradients != precision.parameters
+    if narrow and sizes.zero_stage >= 2 and micro_batches > 1:
+        raise GradientSumsRounded(
+            precision=precision.name,
+            sums=precision.gradients,
+            weights=precision.parameters,
+            stage=sizes.zero_stage,
+            micro_batches=micro_batches,
+        )
 
 
 def apply_data_parallel(

@@ -9,7 +9,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import current_device, profile_of
 from nxdt_core.errors import ParameterGroupEmpty
-from nxdt_core.parallel.data import needs_sharding
+from nxdt_core.parallel.data import check_sums, needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.layout import materialise as materialise_stages
@@ -74,15 +74,17 @@ class TorchEngine:
 
         Raises:
             NxdtError: the model's plan does not allow the layout.
+            GradientSumsRounded: the layout does not keep sums of gradients as ``precision`` says.
         """
+        data = self._run.data
+        micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
+        check_sums(self._sizes, precision, micro_batches=micro_batches)
         if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # FSDP2 keeps masters for one, too
             self.ranks.start_alone(self.device)
             self.mesh = ParallelMesh.build(self._sizes, self.device.type)
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
         stages = lay_out(builder, self.mesh, options, precision, adapters)
         materialise_stages(stages, self.device, seed=seed if materialise else None)
-        data = self._run.data
-        micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
         return TorchModel(stages, self.mesh, Numerics(precision, self.device, seed), micro_batches=micro_batches)
 
     def initialize_optimizer(

@@ -43,6 +43,10 @@ IMPOSSIBLE = {
         },
         "it wants float32 as the model's weights, and checkpoint.save_bf16: true wants bfloat16.",
     ),
+    "state": (
+        {"precision.optimizer_state": "bfloat16", "model.optim.name": "adamw_fp32OptState"},
+        "it says bfloat16, and model.optim.name: adamw_fp32OptState says float32.",
+    ),
     "positions": (
         {"data.seq_length": 128, "model.max_position_embeddings": 64},
         "sequences have 128 tokens, the model has positions for 64 (model.max_position_embeddings).",
@@ -75,8 +79,8 @@ def test_every_rule_names_a_key_whose_default_asks_for_nothing(rule):
     ("override", "row"),
     [
         (
-            "distributed_strategy.token_shuffle_group_size=2",
-            "found 2 (an integer); this version does not do that. Allowed: 1.",
+            "distributed_strategy.pipeline_model_parallel_split_rank=2",
+            "found 2 (an integer); this version does not do that. Allowed: null.",
         ),
         ("trainer.max_epochs=3", "found 3 (an integer); this version counts in steps. Allowed: -1."),
         ("trainer.precision=bf16", "found 'bf16' (text); precision.type decides. Allowed: 32."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from nxdt_core.config.validate.checked import Checked
+from nxdt_core.config.validate.ending import ENDING_RULES
 from nxdt_core.config.validate.layout import LAYOUT_RULES
 from nxdt_core.config.validate.stages import STAGE_RULES
 from nxdt_core.errors import ImpossibleCombination
@@ -68,6 +69,17 @@ def one_form_of_weights(checked: Checked) -> Iterator[ImpossibleCombination]:
         )
 
 
+def one_dtype_of_state(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """``adamw_fp32OptState`` is AdamW with float32 state."""
+    narrow, optimizer = "precision.optimizer_state", "model.optim.name"
+    if checked.values.get(narrow) == "bfloat16" and checked.values.get(optimizer) == "adamw_fp32OptState":
+        yield ImpossibleCombination(
+            **checked.place(narrow, optimizer),
+            reason=f"it says bfloat16, and {optimizer}: adamw_fp32OptState says float32",
+            advice=f"Set {optimizer} to adamw, or {narrow} to float32.",
+        )
+
+
 def one_objective(checked: Checked) -> Iterator[ImpossibleCombination]:
     """A run has one loss."""
     keys = ("model_alignment_strategy.dpo", "model_alignment_strategy.orpo")
@@ -121,12 +133,14 @@ def sequence_has_positions(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 RULES: tuple[Rule, ...] = (
+    *ENDING_RULES,
     *LAYOUT_RULES,
     *STAGE_RULES,
     zero_stage_agrees,
     one_context_method,
     resume_named,
     one_form_of_weights,
+    one_dtype_of_state,
     one_objective,
     recompute_named,
     rate_falls,

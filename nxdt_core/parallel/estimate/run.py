@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nxdt_core.parallel.data import needs_sharding
+from nxdt_core.parallel.data import check_sums, needs_sharding
 from nxdt_core.parallel.estimate.memory import Memory, Storage, fullest_moment
 from nxdt_core.parallel.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.parallel.estimate.traffic import sent_in_a_step
@@ -76,6 +76,7 @@ def estimate(work: Workload) -> Estimate:
         ModelReadsValues: the model cannot run without values.
     """
     sizes = work.sizes
+    check_sums(sizes, work.precision, micro_batches=work.micro_batches)
     with torch.device("meta"):
         whole, plan = work.builder.build(), work.builder.plan()
         for adapter in work.adapters:
