@@ -2,7 +2,7 @@
 #   make demo    train a small Llama on real text, stop, resume, generate, plot
 #   make test    all tests
 # Others: install, test-parallel (every layout, where `make test` takes a sample), test-faults (every fault of a save,
-#   likewise; an hour or two), lint, docs, wheels, bench, clean.
+#   likewise; an hour or two), test-recipes (plans every recipe, likewise; minutes), lint, docs, wheels, bench, clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,7 @@ DISTS := . plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugin
 	plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-parallel test-faults lint docs wheels bench clean
+.PHONY: install demo test test-parallel test-faults test-recipes lint docs wheels bench clean
 
 install: $(STAMP)
 
@@ -34,6 +34,9 @@ test-parallel: $(STAMP)
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --faults=full $(PYTEST_ARGS)
+
+test-recipes: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/recipes --recipes=full $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

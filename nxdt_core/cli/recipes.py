@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import attrgetter
+
 import click
 
 from nxdt_core.cli.table import print_table
@@ -30,7 +33,10 @@ def list_(json_output: bool) -> None:
     if json_output:
         print_json([{"name": r.name, "plugin": r.plugin, "summary": r.summary} for r in found])
     elif found:
-        print_table(("NAME", "PLUGIN", "SUMMARY"), [(r.name, r.plugin, r.summary) for r in found])
+        rows: list[tuple[str, str]] = []
+        for plugin, own in groupby(sorted(found, key=attrgetter("plugin")), attrgetter("plugin")):
+            rows += [(click.style(plugin, bold=True), ""), *((f"  {recipe.name}", recipe.summary) for recipe in own)]
+        print_table(("PLUGIN, RECIPE", "SUMMARY"), rows)
     else:
         click.echo("No installed plugin ships a recipe; 'nxdt plugins list' shows the plugins.", err=True)
 

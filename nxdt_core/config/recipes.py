@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,9 +35,9 @@ class Recipe:
 
 
 def list_recipes(kernel: Kernel) -> tuple[Recipe, ...]:
-    """Recipes of all usable plugins, sorted by name and plugin."""
+    """Recipes of all usable plugins, sorted by name, numbers in it by size, and plugin."""
     found = [recipe for plugin in kernel.plugins if plugin.state == "ok" for recipe in _recipes_of(plugin)]
-    return tuple(sorted(found, key=lambda recipe: (recipe.name, recipe.plugin)))
+    return tuple(sorted(found, key=lambda recipe: (_by_size(recipe.name), recipe.plugin)))
 
 
 def find_recipe(kernel: Kernel, name: str) -> Recipe:
@@ -76,6 +77,11 @@ def _package_directory(plugin: PluginInfo) -> Path | None:
         return None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(locations[0]) if locations else None
+
+
+def _by_size(name: str) -> list[tuple[int, str]]:
+    """Sorts ``llama3-8b`` before ``llama3-70b``: a number counts its digits before it is compared."""
+    return [(len(part) if part.isdigit() else 0, part) for part in re.findall(r"\d+|\D", name)]
 
 
 def _summary(path: Path) -> str:

@@ -1,0 +1,140 @@
+"""Every recipe of every installed plugin: it loads, is what it says, and fits the devices that it names."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+
+import pytest
+import torch
+
+from nxdt_core.config import ResolvedConfig, check, load
+from nxdt_core.config.recipes import list_recipes
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.model import HFExchange
+from nxdt_core.training import assemble
+from nxdt_core.training.plan import plan
+from tests.recipes.published import PUBLISHED, WEIGHTS
+
+KERNEL = Kernel.start()
+SUMMARIES = {recipe.name: recipe.summary for recipe in list_recipes(KERNEL)}
+
+_NVIDIA = re.compile(r": ([\d,]+) accelerators of (\d+) GiB, sequences of ([\d,]+)\.$")
+_TRAINIUM = re.compile(r": (\d+) (trn1|trn2) nodes? of (\d+) cores, sequences of ([\d,]+)\.$")
+_CORES = {"trn1": (32, 16, None), "trn2": (64, 24, 2)}
+"""Of a node, as processes see them; memory of each in GiB; ``trainer.lnc``."""
+_LAYOUTS = ("", "-trn1", "-trn2")
+
+SAMPLE = 3
+
+
+LARGE = [name for name, summary in SUMMARIES.items() if _NVIDIA.search(summary) or _TRAINIUM.search(summary)]
+MODELS = sorted({re.sub(r"-trn[12]$", "", name) for name in LARGE})
+
+
+@cache
+def loaded(name: str) -> ResolvedConfig:
+    return load(f"recipe:{name}", kernel=KERNEL)
+
+
+def family(name: str) -> str:
+    """The released model that a recipe trains: what :mod:`tests.recipes.published` knows it by."""
+    return re.sub(r"(-dropless)?(-trn[12])?$", "", name)
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def named_devices(name: str) -> tuple[int, int]:
+    """How many devices the summary names, and the memory of each in GiB; one where it names none."""
+    if found := _NVIDIA.search(SUMMARIES[name]):
+        return number(found[1]), int(found[2])
+    found = _TRAINIUM.search(SUMMARIES[name])
+    if found is None:
+        return 1, 0
+    return int(found[1]) * int(found[3]), _CORES[found[2]][1]
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_recipe_loads_and_its_model_is_built(name):
+    config = loaded(name)
+    builder = assemble.model_builder(config)
+    with torch.device("meta"):
+        assert next(builder.build().parameters()).is_meta
+    limit = builder.max_sequence_length
+    assert limit is None or config.run.data.seq_length <= limit
+    assert config.run.name == name
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_schedule_ends_with_the_run(name):
+    sched, steps = loaded(name).run.model.optim.sched, loaded(name).run.trainer.max_steps
+    assert sched.max_steps == steps
+    assert loaded(name).selected("lr_scheduler").config.warmup_steps < steps
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_is_one_short_line(name):
+    assert SUMMARIES[name].endswith(".")
+    assert len(name) + len(SUMMARIES[name]) <= 110
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_recipe_passes_once_its_files_are_named(name, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "In the beginning"}\n')
+    files = [f"data.train_files=[{text}]", "data.tokenizer.model=null", "data.tokenizer.library=byte"]
+    assert check(f"recipe:{name}", files, kernel=KERNEL) == ()
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_recipe_is_for_the_devices_that_it_names_or_for_one(name):
+    trainer = loaded(name).run.trainer
+    assert trainer.devices * trainer.num_nodes == named_devices(name)[0]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_recipe_is_for_the_sequences_and_machines_that_it_names(name):
+    config = loaded(name)
+    assert f"sequences of {config.run.data.seq_length:,}." in SUMMARIES[name]
+    trainium = _TRAINIUM.search(SUMMARIES[name])
+    if trainium:
+        assert name.endswith(f"-{trainium[2]}")
+        assert (int(trainium[3]), config.run.trainer.lnc) == _CORES[trainium[2]][::2]
+        assert config.run.trainer.devices == int(trainium[3])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_large_model_has_a_layout_for_each_machine(model):
+    configs = [loaded(f"{model}{layout}") for layout in _LAYOUTS]
+    first, *others = [(config.selected("model").config, config.selected("optimizer").config) for config in configs]
+    assert all(other == first for other in others), "one model and optimizer on all machines"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_large_model_has_the_published_shapes(model):
+    builder = assemble.model_builder(loaded(model))
+    known = PUBLISHED.get(family(model), {})
+    if known:
+        assert isinstance(builder, HFExchange)
+        written = builder.config_to_hf()
+        assert {key: written.get(key) for key in known} == known
+    with torch.device("meta"):
+        weights = {id(parameter): parameter.numel() for parameter in builder.build().parameters()}
+    assert sum(weights.values()) == WEIGHTS[family(model)]
+
+
+def pytest_generate_tests(metafunc):
+    if "planned" in metafunc.fixturenames:
+        wanted = metafunc.config.getoption("--recipes")
+        metafunc.parametrize("planned", LARGE if wanted == "full" else random.Random(int(wanted)).sample(LARGE, SAMPLE))
+
+
+def test_a_large_recipe_fits_the_devices_that_it_names(planned):
+    memory_gib = named_devices(planned)[1]
+    made = plan(loaded(planned), memory_bytes=memory_gib * 2**30)
+    assert made.fits
+    assert made.estimate.fullest.memory.total <= 0.8 * memory_gib * 2**30, "room for fragments and libraries"
+    assert made.estimate.bubble <= 0.2, "stages wait for one another at most a fifth of a step"
