@@ -23,6 +23,7 @@ from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
 from nxdt_core.parallel.dropout import salt_dropouts
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules
 from nxdt_core.parallel.expert.figures import routers_of
+from nxdt_core.parallel.expert.shuffle import apply_token_shuffle
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.pipeline.stages import cut_stage, stages_of_rank
 from nxdt_core.parallel.placement import piece_of
@@ -46,6 +47,8 @@ class LayoutOptions:
     sequence_parallel: bool = False
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"
+    token_shuffle: int = 1
+    """Data parallel ranks that exchange tokens before experts."""
     pipeline_cuts: tuple[str, ...] | None = None
     recompute_granularity: Literal["selective", "full"] | None = None
     recompute_names: tuple[str, ...] = ()
@@ -61,6 +64,7 @@ class LayoutOptions:
             sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.context_parallel_method or profile.context_parallel_method,
+            token_shuffle=run.distributed_strategy.token_shuffle_group_size,
             pipeline_cuts=run.model.pipeline_cuts,
             recompute_granularity=run.model.activations_checkpoint_granularity,
             recompute_names=run.model.activations_checkpoint_recompute or (),
@@ -126,6 +130,7 @@ def lay_out(
                 module, plan, mesh, sequence_parallel=options.sequence_parallel, pad_heads=options.pad_heads
             )
         apply_expert_parallel(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+        apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
         if mesh.sizes.tp > 1:  # asked once experts are cut: what tensor parallelism shards is no partial sum
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
             replica_partial |= replicated_partials(module)

@@ -16,11 +16,24 @@ from nxdt_core.protocols.mesh import MeshSizes
 __all__ = ["Dimension", "ParallelMesh"]
 
 Dimension = Literal[
-    "world", "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "fsdp", "efsdp", "dp", "tp_kv", "tp_kv_replica"
+    "world",
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "fsdp",
+    "efsdp",
+    "dp",
+    "tp_kv",
+    "tp_kv_replica",
+    "token_shuffle",
 ]
 """``fsdp`` is ``dp_shard`` x ``cp``, the ranks that ZeRO shards over; ``efsdp`` is what ``ep`` leaves of it; ``dp`` is
 ``dp_replicate`` x ``dp_shard`` (a size and a rank, no group). ``tp_kv`` x ``tp_kv_replica`` is ``tp`` cut in two where
-there are fewer key and value heads than tensor parallel ranks: neighbours hold copies of one head."""
+there are fewer key and value heads than tensor parallel ranks: neighbours hold copies of one head. ``token_shuffle``
+are neighbours along ``dp_shard`` that exchange tokens before experts."""
 
 _DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 _SPARSE = ("pp", "dp_replicate", "efsdp", "ep", "tp")
@@ -35,6 +48,7 @@ class ParallelMesh:
         self._rank = rank
         self._root = root
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._shuffled = 1
         self._dense = None if root is None else _cut(root, _DENSE, sizes)
         if root is not None and self._dense is not None:
             self._meshes["world",] = root
@@ -58,11 +72,14 @@ class ParallelMesh:
         return cls(sizes, root, rank=dist.get_rank())
 
     def size(self, dim: Dimension) -> int:
-        """Ranks along ``dim``; ``tp_kv`` and ``tp_kv_replica`` need :meth:`split_tp` before."""
+        """Ranks along ``dim``; ``tp_kv`` and ``tp_kv_replica`` need :meth:`split_tp` before, ``token_shuffle``
+        :meth:`split_dp`."""
         if dim == "world":
             return self.sizes.world_size
         if dim in ("tp_kv", "tp_kv_replica"):
             return self._kv_split()[dim == "tp_kv_replica"]
+        if dim == "token_shuffle":
+            return self._shuffled
         return int(getattr(self.sizes, dim))
 
     def rank(self, dim: Dimension) -> int:
@@ -87,6 +104,7 @@ class ParallelMesh:
             "ep": ep,
             "efsdp": efsdp,
             "dp": replicate * sizes.dp_shard + dp_shard,
+            "token_shuffle": dp_shard % self._shuffled,
         }[dim]
 
     def split_tp(self, kv_heads: int) -> None:
@@ -96,6 +114,15 @@ class ParallelMesh:
         if self._dense is not None and ("tp_kv", "tp_kv_replica") not in self._meshes:
             split = self._dense._unflatten("tp", (kv_heads, replicas), ("tp_kv", "tp_kv_replica"))
             self._keep(split, ("tp_kv", "tp_kv_replica"))
+
+    def split_dp(self, ranks: int) -> None:
+        """Cut ``dp_shard`` into groups of ``ranks`` neighbours that exchange tokens. Collective."""
+        sizes = self.sizes
+        assert sizes.dp_shard % ranks == 0, f"{sizes.dp_shard} ranks in groups of {ranks}"
+        if self._dense is not None and self._shuffled != ranks:
+            names = ("token_groups", "token_shuffle", "token_cp")
+            self._keep(self._dense._unflatten("fsdp", (sizes.dp_shard // ranks, ranks, sizes.cp), names))
+        self._shuffled = ranks
 
     def mesh(self, *dims: Dimension) -> DeviceMesh:
         """The device mesh over ``dims``, for DTensor and ``fully_shard``: one dimension, ``dp_replicate, fsdp``,

@@ -12,6 +12,7 @@ from nxdt_core.config.validate import Checked, find_impossible
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, SCHEDULE = "context_parallel_size", "expert_model_parallel_size", "pipeline_schedule"
+SHUFFLE = "token_shuffle_group_size"
 
 
 def layout(devices, nodes=1, **strategy):
@@ -74,6 +75,19 @@ IMPOSSIBLE = {
     "no experts": (
         layout(2, **{EP: 2}),
         "EP 2 shares out experts, and the model has none (model.moe.num_experts is not set).",
+    ),
+    "nobody to shuffle with": (
+        layout(8, dp_replicate=2, **{SHUFFLE: 8}) | {"model.moe.num_experts": 8},
+        "4 data parallel ranks do not divide into groups of 8 that exchange tokens.",
+    ),
+    "tokens to shuffle": (
+        layout(24, sequence_parallel=True, **{SHUFFLE: 6, TP: 4})
+        | {"model.moe.num_experts": 8, "data.seq_length": 64, "data.micro_batch_size": 2},
+        "a rank's 32 tokens of a micro-batch do not divide over 6 ranks that exchange them.",
+    ),
+    "nothing to shuffle for": (
+        layout(2, **{SHUFFLE: 2}),
+        "tokens are exchanged before experts, and the model has none (model.moe.num_experts is not set).",
     ),
     "sequence over context": (
         layout(2, **{CP: 2}) | {"data.seq_length": 102},
@@ -140,6 +154,8 @@ POSSIBLE = {
     | {"model.moe.num_experts": 4, "model.ffn_hidden_size": 24, "model.vocab_size": 256},
     "context and sequence parallelism share a factor": layout(8, sequence_parallel=True, **{TP: 4, CP: 2})
     | {"data.seq_length": 8},
+    "tokens are shuffled": layout(8, sequence_parallel=True, **{TP: 2, CP: 2, SHUFFLE: 2})
+    | {"model.moe.num_experts": 8, "data.seq_length": 64, "data.micro_batch_size": 1},
     "copies are derived": layout(8, **{TP: 8}) | {"model.num_attention_heads": 8, "model.num_kv_heads": 2},
     "copies are written": layout(8, kv_replicator=4, **{TP: 8}) | {"model.num_kv_heads": 2},
     "more copies than are needed": layout(8, kv_replicator=8, **{TP: 8}) | {"model.num_kv_heads": 2},

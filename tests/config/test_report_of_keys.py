@@ -109,9 +109,9 @@ KEYS = {
         "model.has_bias: found 3 (an integer); allowed: true or false. [NXDT-C012]",
     ),
     "not carried out yet": (
-        "distributed_strategy.token_shuffle_group_size=2",
-        "distributed_strategy.token_shuffle_group_size: found 2 (an integer); this version does not do that."
-        " Allowed: 1. [NXDT-C015]",
+        "distributed_strategy.pipeline_model_parallel_split_rank=2",
+        "distributed_strategy.pipeline_model_parallel_split_rank: found 2 (an integer); it splits encoders from"
+        " decoders, and models here are decoders. Allowed: null. [NXDT-C015]",
     ),
     "package of a path is not installed": (
         "data.files=['package://no_such_package/x.txt']",

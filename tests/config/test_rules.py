@@ -80,7 +80,7 @@ def test_every_rule_names_a_key_whose_default_asks_for_nothing(rule):
     [
         (
             "distributed_strategy.pipeline_model_parallel_split_rank=2",
-            "found 2 (an integer); this version does not do that. Allowed: null.",
+            "found 2 (an integer); it splits encoders from decoders, and models here are decoders. Allowed: null.",
         ),
         ("trainer.max_epochs=3", "found 3 (an integer); this version counts in steps. Allowed: -1."),
         ("trainer.precision=bf16", "found 'bf16' (text); precision.type decides. Allowed: 32."),

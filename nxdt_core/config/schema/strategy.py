@@ -46,7 +46,9 @@ class DistributedStrategyConfig:
     timeout_s: PositiveInt = 1800
     """Seconds after which a rank that waits for others in a collective operation gives up, and the run with it."""
     token_shuffle_group_size: PositiveInt = 1
-    """Data parallel ranks that exchange tokens before experts."""
+    """Neighbouring data parallel ranks that mix their tokens before experts and sort them out behind, while training;
+    where experts have a bounded capacity, a rank whose tokens are all alike then drops fewer. A divisor of the ranks
+    that shard parameters (DP / ``dp_replicate``)."""
     pipeline_model_parallel_split_rank: int | None = None
     """First pipeline rank of a decoder, for encoder-decoder models."""
 

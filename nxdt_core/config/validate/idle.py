@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from nxdt_core.config.keys import keys_of
+from nxdt_core.config.marks import NoEffect
 from nxdt_core.config.node import join
-from nxdt_core.config.schema.exp_manager import EmaConfig
+from nxdt_core.config.schema.exp_manager import EarlyStoppingParams, EmaConfig
 from nxdt_core.config.validate.checked import Checked
+from nxdt_core.config.validate.shuffle import find_idle_shuffle
 from nxdt_core.config.validate.sizes import BATCH, CP, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes, micro_batches
 
 __all__ = ["find_idle"]
@@ -28,12 +30,16 @@ _READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
 
 def find_idle(checked: Checked) -> Iterator[str]:
     """A line for each reason that makes settings idle."""
-    yield from _ema(checked)
+    manager = "exp_manager"
+    yield from _switched_off(checked, f"{manager}.ema.enable", f"{manager}.ema", EmaConfig)
+    stopping = f"{manager}.create_early_stopping_callback"
+    yield from _switched_off(checked, stopping, f"{manager}.early_stopping_callback_params", EarlyStoppingParams)
     for size, keys in _READ_ABOVE_ONE.items():
         if checked.values.get(size) == 1:
             yield from _lines([key for key in keys if _asks(checked, key)], f"{size} is 1")
     yield from _copies(checked)
     yield from _zero(checked)
+    yield from find_idle_shuffle(checked)
     if checked.values.get(_RECOMPUTE) and checked.values.get(_GRANULARITY, "") is None:
         yield from _lines([_RECOMPUTE], f"{_GRANULARITY} is not set")
     yield from _waiting_stages(checked)
@@ -41,12 +47,12 @@ def find_idle(checked: Checked) -> Iterator[str]:
     yield from _unfinished_curve(checked)
 
 
-def _ema(checked: Checked) -> Iterator[str]:
-    ema = "exp_manager.ema"
-    if not checked.values.get(f"{ema}.enable"):
-        defaults = {join(ema, name): key.default for name, key in keys_of(EmaConfig).items()}
+def _switched_off(checked: Checked, switch: str, section: str, cls: type) -> Iterator[str]:
+    """What a section sets that ``switch`` leaves off."""
+    if not checked.values.get(switch):
+        defaults = {join(section, name): key.default for name, key in keys_of(cls).items() if not key.mark(NoEffect)}
         changed = [path for path, default in defaults.items() if checked.values.get(path, default) != default]
-        yield from _lines(changed, f"{ema}.enable is not set")
+        yield from _lines(changed, f"{switch} is not set")
 
 
 def _copies(checked: Checked) -> Iterator[str]:

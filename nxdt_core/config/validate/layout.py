@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from nxdt_core.config.validate.checked import Checked
+from nxdt_core.config.validate.shuffle import shuffle_fits
 from nxdt_core.config.validate.sizes import BATCH, CP, EP, MICRO_BATCH, PP, REPLICAS, TP, WORLD, mesh_sizes
 from nxdt_core.errors import ImpossibleCombination
 
@@ -164,5 +165,6 @@ LAYOUT_RULES = (
     columns_divide,
     experts_divide,
     sequence_divides,
+    shuffle_fits,
 )
 """In the order in which they are tried."""

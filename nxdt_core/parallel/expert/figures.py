@@ -75,7 +75,7 @@ class RouterFigures:
         """
         if not self._rows:
             return {}
-        assigned, dropped, entropy, tokens = torch.split(sums, (sums.shape[1] - _BEHIND, 1, 1, 1), dim=1)
+        assigned, dropped, entropy, tokens = torch.split(sums, [sums.shape[1] - _BEHIND, 1, 1, 1], dim=1)
         total = assigned.sum(1, keepdim=True)
         loads = assigned * (self._experts / total)
         busiest = loads.amax(1)

@@ -25,6 +25,8 @@ class Layout:
     cp: int = 1
     cp_method: Literal["ring", "gather"] | None = None
     ep: int = 1
+    shuffle: int = 1
+    """Data parallel ranks that exchange tokens before experts."""
     moe: bool = False
     """Train the model with experts."""
     recompute: str | None = None
@@ -52,6 +54,7 @@ class Layout:
             f"dp{self.dp}-zero{self.zero}" * (self.dp > 1),
             f"replicas{self.replicas}" * (self.replicas > 1),
             f"ep{self.ep}" * (self.ep > 1),
+            f"shuffle{self.shuffle}" * (self.shuffle > 1),
             f"cp{self.cp}-{self.cp_method or 'default'}" * (self.cp > 1),
             f"tp{self.tp}" * (self.tp > 1) + "-sp" * self.sp,
             f"pp{self.pp}{schedule}" * (self.pp > 1),
@@ -75,6 +78,7 @@ class Layout:
             "virtual_pipeline_model_parallel_size": self.vpp,
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
+            "token_shuffle_group_size": self.shuffle,
             "dp_replicate": self.replicas,
             "sequence_parallel": str(self.sp).lower(),
             "zero1": str(self.zero > 0).lower(),

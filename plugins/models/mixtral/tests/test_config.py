@@ -178,3 +178,21 @@ def test_sinkhorn_is_refused_where_context_parallelism_divides_the_micro_batch()
     cut = [*keys, "trainer.devices=2", "distributed_strategy.context_parallel_size=2"]
     with pytest.raises(NxdtError, match="sinkhorn balances whole micro-batches"):
         load("recipe:mixtral-tiny", cut)
+
+
+@pytest.mark.parametrize(
+    ("moe", "notes"),
+    [
+        ("capacity_factor: 1.0", []),
+        (
+            "dropless: true",
+            [
+                "distributed_strategy.token_shuffle_group_size: tokens travel for nothing, since"
+                " model.moe.capacity_factor bounds no expert"
+            ],
+        ),
+    ],
+)
+def test_shuffling_without_capacity_is_noted(moe, notes):
+    keys = ["trainer.devices=2", "distributed_strategy.token_shuffle_group_size=2", f"model.moe={{{moe}}}"]
+    assert [note for note in load("recipe:mixtral-tiny", keys).notes if "token" in note] == notes
