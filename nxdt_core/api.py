@@ -109,7 +109,8 @@ class ModelComponent(Component):
     """A :class:`nxdt_core.protocols.model.ModelBuilder`."""
 
     hf_architectures: tuple[str, ...] = ()
-    """Values of ``architectures`` in a Hugging Face ``config.json`` that this builder reads."""
+    """Values of ``architectures`` in a Hugging Face ``config.json`` that this builder reads; one with ``*`` is a
+    pattern, which counts where no builder names the value itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

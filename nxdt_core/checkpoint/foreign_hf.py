@@ -77,7 +77,7 @@ class HFCheckpoint:
         kernel = Kernel.start()
         if kernel.hooks.nxdt_resolve_model(ResolveModelContext(model={}, hf_architectures=named)) is not None:
             return
-        records = (component.record for component in kernel.registry.all("model_builder"))
-        readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}
-        if not readable & set(named):
+        if not kernel.registry.readers(named):
+            records = (component.record for component in kernel.registry.all("model_builder"))
+            readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}
             raise ArchitectureUnread(path=str(self._path), architectures=list(named), available=sorted(readable))

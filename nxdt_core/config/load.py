@@ -85,6 +85,7 @@ class _Load:
         """A kernel that was started to find the recipe."""
         self.problems: list[ConfigProblem] = []
         self.reading: Reading | None = None
+        self.notes: list[str] = []
 
     def run(self) -> ResolvedConfig:
         source = read_based(self.wanted, self._kernel_for_recipes)
@@ -106,6 +107,7 @@ class _Load:
         if self.problems or reading.run is None:
             raise self._error(source.label)
         notes = (
+            *self.notes,
             *find_notes(checked, composition, reading.legacy.items()),
             *extensions.notes,
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
@@ -155,6 +157,7 @@ class _Load:
         hf = read_hf_config(view, locator)
         selection = select(given, view, kernel, hf.values, Origin(kind="file", where=locator.source))
         self.problems += selection.problems
+        self.notes += selection.notes
         composition = selection.composition
         merged, problems = merge_hf_values(selection.tree, composition, hf)
         self.problems += problems

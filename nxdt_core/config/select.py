@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nxdt_core.api import ModelComponent
 from nxdt_core.config.keys import BadAnnotation, keys_of
 from nxdt_core.config.node import Node, Origin, Place
 from nxdt_core.config.slots import SLOTS, Composition, Slot
 from nxdt_core.errors import AmbiguousComponent, BadComponentChoice, BadComponentConfig, ConfigProblem, NxdtError
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.contexts import ResolveModelContext, ResolveStorageContext
+from nxdt_core.kernel.known import offering_dist
 
 __all__ = ["Selection", "select", "selecting_keys", "usable_class"]
 
@@ -26,6 +26,7 @@ class Selection:
     classes: dict[str, type] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
     problems: list[ConfigProblem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def composition(self) -> Composition:
@@ -75,6 +76,8 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
         else:
             selection.components[slot.name] = component
             _take_class(selection, slot, component, place)
+        if implied is not None and slot.name == "model":
+            selection.notes.append(f"{slot.key}: not given; {implied.name!r} follows from {implied.why}")
         if implied is not None:
             selection.tree = selection.tree.set(slot.key, Node(implied.name, implied.origin))
     return selection
@@ -139,19 +142,34 @@ def _model_name(view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
     answer = kernel.hooks.nxdt_resolve_model(context)
     if answer is not None:
         return Implied(answer.value, f"plugin {answer.plugin}", answer.plugin)
-    readers = [
-        component
-        for component in kernel.registry.all("model_builder")
-        if isinstance(component.record, ModelComponent) and set(component.record.hf_architectures) & set(architectures)
-    ]
+    readers = kernel.registry.readers(architectures)
     if readers:
-        return Implied(_only(readers, architectures[0]).record.name, "model.model_config")
-    if "mixtral" in str(view.plain("name", "")).lower():
-        return Implied("mixtral", "the run's name")
-    return Implied("gpt" if view.plain("model_source") == "megatron" else "llama", "model_source")
+        return Implied(_only(readers, architectures[0]).record.name, f"model.model_config ({architectures[0]})")
+    if architectures:
+        return Implied(_offered(architectures[0]), f"model.model_config ({architectures[0]})")
+    return _incumbent_name(str(view.plain("name", "")), str(view.plain("model_source")))
 
 
-def _only(readers: list[RegisteredComponent], architecture: str) -> RegisteredComponent:
+def _offered(architecture: str) -> str:
+    """The model of a plugin that could be installed to read ``architecture``; most are read by ``hf``."""
+    own = architecture.removesuffix("ForCausalLM").lower()
+    return own if offering_dist("model_builder", own) else "hf"
+
+
+_NAMED: Mapping[str, tuple[str, ...]] = {"hf": ("mixtral",), "megatron": ("mixtral", "mistral", "llama")}
+"""By ``model_source``: what NxD Training looks for in a run's name, and what its examples for Megatron are called."""
+_OTHERWISE: Mapping[str, str] = {"hf": "llama", "megatron": "gpt"}
+
+
+def _incumbent_name(name: str, source: str) -> Implied:
+    """The model that NxD Training takes for a run of that name."""
+    found = next((model for model in _NAMED.get(source, ()) if model in name.lower()), None)
+    if found is not None:
+        return Implied(found, f"model_source ({source}) and the run's name ({name})")
+    return Implied(_OTHERWISE.get(source, "llama"), f"model_source ({source})")
+
+
+def _only(readers: Sequence[RegisteredComponent], architecture: str) -> RegisteredComponent:
     if len(readers) > 1:
         raise AmbiguousComponent(
             kind="model_builder",

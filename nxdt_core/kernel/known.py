@@ -13,6 +13,7 @@ __all__ = ["offering_dist", "serving_dist"]
 _COMPONENTS: Final = {
     ("model_builder", "llama"): "nxdt-plugin-llama",
     ("model_builder", "gpt"): "nxdt-plugin-gpt",
+    ("model_builder", "mistral"): "nxdt-plugin-llama",
     ("model_builder", "mixtral"): "nxdt-plugin-mixtral",
     ("model_builder", "hf"): "nxdt-plugin-hf",
     ("dataloader", "text"): "nxdt-plugin-text",

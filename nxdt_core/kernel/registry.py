@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Iterable, Sequence
 
-from nxdt_core.api import Kind, StorageComponent
+from nxdt_core.api import Kind, ModelComponent, StorageComponent
 from nxdt_core.errors import AmbiguousComponent, UnknownComponent, UnknownKind, UnknownScheme
 from nxdt_core.kernel.component import RegisteredComponent
 from nxdt_core.kernel.doctor import diagnose
@@ -110,6 +111,21 @@ class Registry:
             available=tuple(sorted(served)),
             unusable=self._unusable(dist),
             install=self._missing(dist),
+        )
+
+    def readers(self, architectures: Sequence[str]) -> tuple[RegisteredComponent, ...]:
+        """Model builders that read a Hugging Face ``config.json`` with one of these ``architectures``: those that name
+        it, and where there are none those with a pattern of it."""
+        patterns = {
+            component: component.record.hf_architectures
+            for component in self.all("model_builder")
+            if isinstance(component.record, ModelComponent)
+        }
+        exact = tuple(component for component, read in patterns.items() if set(read) & set(architectures))
+        return exact or tuple(
+            component
+            for component, read in patterns.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in architectures for pattern in read)
         )
 
     def _chosen(self, kind: str, name: str, offers: list[RegisteredComponent]) -> RegisteredComponent:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core import config
+from nxdt_core.kernel import Kernel, PluginPolicy
 
 
 def names(resolved):
@@ -56,7 +57,19 @@ def test_names_aliases_and_rules_select(load, good, override, slot, name):
         (["data.name=null", "model_alignment_strategy.sft.packing=true"], "data.name", ["'sft-chat'"]),
         (["model.name=null", "name=hf_mixtral"], "model.name", ["'mixtral'", "nxdt-plugin-mixtral"]),
         (["model.name=null"], "model.name", ["'llama'"]),
-        (["model.name=null", "model_source=megatron"], "model.name", ["'gpt'"]),
+        (["model.name=null", "model_source=megatron"], "model.name", ["'gpt'", "nxdt-plugin-gpt"]),
+        (["model.name=null", "name=hf_mistral"], "model.name", ["'llama'", "nxdt-plugin-llama"]),
+        (
+            ["model.name=null", "model_source=megatron", "name=megatron_mistral"],
+            "model.name",
+            ["'mistral'", "nxdt-plugin-llama", "follows from model_source (megatron) and the run's name"],
+        ),
+        (["model.name=null", "model_source=megatron", "name=megatron_llama"], "model.name", ["'llama'"]),
+        (
+            ["model.name=null", "model_source=megatron", "name=Megatron_Mixtral"],
+            "model.name",
+            ["'mixtral'", "nxdt-plugin-mixtral"],
+        ),
         (["model.optim.name=fusssy"], "model.optim.name", ["Did you mean 'fussy'?"]),
         (["model.optim.name=lost"], "model.optim.name", ["module 'no_such_package.config' does not exist"]),
         (["checkpoint.uri=s3://bucket"], "checkpoint.uri", ["s3:// addresses", "nxdt-plugin-s3"]),
@@ -72,6 +85,75 @@ def test_a_component_that_cannot_be_had_is_one_row_with_the_kernel_s_hints(repor
     assert "[NXDT-K0" in row
     for sentence in sentences:
         assert sentence in row
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "why"),
+    [
+        (["model_source=hf", "name=hf_llama"], "llama", "model_source (hf)"),
+        (["model_source=hf", "name=hf_mixtral_8x7b"], "mixtral", "model_source (hf) and the run's name"),
+        (["model_source=hf", "name=hf_mistral"], "llama", "model_source (hf)"),
+        (["model_source=megatron", "name=megatron_gpt"], "gpt", "model_source (megatron)"),
+        (["model_source=megatron", "name=megatron_llama"], "llama", "model_source (megatron) and the run's name"),
+        (["model_source=megatron", "name=megatron_mistral"], "mistral", "model_source (megatron) and the run's name"),
+        (["model_source=megatron", "name=megatron_mixtral"], "mixtral", "model_source (megatron) and the run's name"),
+    ],
+)
+def test_names_of_nxd_training_select_its_models_and_a_note_says_so(good, tmp_path, overrides, name, why):
+    plugin = tmp_path / "models.py"
+    plugin.write_text(MODELS)
+    (tmp_path / "run.yaml").write_text(good.replace("  name: tiny\n  hidden_size: 32\n", ""))
+    kernel = Kernel.start(PluginPolicy(allow=(), local=(Path(__file__).parent / "parts.py", plugin)))
+    config_ = config.load(tmp_path / "run.yaml", overrides, kernel=kernel)
+    assert config_.selected("model").component.record.name == name
+    (note,) = [note for note in config_.notes if note.startswith("model.name")]
+    assert note.startswith(f"model.name: not given; {name!r} follows from {why}")
+    assert not [n for n in config.load(config_.to_dict(), kernel=kernel).notes if n.startswith("model.name")]
+
+
+MODELS = """
+from nxdt_core.api import ModelComponent, hookimpl
+
+@hookimpl
+def nxdt_model_builders():
+    return [ModelComponent(name=n, target="t:T") for n in ("llama", "mistral", "mixtral", "gpt")]
+"""
+
+
+PATTERN = """
+from nxdt_core.api import ModelComponent, hookimpl
+
+@hookimpl
+def nxdt_model_builders():
+    return [ModelComponent(name="any", target="t:T", hf_architectures=("*ForCausalLM",))]
+"""
+
+
+@pytest.mark.parametrize(("architecture", "name"), [("TinyForCausalLM", "tiny"), ("OtherForCausalLM", "any")])
+def test_a_builder_that_names_an_architecture_goes_before_one_with_a_pattern(good, tmp_path, architecture, name):
+    (tmp_path / "patterns.py").write_text(PATTERN)
+    local = (Path(__file__).parent / "parts.py", tmp_path / "patterns.py")
+    (tmp_path / "run.yaml").write_text(good.replace("  name: tiny\n  hidden_size: 32\n", "  model_config: .\n"))
+    hf_json(tmp_path, model_type="tiny", architectures=[architecture], hidden_size=32, num_hidden_layers=7)
+    resolved = config.load(tmp_path / "run.yaml", kernel=Kernel.start(PluginPolicy(allow=(), local=local)))
+    assert names(resolved)["model"] == name
+    assert resolved.notes[0] == f"model.name: not given; {name!r} follows from model.model_config ({architecture})"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "dist"),
+    [
+        ("Qwen2ForCausalLM", "hf", "nxdt-plugin-hf"),
+        ("MixtralForCausalLM", "mixtral", "nxdt-plugin-mixtral"),
+        ("MistralForCausalLM", "mistral", "nxdt-plugin-llama"),
+    ],
+)
+def test_an_architecture_that_nobody_reads_is_not_taken_for_a_llama(report, good, tmp_path, architecture, name, dist):
+    hf_json(tmp_path, architectures=[architecture])
+    (row,) = report(good.replace("  name: tiny\n  hidden_size: 32\n", "  model_config: .\n"))
+    assert f"is called {name!r}" in row
+    assert dist in row
+    assert f"follows from model.model_config ({architecture})" in row
 
 
 def test_an_unknown_component_hides_no_other_problem_and_makes_none(report, good):
