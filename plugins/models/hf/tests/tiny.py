@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _SIZES = {
-    "vocab_size": 61,
+    "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import ModelComponent, hookimpl
+from nxdt_core.api import CliCommand, ModelComponent, hookimpl
 
 
 @hookimpl
@@ -19,3 +19,10 @@ def nxdt_model_builders() -> list[ModelComponent]:
             hf_architectures=("*ForCausalLM", "*LMHeadModel"),
         )
     ]
+
+
+@hookimpl
+def nxdt_cli() -> list[CliCommand]:
+    """Declare the command that measures a plan."""
+    summary = "Say what tensor parallelism cuts of a model of transformers."
+    return [CliCommand(name="sharding", target="nxdt_plugin_hf.command:sharding", summary=summary)]

@@ -1,0 +1,47 @@
+"""``nxdt sharding``: what tensor parallelism cuts of a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+from nxdt_core.cli.verb import Verb, config_arguments
+
+__all__ = ["sharding"]
+
+
+@click.command(
+    cls=Verb,
+    short_help="Say what tensor parallelism cuts of a model of transformers.",
+    examples=("nxdt sharding recipe:hf-tiny distributed_strategy.tensor_model_parallel_size=2",),
+)
+@config_arguments
+def sharding(source: str, overrides: tuple[str, ...]) -> None:
+    """Say which parameters of a model of transformers tensor parallelism makes smaller, and which stay whole.
+
+    CONFIG and KEY=VALUE are those of `nxdt train`, of a run with model.name=hf. The plan that the model brings is
+    applied without memory and the result is measured: no device is needed.
+    """
+    from nxdt_core.config import load
+
+    config = load(source, (*overrides, "model.name=hf"))
+    tp = config.run.distributed_strategy.tensor_model_parallel_size
+
+    from nxdt_core.training import assemble  # imports torch: only a configuration that is right pays for it
+    from nxdt_plugin_hf.builder import HFBuilder
+    from nxdt_plugin_hf.sharding import measure_sharding
+    from nxdt_plugin_hf.tracing import pattern_of
+
+    builder = assemble.model_builder(config)
+    assert isinstance(builder, HFBuilder)
+    found = measure_sharding(builder, tp)
+
+    def listed(names: Iterable[str]) -> str:
+        return "".join(f"\n  {pattern}" for pattern in dict.fromkeys(map(pattern_of, names))) or " none"
+
+    click.echo(f"{found.model} over {tp} tensor parallel ranks: each holds {found.share:.1%} of all weights.")
+    click.echo(f"cut:{listed(found.cut)}")
+    click.echo(f"whole on each rank:{listed(found.whole)}")
+    if found.unmatched:
+        click.echo(f"named by the plan and not in this model:{listed(found.unmatched)}")

@@ -1,0 +1,76 @@
+"""Which parameters tensor parallelism really makes smaller: measured on the meta device, after it has been applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from nxdt_core.errors import LayoutRefused
+from nxdt_core.nn.patterns import matches
+from nxdt_core.parallel.estimate.fake_world import fake_mesh
+from nxdt_core.parallel.placement import local_of
+from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_plugin_hf.builder import HFBuilder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Sharding", "measure_sharding"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """Of one model over ``tp`` ranks."""
+
+    model: str
+    tp: int
+    elements: Mapping[str, tuple[int, int]]
+    """By parameter: all, and those that rank 0 holds."""
+    unmatched: tuple[str, ...]
+    """Patterns of transformers' plan that name nothing in this model."""
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """Parameters that became smaller."""
+        return tuple(name for name, (whole, held) in self.elements.items() if held < whole)
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Those that did not."""
+        return tuple(name for name in self.elements if name not in set(self.cut))
+
+    @property
+    def share(self) -> float:
+        """Part of all elements that rank 0 holds."""
+        return sum(held for _, held in self.elements.values()) / sum(whole for whole, _ in self.elements.values())
+
+
+def measure_sharding(builder: HFBuilder, tp: int) -> Sharding:
+    """Apply the builder's plan as rank 0 of ``tp``, in a process that is in no process group.
+
+    Raises:
+        LayoutRefused: the plan that the model brings names what cannot be sharded.
+        HeadsDoNotDivide, ShardDoesNotDivide, TensorPlanUnusable: of the engine.
+    """
+    plan = builder.plan()
+    if "tp" in plan.refused:
+        name = builder.architecture.name
+        raise LayoutRefused(model=name, dimension="tp", size=tp, reason=plan.refused["tp"])
+    with torch.device("meta"):
+        model = builder.build()
+    named = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
+    theirs = cast("PreTrainedModel", model).tp_plan
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    with fake_mesh(MeshSizes(tp=tp)) as mesh:
+        apply_tensor_parallel(model, plan, mesh, sequence_parallel=False)
+        held = {name: local_of(parameter).numel() for name, parameter in model.named_parameters()}
+    return Sharding(
+        model=builder.architecture.name,
+        tp=tp,
+        elements={name: (size, held[name]) for name, size in sizes.items()},
+        unmatched=tuple(pattern for pattern in theirs if not any(matches(pattern, path) for path in named)),
+    )
