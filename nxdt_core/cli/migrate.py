@@ -52,13 +52,22 @@ def migrate(source: Path, framework: str, output: Path, report: Path | None, for
         if path is not None and path.exists() and not force:
             raise MigrationTargetExists(path=str(path))
     done = migrated(source, output, framework, Kernel.start())
-    output.write_text(done.text, encoding="utf-8")
+    _write(output, done.text)
     if report is not None:
-        report.write_text(report_markdown(done), encoding="utf-8")
+        _write(report, report_markdown(done))
     if json_output:
         print_json(report_json(done))
     else:
         _print(done, report)
+
+
+def _write(path: Path, text: str) -> None:
+    from nxdt_core.errors import MigrationTargetUnwritable
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MigrationTargetUnwritable(path=str(path), reason=(error.strerror or str(error)).lower()) from error
 
 
 def _print(done: Migration, report: Path | None) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from nxdt_core.config.interpolation import has_interpolation, interpolate
 from nxdt_core.config.keys import section_paths
 from nxdt_core.config.node import Node, Origin, from_plain, merge, to_plain
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.slots import SLOTS
-from nxdt_core.errors import BadComponentChoice, BadComponentConfig, ConfigProblem, NxdtError
+from nxdt_core.errors import BadComponentChoice, BadComponentConfig, ConfigProblem, MissingKey, NxdtError
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.contexts import ConfigDefaultsContext
 
-__all__ = ["merge_plugin_defaults", "tidy_given"]
+__all__ = ["find_ungiven", "mandatory_keys", "merge_plugin_defaults", "tidy_given"]
 
 _MANDATORY = "???"
-"""OmegaConf's mark for "must be given": the same as leaving the key out."""
+"""OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
 
 
 def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem]]:
@@ -30,6 +30,19 @@ def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem]]:
         if node is not None and isinstance(node.value, str):
             given = given.set(slot.section, Node({slot.selector: node}, node.origin))
     return given, problems
+
+
+def mandatory_keys(given: Node) -> dict[str, Origin]:
+    """Keys that say ``???``, and where."""
+    return {path: node.origin for path, node in given.leaf_nodes() if node.value == _MANDATORY}
+
+
+def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[MissingKey]:
+    """Those of ``mandatory`` that nothing but a default has given a value."""
+    for path, origin in mandatory.items():
+        found = tree.find(path)
+        if found is not None and found.origin.kind == "default":
+            yield MissingKey(**origin.at(path), allowed=f"a value in place of {_MANDATORY}")
 
 
 def _is_interpolation(node: Node | None) -> bool:

@@ -13,7 +13,7 @@ from nxdt_core.config.complete import complete
 from nxdt_core.config.extensions import Extensions, select_extensions
 from nxdt_core.config.files import Source
 from nxdt_core.config.findings import component_findings, plugin_findings
-from nxdt_core.config.given import merge_plugin_defaults, tidy_given
+from nxdt_core.config.given import find_ungiven, mandatory_keys, merge_plugin_defaults, tidy_given
 from nxdt_core.config.hf_config import merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.location import Locator
@@ -84,6 +84,7 @@ class _Load:
         self.started: Kernel | None = None
         """A kernel that was started to find the recipe."""
         self.problems: list[ConfigProblem] = []
+        self.mandatory: Mapping[str, Origin] = {}
         self.reading: Reading | None = None
         self.notes: list[str] = []
 
@@ -100,6 +101,7 @@ class _Load:
         filled = self._keep(interpolate(completion.tree, completion.known))
         reading = self.reading = read_tree(filled, composition, completion.known, locator)
         self.problems += [*reading.problems, *find_conflicts(reading.tree, [*pairs, *completion.pairs])]
+        self.problems += find_ungiven(self.mandatory, reading.tree)
         extensions = select_extensions(reading.tree, kernel, locator)
         self.problems += extensions.problems
         checked = Checked(reading.values, reading.tree)
@@ -130,6 +132,7 @@ class _Load:
         """What was written, overrides included."""
         self.problems += source.problems
         given = self._keep(apply_overrides(source.tree, self.overrides))
+        self.mandatory = mandatory_keys(given)
         given = self._keep(tidy_given(given))
         if not source.readable:
             raise self._error(source.label)

@@ -91,8 +91,8 @@ from nxdt_core.errors.launch import (
     WorldDoesNotDivide,
 )
 from nxdt_core.errors.layouts import LayoutRefused
-from nxdt_core.errors.migration import MigrationRefused, MigrationTargetExists
 from nxdt_core.errors.losses import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
+from nxdt_core.errors.migration import MigrationRefused, MigrationTargetExists, MigrationTargetUnwritable
 from nxdt_core.errors.models import (
     BadModelConfig,
     HFExchangeUnsupported,
@@ -156,6 +156,7 @@ from nxdt_core.errors.ranks import (
     RanksMissing,
     WorldSizeMismatch,
 )
+from nxdt_core.errors.runs import CannotCopyFile, LengthUnknown, LoggerLibraryMissing, MetricNotLogged
 from nxdt_core.errors.saving import SameWeightsSaved, SaveTookTooLong
 from nxdt_core.errors.training import (
     CannotGenerate,
@@ -189,6 +190,7 @@ __all__ = [
     "BadStorageUri",
     "BadTokenizerConfig",
     "BadTokenizerFile",
+    "CannotCopyFile",
     "CannotGenerate",
     "CannotReachRankZero",
     "CannotWriteRunDirectory",
@@ -235,14 +237,20 @@ __all__ = [
     "LaunchEnvironmentIncomplete",
     "LayersDoNotDivide",
     "LayoutRefused",
+    "LengthUnknown",
     "LocalPluginMissing",
+    "LoggerLibraryMissing",
+    "LossesAreNotLogits",
+    "MetricNotLogged",
     "MicroBatchesDoNotFit",
     "MigrationRefused",
     "MigrationTargetExists",
+    "MigrationTargetUnwritable",
     "MissingKey",
     "MixedSamples",
     "ModelReadsValues",
     "ModelWithoutExperts",
+    "ModelWithoutHead",
     "NeuronxFileDamaged",
     "NeuronxMisfit",
     "NeuronxRanksMissing",

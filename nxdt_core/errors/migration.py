@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nxdt_core.errors.base import NxdtError
 
-__all__ = ["MigrationRefused", "MigrationTargetExists"]
+__all__ = ["MigrationRefused", "MigrationTargetExists", "MigrationTargetUnwritable"]
 
 
 class MigrationRefused(NxdtError):
@@ -26,3 +26,13 @@ class MigrationTargetExists(NxdtError):
     happened = "{path} exists already."
     remedy = "Name another file, or say --force to replace it."
     path: str
+
+
+class MigrationTargetUnwritable(NxdtError):
+    """A file that cannot be written where it was asked for."""
+
+    code = "NXDT-C032"
+    happened = "Cannot write {path}: {reason}."
+    remedy = "Name a file in a directory that exists and that you may write to."
+    path: str
+    reason: str

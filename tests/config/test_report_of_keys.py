@@ -159,6 +159,13 @@ def test_one_row_says_everything(report, good, override, row):
     assert report(good, override) == [f"{place}: {row}"]
 
 
+def test_a_default_does_not_do_where_a_value_must_be_given(report, good):
+    asked = good.replace("max_steps: 100", "max_steps: 100\n  devices: ???")
+    missing = "run.yaml:4: trainer.devices: required key is missing. Give it a value in place of ???. [NXDT-C011]"
+    assert report(asked) == [missing]
+    assert report(asked, "trainer.devices=2") == []
+
+
 def test_rows_name_the_line_of_the_file(report, good):
     text = good.replace("max_steps: 100", "max_steps: 100\n  devces: 1").replace("name: lines", "name: line")
     rows = report(text)

@@ -59,6 +59,8 @@ class Draft:
     settings: dict[str, Setting]
     headings: Mapping[str, tuple[str, ...]]
     """Comments above sections, by key path."""
+    lines: Mapping[str, int]
+    """Where sections begin in the file, by key path."""
     left_out: list[Row] = field(default_factory=list)
     moved: dict[str, str] = field(default_factory=dict)
     """Key path in the file → the one that it has now, or that of the key that says the same."""
@@ -136,7 +138,8 @@ class Draft:
         section = first.source != "" and below[0][0] != path
         key = first.source.removesuffix(below[0][0].removeprefix(path)) if section else first.source or path
         value = f"{len(below)} keys" if section and len(below) > 1 else first.original
-        self.left_out.append(Row(key=key, line=first.line, verdict=verdict, value=value, reason=reason))
+        line = self.lines.get(key, first.line)
+        self.left_out.append(Row(key=key, line=line, verdict=verdict, value=value, reason=reason))
 
     def rows(self) -> Iterator[Row]:
         """The report, in the order of the file; added keys come last."""
@@ -175,8 +178,9 @@ def read_draft(tree: Node, written: Written) -> Draft:
             beside=written.beside.get(node.origin.line, ""),
             above=written.above.get(node.origin.line, ()),
         )
-    headings = {path: written.above.get(line, ()) for path, line in _sections(tree, "")}
-    return Draft(settings, headings)
+    lines = dict(_sections(tree, ""))
+    headings = {path: written.above.get(line, ()) for path, line in lines.items()}
+    return Draft(settings, headings, lines)
 
 
 def _sections(node: Node, path: str) -> Iterator[tuple[str, int]]:

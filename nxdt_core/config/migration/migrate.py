@@ -60,7 +60,7 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
     draft = read_draft(read.tree, read_written(source.read_text(encoding="utf-8-sig")))
     _READERS[framework](draft, kernel)
     problems = settle(draft, framework, kernel)
-    to_set = tuple(dict.fromkeys(unset_paths(draft)))
+    to_set = tuple(dict.fromkeys(unset_paths(draft, target.parent)))
     return Migration(
         source=source,
         target=target,

@@ -18,7 +18,7 @@ from nxdt_core.config.migration.models import name_model
 from nxdt_core.config.migration.spellings import drop_dead_keys, spell_as_today
 from nxdt_core.kernel import Kernel
 
-__all__ = ["RENAMED", "from_nxdt"]
+__all__ = ["RENAMED", "from_nxdt", "stage_ends"]
 
 RENAMED = {
     f"distributed_strategy.{old}": "distributed_strategy.kv_replicator"
@@ -42,9 +42,9 @@ def from_nxdt(draft: Draft, kernel: Kernel) -> None:
     _leave_out_ignored(draft)
     _take_unread_values(draft)
     _tokenizer(draft)
-    name_model(draft)
     _name_data(draft)
     _leave_out_unread(draft)
+    name_model(draft)
     _precision(draft)
     _lengths(draft)
     _recompute(draft)
@@ -89,6 +89,9 @@ def _take_unread_values(draft: Draft) -> None:
     for path, reason in UNREAD_VALUE.items():
         if path in draft.settings:
             draft.remark(path, reason)
+    given = draft.value("model.model_config")
+    if isinstance(given, str) and not given.startswith(("/", "~", "$")):
+        draft.remark("model.model_config", "relative paths start at the file here, not at the working directory")
     if draft.value("model_source", "hf") == "hf":
         if "model.optim.weight_decay" in draft.settings:
             draft.remark("model.optim.weight_decay", "NxD Training decays Hugging Face models by 0.01 whatever it says")
@@ -194,12 +197,12 @@ def _pipeline(draft: Draft) -> None:
         return
     count = stages[0] * stages[1]
     if stages[0] > 1 and layers > count and layers % count:
-        ends = _ends(layers, count)
+        ends = stage_ends(layers, count)
         reason = f"{layers} layers do not divide by {count} stages; the outer stages take fewer"
         draft.put("model.pipeline_cuts", [f"layers.{end}" for end in ends], reason)
 
 
-def _ends(layers: int, stages: int) -> list[int]:
+def stage_ends(layers: int, stages: int) -> list[int]:
     """Last layers of all stages but the final one; those in the middle take one more, for the ends have other work."""
     least, more = divmod(layers, stages)
     first = (stages - more) // 2

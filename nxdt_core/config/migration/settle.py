@@ -62,8 +62,11 @@ def _judgement(problem: ConfigProblem, framework: str) -> tuple[Verdict, str]:
     return "unsupported", f"{problem.reason}; allowed: {problem.allowed}"
 
 
-def unset_paths(draft: Draft) -> Iterator[tuple[str, str]]:
-    """(key, why) of what must be set before the file can be trained: values to fill in, and paths to nothing."""
+def unset_paths(draft: Draft, directory: Path) -> Iterator[tuple[str, str]]:
+    """(key, why) of what must be set before the file can be trained: values to fill in, and paths to nothing.
+
+    ``directory`` is where the file will lie, and where its relative paths start.
+    """
     for path, setting in draft.settings.items():
         if setting.value == TO_SET:
             yield path, "; ".join(setting.reasons) or "it has no value yet"
@@ -71,12 +74,16 @@ def unset_paths(draft: Draft) -> Iterator[tuple[str, str]]:
         for path in draft.below(section):
             value = draft.value(path)
             for text in value if isinstance(value, list) else [value]:
-                if isinstance(text, str) and text != TO_SET and _is_missing(text):
+                if isinstance(text, str) and text != TO_SET and _is_path(path, text) and _is_missing(text, directory):
                     yield path, f"there is no {text} here"
 
 
-def _is_missing(text: str) -> bool:
+def _is_path(key: str, text: str) -> bool:
+    """Whether a value names a file on this machine; a tokenizer may be named by the id of a hub, too."""
+    return "://" not in text and (not key.endswith("tokenizer.type") or text.startswith(("/", ".", "~", "$")))
+
+
+def _is_missing(text: str, directory: Path) -> bool:
     """Whether a path leads nowhere; a prefix of files counts as there where a file begins with it."""
-    path = Path(text).expanduser()
-    local = "://" not in text and "/" in text
-    return local and not path.exists() and not any(path.parent.glob(f"{path.name}*"))
+    path = directory / Path(text).expanduser()
+    return not path.exists() and not any(path.parent.glob(f"{path.name}*"))

@@ -1,0 +1,317 @@
+"""``nxdt config migrate``: what is written passes ``nxdt config check``; the report tells what became of each key."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nxdt_core import config
+from nxdt_core.config.migration import migrate
+from nxdt_core.config.migration.nxdt import stage_ends
+from nxdt_core.config.yaml_source import parse_yaml
+from nxdt_core.errors import ConfigError, MigrationRefused
+
+HERE = Path(__file__).parent
+FILES = {
+    "llama": (HERE.parent / "nxdt/llama3_8b_pretrain.yaml", "nxdt"),
+    "lora": (HERE.parent / "nxdt/llama3_8b_lora.yaml", "nxdt"),
+    "sft": (HERE.parent / "nxdt/llama3_8b_sft.yaml", "nxdt"),
+    "mixtral": (HERE.parent / "nxdt/mixtral_8x7b_pretrain.yaml", "nxdt"),
+    "dpo": (HERE / "files/nxdt_dpo.yaml", "nxdt"),
+    "dropless": (HERE / "files/nxdt_mixtral_dropless.yaml", "nxdt"),
+    "gpt": (HERE / "files/nxdt_megatron_gpt.yaml", "nxdt"),
+    "mistral": (HERE / "files/nxdt_megatron_mistral.yaml", "nxdt"),
+    "nemo": (HERE / "files/nemo_gpt.yaml", "nemo"),
+    "nnm": (HERE / "files/nnm_llama.yaml", "nnm"),
+}
+HF_LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+            "num_hidden_layers": 32, "hidden_size": 4096, "model_type": "llama",
+            "max_position_embeddings": 8192}  # fmt: skip
+HF = {
+    "llama": {**HF_LLAMA, "architectures": ["LlamaForCausalLM"]},
+    "mixtral": {
+        **HF_LLAMA,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def migrated(installed, tmp_path_factory):
+    """By name: the migration, and the file that was written."""
+    folder = tmp_path_factory.mktemp("migrated")
+    found = {}
+    for name, (source, framework) in FILES.items():
+        found[name] = migrate(source, folder / f"{name}.yaml", framework, installed)
+        found[name].target.write_text(found[name].text)
+    return found
+
+
+@pytest.fixture
+def paths_set(tmp_path):
+    """Overrides for everything that a report calls still to be set."""
+
+    def overrides(done):
+        given = []
+        model = "mixtral" if "\n  name: mixtral" in done.text else "llama"
+        (tmp_path / "config.json").write_text(json.dumps(HF[model]))
+        for key, _ in done.to_set:
+            values = {"model.model_config": tmp_path / "config.json", "model.vocab_size": 32000}
+            given.append(f"{key}={values.get(key, tmp_path)}")
+        return given
+
+    return overrides
+
+
+def row(done, key):
+    (found,) = [row for row in done.rows if row.key == key]
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_written_passes_the_check_once_its_paths_are_set(migrated, complete, paths_set, name):
+    loaded = config.load(migrated[name].target, paths_set(migrated[name]), kernel=complete)
+    assert loaded.selected("model").component.record.name in migrated[name].text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_without_plugins_to_come_only_they_are_missed(migrated, installed, paths_set, name):
+    problems = config.check(migrated[name].target, paths_set(migrated[name]), kernel=installed)
+    assert {problem.row()[-11:] for problem in problems} <= {"[NXDT-K002]"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_of_the_file_is_in_the_report_with_its_line(migrated, name):
+    source, _ = FILES[name]
+    lines = source.read_text().splitlines()
+    rows = [row for row in migrated[name].rows if row.line]
+    for entry in rows:
+        assert f"{entry.key.rpartition('.')[2]}:" in lines[entry.line - 1], entry
+    for path, _ in parse_yaml(source.read_text(), "")[0].leaves():
+        assert any(path == entry.key or path.startswith(f"{entry.key}.") for entry in rows), path
+    assert all(entry.reason for entry in rows if entry.verdict in ("unneeded", "ignored", "unsupported", "changed"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_was_not_moved_or_dropped_says_the_same(migrated, name):
+    now = parse_yaml(migrated[name].text, "")[0]
+    was = parse_yaml(FILES[name][0].read_text(), "")[0]
+    for entry in migrated[name].rows:
+        if entry.verdict in ("mapped", "renamed") and "${" not in entry.value:
+            place = entry.target or entry.key
+            if now.find(place) is not None:
+                assert now.plain(place) == was.plain(entry.key), entry
+
+
+def test_order_and_comments_stay(migrated):
+    text = migrated["nemo"].text
+    assert text.startswith("# From nemo_gpt.yaml of NeMo 1.x, by nxdt config migrate.\n")
+    assert "micro_batch_size: 2 # of one device\n" in text
+    assert list(yaml.safe_load(text))[:2] == ["name", "trainer"]
+    assert "  # weights and prefixes\n  data_prefix: [0.3," in migrated["gpt"].text
+
+
+def test_interpolations_follow_their_keys_or_become_values(migrated):
+    text = migrated["gpt"].text
+    assert "max_position_embeddings: ${data.seq_length}\n" in text
+    assert "seq_length: 256\n" in text
+    assert "ffn_hidden_size: ${multiply:4,${.hidden_size}}\n" in text
+    assert "max_steps: ${trainer.max_steps}" in migrated["llama"].text
+
+
+def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp_path):
+    source = tmp_path / "run.yaml"
+    text = FILES["mistral"][0].read_text()
+    text = text.replace("max_steps: 100", "max_steps: ${multiply:2,${model.optim.steps}}")
+    source.write_text(text.replace("    lr: 3e-4", "    lr: 3e-4\n    steps: 50"))
+    text = migrate(source, tmp_path / "out.yaml", "nxdt", installed).text
+    assert "max_steps: 100\n" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "verdict", "target", "said"),
+    [
+        ("llama", "exp_manager.async_checkpointing", "renamed", "checkpoint.async_save", "section checkpoint"),
+        ("llama", "exp_manager.save_xser", "unneeded", "", "format of their own"),
+        ("llama", "model.encoder_seq_length", "renamed", "data.seq_length", ""),
+        ("llama", "compiler_flags", "mapped", "", "XLA runtime"),
+        ("llama", "model.do_layer_norm_weight_decay", "mapped", "", "the wrong way round"),
+        ("llama", "model.optim.weight_decay", "mapped", "", "0.01 whatever it says"),
+        ("llama", "data.name", "added", "", "model_source: hf"),
+        ("llama", "data.shuffle", "added", "", "in their order"),
+        ("lora", "model_alignment_strategy.peft.lora_rank", "renamed", "adapter.lora_rank", ""),
+        ("lora", "adapter.name", "added", "", "peft asks for it"),
+        ("lora", "model.encoder_seq_length", "ignored", "", "batches have data.seq_length (4096) tokens"),
+        ("sft", "data.name", "added", "", "model_alignment_strategy is given"),
+        ("dpo", "alignment.dpo.kl_beta", "renamed", "objective.kl_beta", "searching the whole file"),
+        ("dpo", "alignment.dpo.loss_type", "renamed", "objective.loss_type", "its loss is always sigmoid"),
+        ("dpo", "exp_manager.save_bf16", "ignored", "", "never reads it"),
+        ("dpo", "model.optim.sched.max_steps", "ignored", "", "at trainer.max_steps"),
+        ("dpo", "model.rope_theta", "unneeded", "", "-1 leaves it to model.model_config"),
+        ("dropless", "data.num_workers", "ignored", "", "does not read it"),
+        ("dropless", "model.num_attention_heads", "ignored", "", "do not read it"),
+        ("dropless", "model.moe.capacity_factor", "changed", "", "sets it to 0"),
+        ("dropless", "model.moe.sinkhorn_tol", "changed", "", "null is meant"),
+        ("dropless", "precision.type", "changed", "", "spelling of its documentation"),
+        ("dropless", "precision.fp32_grads_cc", "unneeded", "", "never reads it"),
+        ("dropless", "model.name", "added", "", "the run's name contains it"),
+        ("gpt", "distributed_strategy.kv_shared_group_size", "renamed", "distributed_strategy.kv_replicator", ""),
+        ("gpt", "model.pipeline_cuts", "added", "", "11 layers do not divide by 3 stages"),
+        ("gpt", "model.hidden_dropout", "added", "", "default"),
+        ("gpt", "model.activations_checkpoint_recompute", "added", "", "where no module is named"),
+        ("gpt", "trainer.gradient_clip_val", "added", "", "not clipped"),
+        ("gpt", "data.train_dir", "ignored", "", "does not read it"),
+        ("gpt", "model.rope_theta", "ignored", "", "do not read it"),
+        ("gpt", "exp_manager.create_early_stopping_callback", "ignored", "", "never reads it"),
+        ("mistral", "model.position_freq_base", "renamed", "model.rope_theta", ""),
+        ("mistral", "model.kv_channels", "renamed", "model.head_dim", ""),
+        ("mistral", "model.normalization", "unneeded", "", "every mistral is so"),
+        ("mistral", "data.tokenizer.library", "changed", "", "for a directory"),
+        ("mistral", "model.vocab_size", "added", "", "takes it from the tokenizer"),
+        ("nemo", "model.tensor_model_parallel_size", "renamed", "distributed_strategy.tensor_model_parallel_size", ""),
+        ("nemo", "model.data.splits_string", "renamed", "data.splits_string", ""),
+        ("nemo", "model.num_query_groups", "renamed", "model.num_kv_heads", ""),
+        ("nemo", "model.activation", "changed", "", "fused kernel"),
+        ("nemo", "model.optim.name", "changed", "", "distributed_strategy.zero1"),
+        ("nemo", "trainer.precision", "renamed", "", "precision.type: mixed_precision"),
+        ("nemo", "model.fp8", "unsupported", "", "8 bits"),
+        ("nemo", "model.nsys_profile", "unneeded", "", "profiler"),
+        ("nnm", "model.wrap_with_zero", "renamed", "distributed_strategy.zero1", ""),
+        ("nnm", "model.zero_use_master_weight", "renamed", "", "precision.type"),
+        ("nnm", "async_checkpointing", "renamed", "checkpoint.async_save", ""),
+        ("nnm", "model.seed", "renamed", "seed", ""),
+        ("nnm", "model.data.train_ds", "ignored", "", "fine_tuning"),
+    ],
+)  # fmt: skip
+def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, target, said):
+    found = row(migrated[name], key)
+    assert (found.verdict, found.target) == (verdict, target)
+    assert said in found.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("dropless", {"model.moe.capacity_factor": 0.0, "precision.type": "mixed_precisionSR", "data.shuffle": False}),
+        ("gpt", {"model.pipeline_cuts": ["layers.3", "layers.7"], "trainer.gradient_clip_val": None,
+                 "model.hidden_dropout": 0.1, "model.name": "gpt"}),
+        ("mistral", {"model.name": "mistral", "model.rope_theta": 20000.0, "data.tokenizer.library": "huggingface"}),
+        ("dpo", {"objective.name": "dpo", "data.name": "sft-chat", "data.seq_length": 1024}),
+        ("nemo", {"precision.type": "mixed_precision", "model.activation": "swiglu", "data.seq_length": 1024}),
+        ("nnm", {"precision.type": "mixed_precision", "model.name": "gpt", "seed": 4321}),
+    ],
+)  # fmt: skip
+def test_the_file_has_the_values_that_the_report_tells(migrated, name, values):
+    tree = parse_yaml(migrated[name].text, "")[0]
+    assert {key: tree.plain(key) for key in values} == values
+
+
+def test_what_is_lost_stands_below_the_file(migrated):
+    assert "# Not carried over:\n" in migrated["nemo"].text
+    assert "#   model.fp8: True  (line 131: nothing computes in 8 bits here)\n" in migrated["nemo"].text
+
+
+def test_what_is_still_to_be_set_is_listed(migrated):
+    assert dict(migrated["nemo"].to_set)["data.tokenizer.model"] == "it has no value yet"
+    assert "data.data_prefix" in dict(migrated["nnm"].to_set)
+    assert "there is no /data/tokenised here" in dict(migrated["dropless"].to_set)["data.train_dir"]
+
+
+@pytest.mark.parametrize("layers", range(4, 40))
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_cuts_share_layers_out_evenly_with_the_ends_lighter(layers, stages):
+    ends = [-1, *stage_ends(layers, stages), layers - 1]
+    sizes = [after - before for before, after in pairwise(ends)]
+    assert len(sizes) == stages
+    assert sum(sizes) == layers
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] == min(sizes) or len(set(sizes)) == 1 or sizes.count(min(sizes)) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "masters", "chosen"),
+    [
+        ("32", "False", "fp32"),
+        ("bf16", "False", "autocast"),
+        ("bf16-mixed", "True", "mixed_precision"),
+        ("bf16-true", "False", "bf16SR"),
+        ("16-mixed", "False", "autocast"),
+        ("16", "True", "mixed_precision"),
+    ],
+)
+def test_the_precision_of_nemo(installed, tmp_path, precision, masters, chosen):
+    source = tmp_path / "run.yaml"
+    text = FILES["nemo"][0].read_text().replace("name: distributed_fused_adam", "name: fused_adam")
+    text = text.replace("precision: bf16-mixed", f"precision: {precision}")
+    source.write_text(text.replace("megatron_amp_O2: True", f"megatron_amp_O2: {masters}"))
+    done = migrate(source, tmp_path / "out.yaml", "nemo", installed)
+    assert parse_yaml(done.text, "")[0].plain("precision.type") == chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("context_parallel_size: 4\n", 4),  # the top level counts first
+        ("zz:\n  context_parallel_size: 4\n", 2),  # then the first of the file
+    ],
+)
+def test_of_two_places_the_one_that_the_search_finds_counts(installed, tmp_path, text, kept):
+    source = tmp_path / "run.yaml"
+    own = FILES["mistral"][0].read_text().replace("  zero1: True\n", "  zero1: True\n  context_parallel_size: 2\n")
+    source.write_text(own + text)
+    done = migrate(source, tmp_path / "out.yaml", "nxdt", installed)
+    assert parse_yaml(done.text, "")[0].plain("distributed_strategy.context_parallel_size") == kept
+    assert "ignored" in {row.verdict for row in done.rows if "context_parallel_size" in row.key}
+
+
+def test_a_key_that_no_reader_has_is_told_with_its_neighbour(installed, tmp_path):
+    source = tmp_path / "run.yaml"
+    source.write_text(FILES["llama"][0].read_text().replace("  max_steps:", "  max_stepps: 9\n  max_steps:"))
+    done = migrate(source, tmp_path / "out.yaml", "nxdt", installed)
+    assert row(done, "trainer.max_stepps").verdict == "ignored"
+    assert "trainer.max_steps" in row(done, "trainer.max_stepps").reason
+    assert "max_stepps" not in done.text
+
+
+@pytest.mark.parametrize(
+    ("text", "framework", "said"),
+    [
+        ("base_model: x\ndatasets: []\nsequence_len: 3", "nxdt", "axolotl"),
+        ("model:\n  _component_: torchtune.models.x", "nxdt", "torchtune"),
+        ("output_dir: x\nper_device_train_batch_size: 4", "nemo", "TrainingArguments"),
+        ("model_name_or_path: x\nfinetuning_type: lora", "nxdt", "LLaMA-Factory"),
+        ("zero_optimization: {stage: 2}", "nxdt", "DeepSpeed"),
+        ("model: {_target_: nemo.collections.llm.GPTModel}", "nemo", "NeMo 2"),
+        ("hello: world", "nxdt", "none of the sections of NxD Training"),
+        ("", "nemo", "none of the sections"),
+    ],
+)
+def test_a_file_of_another_framework_is_refused_in_words(installed, tmp_path, text, framework, said):
+    source = tmp_path / "run.yaml"
+    source.write_text(text)
+    with pytest.raises(MigrationRefused, match=said) as caught:
+        migrate(source, tmp_path / "out.yaml", framework, installed)
+    assert caught.value.code == "NXDT-C030"
+    assert "nxdt recipes list" in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "said"), [("nemo", "nxdt"), ("nnm", "nxdt"), ("gpt", "nemo"), ("nnm", "nemo")])
+def test_a_file_that_is_called_by_the_wrong_name_is_refused_with_the_right_one(installed, tmp_path, name, said):
+    source, right = FILES[name]
+    with pytest.raises(MigrationRefused, match=f"Say --from {right}"):
+        migrate(source, tmp_path / "out.yaml", said, installed)
+
+
+def test_a_file_that_is_no_yaml_is_told_with_its_line(installed, tmp_path):
+    source = tmp_path / "run.yaml"
+    source.write_text("trainer:\n  max_steps: [1\n")
+    with pytest.raises(ConfigError, match="NXDT-C004"):
+        migrate(source, tmp_path / "out.yaml", "nxdt", installed)
