@@ -1,0 +1,14 @@
+"""The rank pools that the tests of layouts use."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from nxdt_core.testing.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Callable[[int], RankPool]:
+    """``ranks(n).run(function, *arguments)`` calls a function on ``n`` real processes."""
+    return cache(RankPool)
