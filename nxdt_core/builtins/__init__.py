@@ -120,11 +120,23 @@ def nxdt_parallel_engines() -> list[EngineComponent]:
 
 @hookimpl
 def nxdt_loggers() -> list[LoggerComponent]:
-    """TensorBoard. (``metrics.jsonl`` is always written and is no component.)"""
+    """Lightning's. (``metrics.jsonl`` is always written and is no component.)"""
     return [
         LoggerComponent(
             name="tensorboard",
             target=f"{_HERE}.loggers:tensorboard",
             summary="TensorBoard event files in the run's directory",
-        )
+        ),
+        LoggerComponent(
+            name="wandb",
+            target=f"{_HERE}.loggers:wandb",
+            config=f"{_HERE}.logger_config:WandbConfig",
+            summary="Weights & Biases; needs nxdt-core[wandb]",
+        ),
+        LoggerComponent(
+            name="mlflow",
+            target=f"{_HERE}.loggers:mlflow",
+            config=f"{_HERE}.logger_config:MLFlowConfig",
+            summary="MLflow; needs nxdt-core[mlflow]",
+        ),
     ]

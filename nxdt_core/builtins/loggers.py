@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import yaml
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
-__all__ = ["tensorboard"]
+from nxdt_core.builtins.logger_config import MLFlowConfig, WandbConfig
+from nxdt_core.errors import LoggerLibraryMissing
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
+
+__all__ = ["mlflow", "tensorboard", "wandb"]
 
 
 def tensorboard(config: object, run_dir: Path) -> Logger:
@@ -14,7 +24,64 @@ def tensorboard(config: object, run_dir: Path) -> Logger:
     return _EventFiles(save_dir=str(run_dir), name="", version="")
 
 
+def wandb(config: WandbConfig, run_dir: Path) -> WandbLogger:
+    """A run at Weights & Biases with the run's configuration; its files lie in ``wandb`` below ``run_dir``.
+
+    Raises:
+        LoggerLibraryMissing: wandb is not installed.
+    """
+    _require("wandb", logger="wandb")
+    from nxdt_core.builtins.logger_wandb import FinishedWandbLogger
+
+    return FinishedWandbLogger(
+        name=config.name or run_dir.name,
+        project=config.project,
+        save_dir=str(run_dir),
+        id=config.id,
+        offline=config.offline or os.environ.get("WANDB_MODE") == "offline",
+        prefix=config.prefix,
+        resume=config.resume,
+        config=yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
+        **_given(entity=config.entity, group=config.group, job_type=config.job_type, notes=config.notes),
+        **_given(tags=config.tags),
+    )
+
+
+def mlflow(config: MLFlowConfig, run_dir: Path) -> MLFlowLogger:
+    """A run at MLflow, with ``config.yaml`` as a file of it.
+
+    Raises:
+        LoggerLibraryMissing: mlflow is not installed.
+    """
+    _require("mlflow", logger="mlflow")
+    from pytorch_lightning.loggers import MLFlowLogger
+
+    logger = MLFlowLogger(
+        experiment_name=config.experiment_name,
+        run_name=config.run_name or run_dir.name,
+        tracking_uri=config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"),
+        save_dir=str(run_dir / "mlruns"),
+        tags=dict(config.tags or {}),
+        prefix=config.prefix,
+        artifact_location=config.artifact_location,
+        run_id=config.run_id,
+    )
+    logger.experiment.log_artifact(logger.run_id, str(run_dir / "config.yaml"))
+    return logger
+
+
 class _EventFiles(TensorBoardLogger):
     def save(self) -> None:
         """Flush; no file of hyper-parameters, since ``config.yaml`` lies beside."""
         self.experiment.flush()
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _require(package: str, *, logger: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise LoggerLibraryMissing(logger=logger, package=package, reason=str(error)) from error

@@ -12,8 +12,9 @@ import pytorch_lightning as pl
 import torch
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.head import Head
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.errors import NoTrainingData, ShareOfUnknownLength
+from nxdt_core.errors import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, SplitName
 from nxdt_core.protocols.engine import RankInfo
@@ -66,6 +67,7 @@ class NxdtDataModule(pl.LightningDataModule):
 
         Raises:
             NoTrainingData: the loader has no training split.
+            LengthUnknown: a limit of the training data, and they are a stream.
         """
         if self._datasets:
             return
@@ -76,6 +78,18 @@ class NxdtDataModule(pl.LightningDataModule):
             self._datasets[name] = source.split(name)
         if self._datasets["train"] is None:
             raise NoTrainingData(loader=type(source).__name__)
+        trainer = self.config.run.trainer
+        if trainer.overfit_batches:
+            self._datasets["train"] = self._first("trainer.overfit_batches", trainer.overfit_batches)
+            self._datasets["validation"] = self._datasets["train"]
+        elif trainer.limit_train_batches is not None:
+            self._datasets["train"] = self._first("trainer.limit_train_batches", trainer.limit_train_batches)
+
+    @property
+    def train_samples(self) -> int | None:
+        """Samples of a pass over the training data; None where they do not know."""
+        dataset = self._datasets["train"]
+        return len(dataset) if isinstance(dataset, MapDataset) else None
 
     def setup(self, stage: str) -> None:
         """Lightning's hook: see :meth:`prepare`."""
@@ -114,6 +128,17 @@ class NxdtDataModule(pl.LightningDataModule):
             raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
         return math.ceil(share * math.ceil(len(dataset) / self.config.run.data.global_batch_size))
 
+    def _first(self, key: str, limit: int | float) -> MapDataset | IterableDataset:
+        """The first global batches of the training data: a count, or a share."""
+        dataset, size = self._datasets["train"], self.config.run.data.global_batch_size
+        assert dataset is not None
+        if isinstance(limit, float) and limit == 1.0:
+            return dataset
+        if not isinstance(dataset, MapDataset):
+            raise LengthUnknown(key=key)
+        batches = limit if isinstance(limit, int) else math.ceil(limit * math.ceil(len(dataset) / size))
+        return Head(dataset, batches * size)
+
     def _loader(self, split: SplitName, *, repeat: bool) -> GlobalBatchLoader | None:
         dataset = self._datasets[split]
         if dataset is None:
@@ -124,7 +149,7 @@ class NxdtDataModule(pl.LightningDataModule):
             global_batch_size=data.global_batch_size,
             micro_batch_size=data.micro_batch_size,
             seed=self.config.run.seed,
-            shuffle=data.shuffle and repeat,
+            shuffle=data.shuffle and repeat and not self.config.run.trainer.overfit_batches,
             dp_rank=rank.dp_rank,
             dp_size=rank.dp_size,
             drop_last=repeat,

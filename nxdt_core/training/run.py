@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import shlex
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import pytorch_lightning as pl
+from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
+from pytorch_lightning.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Ownership
-from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.duration import seconds_of
-from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
@@ -30,10 +30,14 @@ from nxdt_core.training.datamodule import NxdtDataModule
 from nxdt_core.training.memory import memory_errors_explained
 from nxdt_core.training.module import NxdtModule
 from nxdt_core.training.owned import owned_on_rank_zero
+from nxdt_core.training.passes import counts_passes, in_steps
 from nxdt_core.training.run_callbacks import run_callbacks
+from nxdt_core.training.run_files import dated, keep_inputs, make_run_dir
+from nxdt_core.training.run_log import run_log
 from nxdt_core.training.start import ForeignStart, Start, decide_start
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
+from nxdt_core.training.trial import as_trial
 
 __all__ = ["train"]
 
@@ -52,6 +56,7 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
     strategy = NxdtStrategy(config)
     strategy.start()
     ranks = strategy.engine.ranks
+    config = strategy.config = as_trial(dated(config, ranks))
     console = Console(
         config.run.trainer.max_steps, speaks=strategy.is_global_zero, bar=config.run.trainer.enable_progress_bar
     )
@@ -59,9 +64,12 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
         ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
     )
     own = assemble.storage(config)
-    ranks.on_rank_zero(lambda: _prepare(config, own))
-    with owned_on_rank_zero(config, own, console.say, ranks) as ownership:
-        return _train(config, strategy, console, own, ownership, requests)
+    ranks.on_rank_zero(lambda: make_run_dir(config))
+    with run_log(config, strategy.engine.rank_info):
+        if config.run.checkpoint.enabled:
+            ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
+        with owned_on_rank_zero(config, own, console.say, ranks) as ownership:
+            return _train(config, strategy, console, own, ownership, requests)
 
 
 def _train(
@@ -76,14 +84,21 @@ def _train(
     signals = StopSignals(console, ranks, requests)
     limit = config.run.trainer.max_time
     time_limit = [] if limit is None else [TimeLimit(seconds_of(limit), signals)]
-    ranks.on_rank_zero(lambda: _keep_config(config))
+    ranks.on_rank_zero(lambda: keep_inputs(config))
+    data = NxdtDataModule(config)
     start = decide_start(config, own, console.say, ranks)
+    if counts_passes(config):
+        data.prepare()
+        config = in_steps(config, data.train_samples)
+        console.expect(config.run.trainer.max_steps)
     if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
         strategy.engine.shutdown()
         return _finished(config, start)
-    module, data = NxdtModule(config), NxdtDataModule(config)
+    module = NxdtModule(config)
     data.prepare()
+    loggers: list[Logger] = []
+    ranks.on_rank_zero(lambda: loggers.extend(_built(selected, config.run_dir) for selected in config.loggers))
     figures = SaveFigures(config.run_dir if strategy.is_global_zero else None)
     metrics = _metrics(config, console, figures)
     trainer = pl.Trainer(
@@ -99,7 +114,9 @@ def _train(
         limit_val_batches=_val_batches(config, data),
         num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
         inference_mode=config.run.trainer.inference_mode,
-        logger=[_built(selected, config.run_dir) for selected in config.loggers] if strategy.is_global_zero else False,
+        logger=loggers or False,
+        profiler=_profiler(config, strategy.global_rank),
+        detect_anomaly=config.run.trainer.detect_anomaly,
         callbacks=[
             *run_callbacks(config, own, ownership, console, metrics, figures, signals),
             *time_limit,
@@ -166,6 +183,19 @@ def _built(selected: Any, run_dir: Path) -> Any:
     return selected.component.load_target()(selected.config, run_dir)
 
 
+def _profiler(config: ResolvedConfig, rank: int) -> Profiler | None:
+    kinds: dict[str, Callable[..., Profiler]] = {
+        "simple": SimpleProfiler,
+        "advanced": AdvancedProfiler,
+        "pytorch": PyTorchProfiler,
+    }
+    wanted = config.run.trainer.profiler
+    if wanted is None:
+        return None
+    directory = config.run_dir / "profile" / f"rank-{rank:05d}"
+    return kinds[wanted](dirpath=directory, filename="profile")
+
+
 def _val_batches(config: ResolvedConfig, data: NxdtDataModule) -> int | float:
     """Lightning's bound: a count, or 1.0 for all. It cannot take a share of a loader that does not know its length."""
     limit = config.run.trainer.limit_val_batches
@@ -174,28 +204,6 @@ def _val_batches(config: ResolvedConfig, data: NxdtDataModule) -> int | float:
     if limit is None or isinstance(limit, int):
         return 1.0 if limit is None else limit
     return 1.0 if limit == 1.0 else data.validation_batches(limit)
-
-
-def _prepare(config: ResolvedConfig, own: CheckpointStorage) -> None:
-    """Make the run's directory, and see whether checkpoints can be written."""
-    with _run_dir_explained(config):
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-    if config.run.checkpoint.enabled:
-        checkpoint.check_writable(own)
-
-
-def _keep_config(config: ResolvedConfig) -> None:
-    """Beside what it produces."""
-    with _run_dir_explained(config):
-        (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
-
-
-@contextmanager
-def _run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
 
 
 def _summary(
@@ -242,6 +250,9 @@ def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | Foreign
 def _resume_command(config: ResolvedConfig, step: int) -> str:
     """The command that goes on: the same one, told to resume, and with a later end where this one is reached."""
     overrides = {word.partition("=")[0]: word for word in config.overrides}
+    version = config.run.exp_manager.version
+    if config.run.exp_manager.use_datetime_version and version is not None:
+        overrides["exp_manager.version"] = f"exp_manager.version={version}"
     if not config.run.checkpoint.resume_if_exists:
         overrides["exp_manager.resume_if_exists"] = "exp_manager.resume_if_exists=true"
     if step >= config.run.trainer.max_steps:

@@ -10,6 +10,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
 from nxdt_core.training.callbacks.compile_time import CompileTime
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.early_stop import EarlyStop
 from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.nonfinite import NonFiniteGuard
@@ -37,6 +38,12 @@ def run_callbacks(
     saver = (
         [CheckpointSaver(own, console, config, metrics, figures, ownership)] if config.run.checkpoint.enabled else []
     )
+    manager = config.run.exp_manager
+    stopping = (
+        [EarlyStop(manager.early_stopping_callback_params, console, min_steps=trainer.min_steps or 0)]
+        if manager.create_early_stopping_callback
+        else []
+    )
     return [
         ResumeNotes(console),
         *compiling,
@@ -44,5 +51,6 @@ def run_callbacks(
         *guard,
         LifecycleHooks(config, metrics, signals),
         *named,
+        *stopping,
         *saver,
     ]

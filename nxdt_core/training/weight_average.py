@@ -45,7 +45,7 @@ class WeightAverage:
 
     def __init__(self, config: EmaConfig) -> None:
         self._config = config
-        self._update = get_ema_multi_avg_fn(config.decay)
+        self._update = get_ema_multi_avg_fn(config.decay)  # type: ignore[no-untyped-call]
         self._pieces: dict[str, Piece] = {}
         self._trained: frozenset[str] | None = None
 

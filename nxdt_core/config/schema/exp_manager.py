@@ -9,12 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.marks import AliasOf, DefaultsTo, Fraction, NoEffect, NonNegativeInt, PositiveInt
+from nxdt_core.config.marks import (
+    AliasOf,
+    DefaultsTo,
+    Fraction,
+    NoEffect,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+)
 
-__all__ = ["CheckpointCallbackParams", "EmaConfig", "ExpManagerConfig"]
+__all__ = ["CheckpointCallbackParams", "EarlyStoppingParams", "EmaConfig", "ExpManagerConfig"]
 
 _OWN_FORMAT = "checkpoints have a format of their own here"
-_ONE_LOG = "one rank speaks for all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +52,9 @@ class CheckpointCallbackParams:
     """Count up names that exist."""
     train_time_interval: Annotated[str | Mapping[str, int] | None, AliasOf("checkpoint.train_time_interval")] = None
     """``checkpoint.train_time_interval``."""
-    every_n_epochs: int | None = None
-    """Passes over the data between two checkpoints."""
+    every_n_epochs: NonNegativeInt | None = None
+    """Passes over the training data between two checkpoints, as steps; ``null`` or 0 counts
+    ``checkpoint.every_n_train_steps``."""
     save_on_train_epoch_end: bool | None = None
     """Save at the end of each pass over the data."""
     save_nemo_on_train_end: bool = False
@@ -86,6 +94,34 @@ class EmaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStoppingParams:
+    """When a run has learnt what it can: judged after each validation, on all ranks alike."""
+
+    monitor: str = "val_loss"
+    """Metric that is judged: ``val_loss``, or one of ``metrics.jsonl``."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a small or a large one is good."""
+    min_delta: NonNegativeFloat = 0.001
+    """Smaller changes are no improvement."""
+    patience: PositiveInt = 10
+    """Validations in a row without an improvement that end the run."""
+    check_finite: bool = True
+    """Stop once the metric is infinite or not a number."""
+    stopping_threshold: float | None = None
+    """Stop once the metric is better than this."""
+    divergence_threshold: float | None = None
+    """Stop once the metric is worse than this."""
+    strict: bool = True
+    """A metric that nobody logs is an error; ``false`` judges nothing then."""
+    verbose: Annotated[bool, NoEffect("why a run stops is always said")] = True
+    """Say why."""
+    check_on_train_epoch_end: Annotated[bool | None, NoEffect("metrics are judged after each validation")] = None
+    """Judge at the end of each pass."""
+    log_rank_zero_only: Annotated[bool, NoEffect("rank 0 speaks for all")] = False
+    """One rank says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpManagerConfig:
     """The run's directory, resuming, loggers."""
 
@@ -96,7 +132,7 @@ class ExpManagerConfig:
     version: str | int | None = None
     """Directory below the run's name, for runs kept apart."""
     use_datetime_version: bool = False
-    """Name that directory after the time of the start."""
+    """Name that directory after the time of the start, where ``version`` is not set and the run does not resume."""
     explicit_log_dir: str | None = None
     """The run's directory itself; ``exp_dir``, ``name`` and ``version`` are then not used."""
     loggers: tuple[str | Mapping[str, Any], ...] | None = None
@@ -130,10 +166,11 @@ class ExpManagerConfig:
     """Log the 2-norm of all weights."""
     log_gradient_norm: Annotated[bool, NoEffect("grad_norm is always logged")] = True
     """Log the 2-norm of the gradient before clipping."""
-    log_local_rank_0_only: Annotated[bool, NoEffect(_ONE_LOG)] = False
-    """One log file a node."""
-    log_global_rank_0_only: Annotated[bool, NoEffect(_ONE_LOG)] = False
-    """One log file a run."""
+    log_local_rank_0_only: bool = False
+    """Only the first rank of each node keeps a log file below ``logs`` of the run's directory. (What ends the run goes
+    to ``logs/errors.txt`` from every rank.)"""
+    log_global_rank_0_only: bool = False
+    """Only the first rank of the run does; not together with ``log_local_rank_0_only``."""
     resume_if_exists: Annotated[bool, AliasOf("checkpoint.resume_if_exists")] = False
     """``checkpoint.resume_if_exists``."""
     resume_ignore_no_checkpoint: Annotated[bool, AliasOf("checkpoint.resume_ignore_no_checkpoint")] = False
@@ -167,10 +204,10 @@ class ExpManagerConfig:
     disable_validation_on_resume: Annotated[bool, NoEffect("a resume never validates at once")] = True
     """Do not validate once more directly after a resume."""
     files_to_copy: tuple[str, ...] | None = None
-    """Files to copy to the run's directory."""
+    """Files to copy to ``files`` below the run's directory at each start."""
     create_early_stopping_callback: bool = False
-    """Stop when a metric no longer improves."""
-    early_stopping_callback_params: Mapping[str, Any] | None = None
+    """Stop, saved, when a metric no longer improves; a later start with ``resume_if_exists`` stops again at once."""
+    early_stopping_callback_params: EarlyStoppingParams = field(default_factory=EarlyStoppingParams)
     """Its options."""
     create_preemption_callback: Annotated[bool, NoEffect("SIGTERM always saves and stops")] = False
     """Save when the scheduler preempts."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, NonNegativeInt, PositiveInt, XlaOnly
+from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, XlaOnly
 
 __all__ = ["TrainerConfig"]
 
@@ -37,27 +37,28 @@ class TrainerConfig:
     limit_val_batches: NonNegativeInt | Fraction | None = None
     """Global batches of one validation: an integer counts them, a number from 0.0 to 1.0 is a share of the split,
     0 switches validation off, ``null`` takes all."""
-    limit_train_batches: NonNegativeInt | Fraction | None = None
-    """Bound of the training split, as for validation."""
+    limit_train_batches: PositiveInt | Fraction | None = None
+    """Train on the first global batches of the training split only: a count, or a share as for validation."""
     limit_test_batches: Annotated[NonNegativeInt | Fraction | None, NoEffect("training reads no test split")] = None
     """Bound of the test split, as for validation."""
-    limit_predict_batches: NonNegativeInt | Fraction | None = None
-    """Bound of prediction, as for validation; ``nxdt train`` does not predict."""
+    limit_predict_batches: Annotated[NonNegativeInt | Fraction | None, NoEffect("training does not predict")] = None
+    """Bound of prediction, as for validation."""
     enable_progress_bar: bool | None = None
     """Progress bar; ``null`` shows one on a terminal and prints lines elsewhere."""
     callbacks: tuple[str | Mapping[str, Any], ...] = ()
     """Components of kind ``callback``: a name, or a mapping of ``name`` and the component's own keys."""
-    max_epochs: int | None = -1
-    """Passes over the data; -1 or ``null`` leaves the end to ``max_steps``."""
-    min_steps: int | None = None
-    """Steps before which nothing may stop the run."""
-    min_epochs: int | None = None
-    """Passes before which nothing may stop the run."""
+    max_epochs: Annotated[int, Range(-1)] | None = -1
+    """Passes over the training data, after which the run ends even before ``max_steps``; -1 or ``null`` sets no such
+    end. A learning-rate curve that ends at ``max_steps`` ends with the passes, then."""
+    min_steps: NonNegativeInt | None = None
+    """Steps before which early stopping does not stop the run."""
+    min_epochs: NonNegativeInt | None = None
+    """Passes over the training data before which early stopping does not stop the run."""
     max_time: str | Mapping[str, int] | None = None
     """Time after which this start of the run saves and stops, as for SIGTERM: ``days:hours:minutes:seconds``, or a
     mapping such as ``{hours: 3, minutes: 50}``. Each start counts anew; leave room for a save below a job's limit."""
-    check_val_every_n_epoch: int | None = None
-    """Passes between two validations; ``null`` counts steps by ``val_check_interval``."""
+    check_val_every_n_epoch: PositiveInt | None = None
+    """Passes over the training data between two validations; ``null`` counts steps by ``val_check_interval``."""
     num_sanity_val_steps: int = 0
     """Validation batches before training starts."""
     accumulate_grad_batches: int = 1
@@ -66,14 +67,17 @@ class TrainerConfig:
     """Lightning's table of modules."""
     precision: int | str | None = None
     """Lightning's precision; only 32 is accepted, since ``precision.type`` decides."""
-    fast_dev_run: bool | int = False
-    """Lightning's one-batch run."""
-    overfit_batches: int | float = 0
-    """Lightning's run over few batches."""
-    profiler: str | None = None
-    """Lightning's profiler."""
+    fast_dev_run: bool | NonNegativeInt = False
+    """Try a configuration out: so many steps (``true``: 1), a validation of as many batches, no checkpoint and no
+    loggers, in ``fast_dev_run`` below the run's directory."""
+    overfit_batches: NonNegativeInt | Fraction = 0
+    """Train on the first global batches alone (a count, or a share of the split), unshuffled, and validate on them:
+    a model that cannot learn them by heart has a bug."""
+    profiler: Literal["simple", "advanced", "pytorch"] | None = None
+    """Lightning's profiler of that name; it writes to ``profile`` below the run's directory, ``pytorch`` a trace of
+    some steps for ``chrome://tracing``."""
     detect_anomaly: bool = False
-    """Autograd's anomaly detection."""
+    """Let autograd name the operation whose gradient is not finite; several times slower."""
     reload_dataloaders_every_n_epochs: int = 0
     """Lightning's reloading of data."""
     inference_mode: bool = True

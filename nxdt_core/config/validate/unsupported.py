@@ -1,4 +1,4 @@
-"""Settings of the schema that this version does not carry out yet. Whoever builds one deletes its rule.
+"""Settings that are not carried out, each with what does its job here. Whoever builds one deletes its rule.
 
 A rule says which values ask for nothing; any other value is refused, never ignored.
 """
@@ -27,65 +27,57 @@ class Unsupported:
     reason: str
 
 
-_NOT_YET = "this version does not do that"
-_STEPS = "this version counts in steps"
-_LOOP = "the training loop is the core's own"
-
-
-def _group(section: str, reason: str, **neutral: Any) -> tuple[Unsupported, ...]:
-    return tuple(Unsupported(f"{section}.{key}", (value,), reason) for key, value in neutral.items())
+_SAVING = "exp_manager.checkpoint_callback_params"
+_WHOLE = "a checkpoint is saved whole, so that a run can go on from it"
+_EXPORT = "`nxdt checkpoint export` writes a model alone, and checkpoint.hf_every_n_saves does so with saves"
+_NVIDIA = (
+    "it is of NVIDIA's resiliency extension; here a rank that dies ends all ranks within seconds, and"
+    " checkpoint.resume_if_exists goes on"
+)
+_SLOW = "slow ranks are not looked for; trainer.profiler: pytorch writes a trace of each rank to compare"
 
 
 RULES: tuple[Unsupported, ...] = (
-    *_group("distributed_strategy", _NOT_YET, token_shuffle_group_size=1, pipeline_model_parallel_split_rank=None),
-    *_group(
-        "trainer",
-        _STEPS,
-        max_epochs=-1,
-        min_steps=None,
-        min_epochs=None,
-        check_val_every_n_epoch=None,
-        reload_dataloaders_every_n_epochs=0,
+    Unsupported(
+        "distributed_strategy.pipeline_model_parallel_split_rank",
+        (None,),
+        "it splits encoders from decoders, and models here are decoders",
     ),
-    *_group(
-        "trainer",
-        _LOOP,
-        accumulate_grad_batches=1,
-        limit_train_batches=1.0,
-        limit_predict_batches=None,
-        enable_model_summary=False,
-        profiler=None,
-        detect_anomaly=False,
-        use_distributed_sampler=False,
+    Unsupported(
+        "trainer.reload_dataloaders_every_n_epochs", (0,), "data are opened once, and passes follow each other"
     ),
-    Unsupported("trainer.fast_dev_run", (False, 0), _LOOP),
-    Unsupported("trainer.overfit_batches", (0, 0.0), _LOOP),
+    Unsupported(
+        "trainer.accumulate_grad_batches",
+        (1,),
+        "data.global_batch_size and data.micro_batch_size decide how many micro-batches a step adds up",
+    ),
+    Unsupported(
+        "trainer.enable_model_summary", (False,), "`nxdt plan` shows parameters, memory and FLOPs, also of each rank"
+    ),
+    Unsupported("trainer.use_distributed_sampler", (False,), "the core hands out samples itself, each of them once"),
     Unsupported("trainer.precision", (32, "32", "32-true"), "precision.type decides"),
-    *_group(
-        "exp_manager",
-        _NOT_YET,
-        use_datetime_version=False,
-        enable_recovery_time_instrumentation=False,
-        files_to_copy=None,
-        create_early_stopping_callback=False,
-        early_stopping_callback_params=None,
-        create_straggler_detection_callback=False,
-        straggler_detection_params=None,
-        create_fault_tolerance_callback=False,
-        fault_tolerance=None,
+    Unsupported(
+        "exp_manager.enable_recovery_time_instrumentation",
+        (False,),
+        "restarts are not timed; what saves cost is in saves.jsonl",
     ),
-    *_group(
-        "exp_manager.checkpoint_callback_params",
-        _NOT_YET,
-        every_n_epochs=0,
-        save_on_train_epoch_end=False,
-        save_nemo_on_train_end=False,
-        always_save_nemo=False,
-        save_weights_only=False,
-        save_best_model=False,
-        save_last_n_optim_states=-1,
+    Unsupported("exp_manager.create_straggler_detection_callback", (False,), _SLOW),
+    Unsupported("exp_manager.straggler_detection_params", (None,), _SLOW),
+    Unsupported("exp_manager.create_fault_tolerance_callback", (False,), _NVIDIA),
+    Unsupported("exp_manager.fault_tolerance", (None,), _NVIDIA),
+    Unsupported(
+        f"{_SAVING}.save_on_train_epoch_end", (False,), "every_n_epochs: 1 saves at the end of each pass over the data"
     ),
-    *_group("model", _NOT_YET, save_logits=False),
+    Unsupported(f"{_SAVING}.save_nemo_on_train_end", (False,), _EXPORT),
+    Unsupported(f"{_SAVING}.always_save_nemo", (False,), _EXPORT),
+    Unsupported(f"{_SAVING}.save_weights_only", (False,), f"{_WHOLE}; {_EXPORT}"),
+    Unsupported(
+        f"{_SAVING}.save_best_model",
+        (False,),
+        "checkpoint.monitor and save_top_k keep the best checkpoint, which needs no second file",
+    ),
+    Unsupported(f"{_SAVING}.save_last_n_optim_states", (-1,), f"{_WHOLE}; checkpoint.save_top_k bounds their number"),
+    Unsupported("model.save_logits", (False,), "logits are not written; `nxdt generate` runs a model on a text"),
     Unsupported("base", (None,), "a base is read with the file that names it, and overrides come later"),
 )
 

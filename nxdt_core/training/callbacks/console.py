@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -9,6 +10,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 __all__ = ["Console", "human"]
+
+_log = logging.getLogger(__name__)
 
 
 class Console:
@@ -30,10 +33,15 @@ class Console:
         self._speaks = speaks
         self._bar: Any = None
 
+    def expect(self, max_steps: int) -> None:
+        """The run ends at another step."""
+        self._total = max_steps
+
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if not self._speaks:
             return
+        _log.info(line)
         if self._bar is not None:
             self._bar.clear()
         print(line, file=self._stream, flush=True)

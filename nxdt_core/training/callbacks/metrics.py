@@ -156,6 +156,7 @@ class MetricsWriter(pl.Callback):
             **scalars,
             **self._more(),
         }
+        trainer.callback_metrics.update({key: torch.tensor(value) for key, value in _numbers(self.last).items()})
         self._begun, self._waited = now, waited
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
         if trainer.is_global_zero:
@@ -167,9 +168,8 @@ class MetricsWriter(pl.Callback):
             self._console.step(self.last)
 
     def _send(self, trainer: pl.Trainer, row: Mapping[str, Any], step: int) -> None:
-        numbers = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, step)
+            logger.log_metrics(_numbers(row), step)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -183,6 +183,10 @@ class MetricsWriter(pl.Callback):
         data: NxdtDataModule | Any = getattr(trainer, "datamodule", None)
         loader = getattr(data, "train_loader", None)
         return 0.0 if loader is None else float(loader.waited_s)
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in row.items() if key != "step" and value is not None}
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:

@@ -1,0 +1,61 @@
+"""Keys of the built-in loggers. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["MLFlowConfig", "WandbConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases. Each start of the training is a run of its own there, unless ``id`` names one.
+
+    Without a network: ``offline: true`` or ``WANDB_MODE=offline``, and ``wandb sync`` later.
+    """
+
+    project: str | None = None
+    """Project; ``null`` takes ``WANDB_PROJECT``, else ``lightning_logs``."""
+    name: str | None = None
+    """What the run is called; ``null`` takes the name of the run's directory."""
+    entity: str | None = None
+    """User or team; ``null`` takes the default of the account."""
+    id: str | None = None
+    """Run to go on with, or to begin under this id; 64 characters, unique in the project."""
+    group: str | None = None
+    """Group of runs."""
+    job_type: str | None = None
+    """Kind of run within a group."""
+    tags: tuple[str, ...] | None = None
+    """Labels."""
+    notes: str | None = None
+    """A longer description."""
+    offline: bool = False
+    """Write files only."""
+    prefix: str = ""
+    """Text before the names of metrics."""
+    resume: Literal["allow", "never", "must"] | None = "allow"
+    """What becomes of an ``id`` that exists: see ``wandb.init``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLFlowConfig:
+    """MLflow. Each start of the training is a run of its own there, unless ``run_id`` names one."""
+
+    experiment_name: str = "lightning_logs"
+    """Experiment; it is made where there is none."""
+    run_name: str | None = None
+    """What the run is called; ``null`` takes the name of the run's directory."""
+    tracking_uri: str | None = None
+    """Server or store (``http://…``, ``sqlite:///…``, ``file:…``); ``null`` takes ``MLFLOW_TRACKING_URI``, else
+    ``mlruns`` in the run's directory."""
+    run_id: str | None = None
+    """Run to go on with."""
+    tags: Mapping[str, str] | None = None
+    """Labels."""
+    prefix: str = ""
+    """Text before the names of metrics."""
+    artifact_location: str | None = None
+    """Where a new experiment keeps files."""

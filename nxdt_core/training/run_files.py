@@ -1,0 +1,93 @@
+"""The run's directory: where it is, and what lies in it of what the run was started with."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.config.paths import PackageNotFound, resolve_path
+from nxdt_core.errors import CannotCopyFile, CannotWriteRunDirectory
+from nxdt_core.protocols.ranks import RankAgreement
+
+__all__ = ["dated", "keep_inputs", "make_run_dir", "run_dir_explained"]
+
+_COMMANDS = "cmd-args.log"
+"""The command line of each start of the run, a line each."""
+
+
+def dated(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
+    """With ``use_datetime_version`` the configuration of a run in a directory of its own: now, on the first rank.
+
+    Collective. A run that resumes stays where it is, and so does one whose directory has a name.
+    """
+    manager = config.run.exp_manager
+    named = manager.version is not None or manager.explicit_log_dir is not None
+    if not manager.use_datetime_version or named or config.run.checkpoint.resume_if_exists:
+        return config
+    version = ranks.broadcast_object(f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    run_dir = config.run_dir / version
+    return replace(
+        config,
+        run=replace(config.run, exp_manager=replace(manager, version=version)),
+        run_dir=run_dir,
+        checkpoint_uri=config.run.checkpoint.uri or str(run_dir / "checkpoints"),
+    )
+
+
+def make_run_dir(config: ResolvedConfig) -> None:
+    """Make the directory.
+
+    Raises:
+        CannotWriteRunDirectory: it cannot be made.
+    """
+    with run_dir_explained(config):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def keep_inputs(config: ResolvedConfig) -> None:
+    """Write the configuration, the command line and the files to copy beside what they produce.
+
+    Raises:
+        CannotWriteRunDirectory: the directory cannot be written.
+        CannotCopyFile: a file is not there, or two have one name.
+    """
+    with run_dir_explained(config):
+        (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
+        with (config.run_dir / _COMMANDS).open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n")
+        _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")
+
+
+@contextmanager
+def run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
+    """Turn an ``OSError`` of the block into :class:`CannotWriteRunDirectory`."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
+
+
+def _copy(files: tuple[str, ...], target: Path) -> None:
+    names = [Path(name).name for name in files]
+    for name in files:
+        if names.count(Path(name).name) > 1:
+            raise CannotCopyFile(path=name, reason="another file to copy has the same name")
+        source = _source(name)
+        target.mkdir(exist_ok=True)
+        shutil.copy2(source, target / source.name)
+
+
+def _source(name: str) -> Path:
+    try:
+        source = resolve_path(name)
+        with source.open("rb"):
+            return source
+    except (OSError, PackageNotFound) as error:
+        raise CannotCopyFile(path=name, reason=getattr(error, "strerror", None) or str(error)) from error

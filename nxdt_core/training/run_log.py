@@ -1,0 +1,87 @@
+"""Log files of a run, one a rank: what Python's ``logging`` gets, what the console says, and what ended it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors import NxdtError
+from nxdt_core.protocols.engine import RankInfo
+from nxdt_core.training.run_files import run_dir_explained
+
+__all__ = ["run_log"]
+
+_OURS = logging.getLogger("nxdt_core")
+_FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
+
+
+class _File(logging.FileHandler):
+    """A log that cannot be written does not disturb what it tells of."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
+    """Keep this rank's log during a block, below ``logs`` of the run's directory.
+
+    Every rank's errors also go to ``errors.txt`` there, which a run without any does not have.
+
+    Raises:
+        CannotWriteRunDirectory: the logs' directory cannot be made.
+    """
+    directory = config.run_dir / "logs"
+    with run_dir_explained(config):
+        directory.mkdir(parents=True, exist_ok=True)
+    errors = _File(directory / "errors.txt", delay=True, encoding="utf-8")
+    errors.setLevel(logging.ERROR)
+    files = [errors]
+    if _keeps_log(config, info):
+        name = f"globalrank-{info.rank}_localrank-{info.local_rank}.txt"
+        files.append(_File(directory / name, delay=True, encoding="utf-8"))
+    for file in files:
+        file.setFormatter(logging.Formatter(_FORM, defaults={"rank": info.rank}))
+    with _attached(files):
+        try:
+            yield
+        except Exception as error:
+            _tell(files, error)
+            raise
+
+
+def _keeps_log(config: ResolvedConfig, info: RankInfo) -> bool:
+    manager = config.run.exp_manager
+    if manager.log_global_rank_0_only:
+        return info.rank == 0
+    return info.local_rank == 0 or not manager.log_local_rank_0_only
+
+
+@contextmanager
+def _attached(files: list[_File]) -> Iterator[None]:
+    root, level = logging.getLogger(), _OURS.level
+    # Python prints warnings by itself only as long as nobody handles them.
+    printing = [logging.lastResort] if logging.lastResort is not None and not root.handlers else []
+    handlers: list[logging.Handler] = [*files, *printing]
+    for handler in handlers:
+        root.addHandler(handler)
+    _OURS.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _OURS.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+        for file in files:
+            file.close()
+
+
+def _tell(files: list[_File], error: Exception) -> None:
+    """To the files alone: the command line prints it."""
+    known = isinstance(error, NxdtError)
+    trace = None if known else (type(error), error, error.__traceback__)
+    record = _OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, str(error), (), trace)
+    for file in files:
+        file.handle(record)

@@ -1,0 +1,78 @@
+"""Early stopping: the validation that ends a run, the same on all ranks, and what a later start makes of it."""
+
+import pytest
+
+from nxdt_core import checkpoint
+from nxdt_core.errors import ConfigError, MetricNotLogged
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import assemble, train
+from tests.training.ema_run import averaged_run
+
+PARAMS = "exp_manager.early_stopping_callback_params"
+ON = ("exp_manager.create_early_stopping_callback=true", "trainer.val_check_interval=2", "trainer.limit_val_batches=1")
+HOPELESS = (*ON, f"{PARAMS}.patience=2", f"{PARAMS}.min_delta=100")
+"""No validation after the first is better by that much: the third one ends the run."""
+
+
+def test_it_stops_saved_once_nothing_has_improved_for_long_enough(small_run, capsys):
+    config = small_run("trainer.max_steps=20", *HOPELESS)
+    summary = train(config)
+    assert (summary.step, summary.exit_status) == (6, 0)
+    assert "step 6: early stopping. Monitored metric val_loss did not improve in the last 2" in capsys.readouterr().err
+    assert checkpoint.latest(assemble.storage(config), warn=print).step == 6
+
+
+def test_a_run_that_learns_goes_on(small_run):
+    assert train(small_run("trainer.max_steps=8", *ON, f"{PARAMS}.patience=1")).step == 8
+
+
+def test_it_goes_on_counting_after_a_resume(small_run):
+    assert train(small_run("trainer.max_steps=5", *HOPELESS)).step == 5
+    assert train(small_run("trainer.max_steps=20", *HOPELESS)).step == 6
+
+
+def test_a_stopped_run_stays_stopped_until_it_may_wait_longer(small_run, capsys):
+    train(small_run("trainer.max_steps=20", *HOPELESS))
+    assert train(small_run("trainer.max_steps=20", *HOPELESS)).step == 6
+    assert "early stopping: val_loss had not improved in 2 validations" in capsys.readouterr().err
+    assert train(small_run("trainer.max_steps=20", *HOPELESS, f"{PARAMS}.patience=3")).step == 8
+
+
+def test_min_steps_holds_it(small_run):
+    assert train(small_run("trainer.max_steps=20", *HOPELESS, "trainer.min_steps=9")).step == 10
+
+
+def test_it_judges_a_metric_of_the_training(small_run):
+    better = ("model.optim.lr=0", "model.optim.sched.min_lr=0", f"{PARAMS}.monitor=grad_norm", f"{PARAMS}.mode=max")
+    assert train(small_run("trainer.max_steps=20", *HOPELESS, *better)).step == 6
+
+
+def test_a_threshold_stops_at_once(small_run):
+    assert train(small_run("trainer.max_steps=20", *ON, f"{PARAMS}.stopping_threshold=100.0")).step == 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_metric_that_nobody_logs_is_named_with_those_that_exist(small_run, strict):
+    config = small_run("trainer.max_steps=4", *ON, f"{PARAMS}.monitor=accuracy", f"{PARAMS}.strict={strict}")
+    if not strict:
+        assert train(config).step == 4
+        return
+    with pytest.raises(MetricNotLogged, match=r"'accuracy'.*'val_loss'"):
+        train(config)
+
+
+def test_a_run_without_validation_is_refused(small_run):
+    with pytest.raises(ConfigError, match="early stopping judges after each validation, and the run has none"):
+        small_run("trainer.max_steps=4", "exp_manager.create_early_stopping_callback=true")
+
+
+def test_options_without_the_switch_are_noted(small_run):
+    notes = small_run("trainer.max_steps=4", f"{PARAMS}.patience=2").notes
+    assert f"{PARAMS}.patience: no effect, since exp_manager.create_early_stopping_callback is not set" in notes
+
+
+def test_all_ranks_stop_at_one_step(tmp_path, small_run):
+    more = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "trainer.max_steps=20")
+    steps = RankPool(2).run(averaged_run, str(tmp_path), *more, *HOPELESS, timeout_s=120)
+    assert steps[0] == steps[1]
+    assert checkpoint.latest(assemble.storage(small_run("trainer.max_steps=20")), warn=print).step == 6

@@ -1,0 +1,119 @@
+"""Weights & Biases and MLflow with their own packages, without a network: what they wrote is read back."""
+
+import struct
+import sys
+import time
+
+import pytest
+
+from nxdt_core.errors import LoggerLibraryMissing
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import train
+from tests.training.ema_run import averaged_run
+
+WANDB = ("exp_manager.create_wandb_logger=true", "exp_manager.create_tensorboard_logger=false")
+BLOCK, FULL, LAST = 32768, 1, 4
+MLFLOW = ("exp_manager.create_mlflow_logger=true", "exp_manager.create_tensorboard_logger=false")
+
+
+def wandb_records(directory, deadline_s=60):
+    """Every record of the one run that lies there; its writer is a process of its own, and may be behind."""
+    end = time.monotonic() + deadline_s
+    while not (records := list(scanned(directory))) or not records[-1].HasField("exit"):
+        assert time.monotonic() < end, f"the run's file is not complete: {len(records)} records"
+        time.sleep(0.1)
+    return records
+
+
+def scanned(directory):
+    """The records of a log of LevelDB's form with 7 bytes before it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, begun = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = BLOCK - at % BLOCK
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        begun += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (FULL, LAST) and at <= len(data):
+            yield Record.FromString(begun)
+            begun = b""
+
+
+def wandb_history(directory):
+    """Metric → step → value, and the record of the run."""
+    found, run = {}, None
+    for record in wandb_records(directory):
+        if record.HasField("run"):
+            run = record.run
+        if record.HasField("history"):
+            row = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            for name, value in row.items():
+                found.setdefault(name, {})[int(row["trainer/global_step"])] = value
+    return found, run
+
+
+@pytest.mark.parametrize("offline", ["by key", "by variable"])
+def test_wandb_has_the_figures_and_the_configuration(small_run, metric_rows, monkeypatch, offline):
+    kwargs = "{project: tests, name: small, tags: [a, b], offline: %s}" % str(offline == "by key").lower()  # noqa: UP031
+    if offline == "by variable":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    config = small_run("trainer.max_steps=3", *WANDB, f"exp_manager.wandb_logger_kwargs={kwargs}")
+    train(config)
+    history, run = wandb_history(config.run_dir)
+    expected = {step: row["loss"] for step, row in metric_rows(config.run_dir).items()}
+    assert {step: float(value) for step, value in history["loss"].items()} == pytest.approx(expected)
+    assert (run.project, run.display_name, list(run.tags)) == ("tests", "small", ["a", "b"])
+    written = {item.key: item.value_json for item in run.config.update}
+    assert '"max_steps":3' in written["trainer"].replace(" ", "")
+
+
+def test_two_trainings_of_a_process_are_two_wandb_runs(small_run, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("first", "second"):
+        config = small_run("trainer.max_steps=1", *WANDB, name=name)
+        train(config)
+        history, run = wandb_history(config.run_dir)
+        assert run.display_name == name
+        assert list(history["loss"]) == [1]
+
+
+@pytest.mark.parametrize("store", ["file", "sqlite"])
+def test_mlflow_has_the_figures_and_the_configuration(small_run, metric_rows, tmp_path, monkeypatch, store):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    if store == "sqlite":
+        pytest.importorskip("sqlalchemy", reason="MLflow's database stores need sqlalchemy")
+    uri = f"file:{tmp_path}/mlruns" if store == "file" else f"sqlite:///{tmp_path}/mlflow.db"
+    kwargs = f"{{experiment_name: tests, run_name: small, tracking_uri: '{uri}', tags: {{of: x}}}}"
+    config = small_run("trainer.max_steps=3", *MLFLOW, f"exp_manager.mlflow_logger_kwargs={kwargs}")
+    train(config)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("tests")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.tags["of"]) == ("small", "FINISHED", "x")
+    found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    assert found == pytest.approx({step: row["loss"] for step, row in metric_rows(config.run_dir).items()})
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("logger", ["wandb", "mlflow"])
+def test_a_missing_package_is_told_with_what_to_install(small_run, monkeypatch, logger):
+    monkeypatch.setitem(sys.modules, logger, None)
+    with pytest.raises(LoggerLibraryMissing, match=rf"pip install 'nxdt-core\[{logger}\]'"):
+        train(small_run("trainer.max_steps=1", f"exp_manager.create_{logger}_logger=true"))
+
+
+def test_only_the_first_rank_logs(tmp_path, metric_rows):
+    more = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "trainer.max_steps=2")
+    RankPool(2).run(averaged_run, str(tmp_path), *more, *WANDB, environment={"WANDB_MODE": "offline"}, timeout_s=120)
+    history, _ = wandb_history(tmp_path / "run")  # of the one run that there is
+    rows = metric_rows(tmp_path / "run")
+    assert {step: float(value) for step, value in history["loss"].items()} == pytest.approx(
+        {step: row["loss"] for step, row in rows.items()}
+    )
