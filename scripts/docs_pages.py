@@ -46,7 +46,7 @@ def yaml_page() -> str:
     return reference_markdown(Kernel.start(PluginPolicy(allow=("llama", "text"))))
 
 
-@page("schema.md")
+@page("reference/schema.md")
 def schema_page() -> str:
     """What has become of every key of NxD Training."""
     from nxdt_core.config.migration import schema_page

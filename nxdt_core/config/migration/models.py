@@ -48,7 +48,7 @@ def name_model(draft: Draft) -> None:
     if draft.value("data.tokenizer.type") not in _GPT2:
         multiple = draft.value("model.make_vocab_size_divisible_by")
         filled = f", filled up to a multiple of {multiple}" if multiple and wanted != "gpt" else ""
-        draft.put(_VOCABULARY, TO_SET, f"NxD Training takes it from the tokenizer: set its number of ids{filled}")
+        draft.put(_VOCABULARY, TO_SET, f"it is taken from the tokenizer there; set its number of ids{filled}")
     if wanted != "gpt":
         draft.drop("model.make_vocab_size_divisible_by", "unneeded", f"{_VOCABULARY} says it")
 

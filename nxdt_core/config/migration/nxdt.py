@@ -214,7 +214,7 @@ def _defaults(draft: Draft) -> None:
     """What a missing key means there and does not mean here."""
     if draft.value("model_source") == "megatron":
         for path, value in DEFAULTS.get(str(draft.value("model.name")), {}).items():
-            draft.put(path, value, "NxD Training's default; here it is another")
+            draft.put(path, value, "the default there; here it is another")
     draft.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
     if draft.value("data.name") == "hf-data":
         draft.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")

@@ -175,7 +175,7 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("mistral", "model.kv_channels", "renamed", "model.head_dim", ""),
         ("mistral", "model.normalization", "unneeded", "", "every mistral is so"),
         ("mistral", "data.tokenizer.library", "changed", "", "for a directory"),
-        ("mistral", "model.vocab_size", "added", "", "takes it from the tokenizer"),
+        ("mistral", "model.vocab_size", "added", "", "taken from the tokenizer there"),
         ("nemo", "model.tensor_model_parallel_size", "renamed", "distributed_strategy.tensor_model_parallel_size", ""),
         ("nemo", "model.data.splits_string", "renamed", "data.splits_string", ""),
         ("nemo", "model.num_query_groups", "renamed", "model.num_kv_heads", ""),
