@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.nn.dropout import Dropout
 from nxdt_core.nn.mlp import GatedSiLU
 
 __all__ = ["SwiGLUExperts", "grouped_linear"]
@@ -27,12 +28,15 @@ class SwiGLUExperts(nn.Module):
     parts of a sum.
     """
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, experts: int) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, experts: int, *, dropout: float = 0.0) -> None:
+        """``dropout``: probability with which what lies between the matrices is zeroed while training (expert dropout,
+        Fedus et al. 2021, arXiv:2101.03961, section 2.4)."""
         super().__init__()
         self.gate_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, ffn_hidden_size))
         self.activation = GatedSiLU()
+        self.dropout = Dropout(dropout)
         self.local: Callable[[torch.Tensor], torch.Tensor] = _whole
         """A slot: this process's part of a parameter. Engines that shard the parameters put its counterpart here."""
 
@@ -48,7 +52,7 @@ class SwiGLUExperts(nn.Module):
         """
         gate, up, down = (self.local(matrix) for matrix in (self.gate_proj, self.up_proj, self.down_proj))
         activated = self.activation(grouped_linear(rows, gate, counts), grouped_linear(rows, up, counts))
-        return grouped_linear(activated, down, counts)
+        return grouped_linear(self.dropout(activated), down, counts)
 
     def extra_repr(self) -> str:
         """Number and widths, for ``print(model)``."""

@@ -52,3 +52,18 @@ def test_an_expert_is_a_feed_forward_block():
     rows = torch.randn(5, 8)
     torch.testing.assert_close(experts(rows, torch.tensor([0, 5])), block(rows))
     assert repr(experts).startswith("SwiGLUExperts(\n  2 experts, 8 -> 12 -> 8")
+
+
+@pytest.mark.parametrize("counts", [torch.tensor([3, 0, 5]), None], ids=["ordered", "padded"])
+def test_dropout_falls_between_the_matrices(counts):
+    torch.manual_seed(0)
+    experts = SwiGLUExperts(8, 8, 3, dropout=0.25)
+    for matrix in experts.parameters():
+        torch.nn.init.normal_(matrix)
+    with torch.no_grad():
+        experts.down_proj.copy_(torch.eye(8))  # so that what comes out is what was between
+    rows = torch.randn(8, 8) if counts is not None else torch.randn(3, 8, 8)
+    dropped, whole = experts(rows, counts), experts.eval()(rows, counts)
+    kept = dropped != 0
+    assert 0.6 < kept.float().mean() < 0.9
+    torch.testing.assert_close(dropped[kept], whole[kept] / 0.75)

@@ -97,6 +97,12 @@ def test_flops_count_the_experts_that_a_token_meets(builder):
     assert mixtral.flops_per_token(100) == 6 * multiplied + 12 * 4 * 4 * 12 * 100
 
 
+def test_flops_count_what_the_window_shows(builder):
+    windowed, unbounded = builder(sliding_window=20), builder()
+    assert windowed.flops_per_token(20) == unbounded.flops_per_token(20)
+    assert windowed.flops_per_token(50) == unbounded.flops_per_token(20)
+
+
 def test_flops_of_mixtral_8x7b_are_those_of_its_active_parameters(builder):
     mixtral = builder(
         num_layers=32,

@@ -56,6 +56,34 @@ def test_no_token_sees_a_later_one(model, tokens):
     assert torch.equal(model(ids)[0, :7], model(changed)[0, :7])
 
 
+def test_a_window_hides_what_lies_before_it(builder, tokens):
+    mixtral = builder(num_layers=1, sliding_window=4)
+    module = mixtral.build()
+    initialize(module.named_parameters(), mixtral.init_rules(), seed=1)
+    ids = tokens(1, 12)
+    changed = ids.clone()
+    changed[0, 5] += 1
+    same = (module(ids) == module(changed)).all(-1)[0].tolist()
+    assert same == [True] * 5 + [False] * 4 + [True] * 3
+
+
+def test_dropout_of_the_mixture_is_in_its_experts_and_not_in_attention(builder, tokens):
+    mixtral = builder(moe={"dropout": 0.5})
+    module = mixtral.build()
+    initialize(module.named_parameters(), mixtral.init_rules(), seed=1)
+    outputs = {True: [], False: []}
+    layer = module.layers["0"]
+    layer.attention.register_forward_hook(lambda _, __, output: outputs[module.training].append(output.detach()))
+    layer.moe.register_forward_hook(lambda _, __, output: outputs[module.training].append(output.detach()))
+    for training in (True, False):
+        module.train(training)(tokens(2, 9))
+    (attended, mixed), (attended_whole, mixed_whole) = outputs[True], outputs[False]
+    assert torch.equal(attended, attended_whole)
+    assert (mixed != mixed_whole).any(-1).all()
+    assert layer.attention.core.semantics().causal
+    assert module.layers["1"].moe.experts.dropout.p == 0.5
+
+
 def test_positions_default_to_the_place_in_the_row(model, tokens):
     ids = tokens(2, 9)
     torch.testing.assert_close(model(ids), model(ids, torch.arange(9).expand(2, 9)))

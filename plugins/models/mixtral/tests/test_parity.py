@@ -40,6 +40,7 @@ def cases() -> list[dict]:
                 "router_aux_loss_coef": drawn.choice((0.01, 0.5)),
                 "tie_word_embeddings": tied,
                 "initializer_range": 0.1,
+                "sliding_window": drawn.choice((None, None, 1, 9, 69, 4096)),
             }
         )
     return configs
@@ -48,9 +49,8 @@ def cases() -> list[dict]:
 def label(config: dict) -> str:
     heads = f"{config['num_attention_heads']}q{config['num_key_value_heads']}kv{config['head_dim'] or ''}"
     experts = f"top{config['num_experts_per_tok']}of{config['num_local_experts']}"
-    return (
-        f"{heads}-{experts}-{config['num_hidden_layers']}layers-{'tied' if config['tie_word_embeddings'] else 'untied'}"
-    )
+    tied = "tied" if config["tie_word_embeddings"] else "untied"
+    return f"{heads}-{experts}-{config['num_hidden_layers']}layers-window{config['sliding_window']}-{tied}"
 
 
 def theirs_with(config: dict) -> torch.nn.Module:
@@ -153,7 +153,7 @@ def test_given_positions_and_documents_count(pair):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_directory_comes_back_bit_equal_through_our_model(tied, from_hf, tmp_path):
-    theirs = theirs_with({**cases()[0], "tie_word_embeddings": tied})
+    theirs = theirs_with({**cases()[0], "tie_word_embeddings": tied, "sliding_window": 7 if tied else None})
     theirs.save_pretrained(tmp_path / "theirs")
     builder = from_hf(read_hf_config(tmp_path / "theirs"))
     save_hf(tmp_path / "ours", builder, load_hf(tmp_path / "theirs", builder))

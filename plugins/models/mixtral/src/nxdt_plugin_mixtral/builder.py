@@ -107,14 +107,15 @@ class MixtralBuilder:
     def flops_per_token(self, sequence_length: int) -> float:
         """6 for each weight that a token is multiplied with, of experts those that it is sent to (the embedding is
         looked up, not multiplied), and 12 for each layer, query channel and position: PaLM's convention
-        (arXiv:2204.02311, appendix B)."""
+        (arXiv:2204.02311, appendix B), and of a window no more than it holds."""
         c = self.config
         query_width, kv_width = c.num_attention_heads * c.head_size, c.kv_heads * c.head_size
         attention = c.num_layers * 2 * (query_width + kv_width)
         sparse = len(c.expert_layers) * (c.moe.top_k * 3 * c.ffn_hidden_size + c.moe.num_experts)
         dense = self._dense_layers * 3 * c.ffn_hidden_size
         weights = c.hidden_size * (attention + sparse + dense + c.vocab_size)
-        return 6.0 * weights + 12.0 * c.num_layers * query_width * sequence_length
+        seen = sequence_length if c.sliding_window is None else min(c.sliding_window, sequence_length)
+        return 6.0 * weights + 12.0 * c.num_layers * query_width * seen
 
     @classmethod
     def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:

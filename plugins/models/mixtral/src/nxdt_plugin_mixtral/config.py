@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
+from nxdt_core.config.marks import AliasOf, NonNegativeFloat, PositiveInt
 from nxdt_plugin_mixtral.hf import config_from_hf
 from nxdt_plugin_mixtral.moe import MoEConfig
 
@@ -33,6 +33,10 @@ class MixtralConfig:
     """Rows of the embedding; at least the tokenizer's number of ids."""
     max_position_embeddings: PositiveInt = 32768
     """Longest sequence in tokens."""
+    sliding_window: PositiveInt | None = None
+    """Tokens that one sees, itself included; ``null``: all before it, as in the released models."""
+    sliding_window_size: Annotated[PositiveInt | None, AliasOf("model.sliding_window")] = None
+    """``sliding_window``, as Megatron models of NxD Training call it."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary frequencies."""
     layernorm_epsilon: NonNegativeFloat = 1e-5

@@ -35,6 +35,7 @@ _VALUES = HFValues(
         "layernorm_epsilon": ("rms_norm_eps", 1e-5),
         "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
         "init_method_std": ("initializer_range", 0.02),
+        "sliding_window": ("sliding_window", None),
         "moe.num_experts": ("num_local_experts", 8),
         "moe.top_k": ("num_experts_per_tok", 2),
         "moe.router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
@@ -43,7 +44,6 @@ _VALUES = HFValues(
         "hidden_act": ("silu", "swish"),
         "attention_dropout": (0.0,),
         "router_jitter_noise": (0.0,),
-        "sliding_window": (None,),
         "quantization_config": (None,),
     },
 )
@@ -101,7 +101,6 @@ def config_to_hf(config: MixtralConfig) -> dict[str, Any]:
         **_VALUES.write(config),
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
-        "sliding_window": None,
     }
 
 

@@ -52,7 +52,7 @@ class MixtralDecoderLayer(nn.Module):
             heads=config.num_attention_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_size,
-            core=CausalAttention(masks),
+            core=CausalAttention(masks, window=config.sliding_window),
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.sparse = sparse
@@ -75,7 +75,8 @@ class MixtralDecoderLayer(nn.Module):
 
 
 def _mixture(config: MixtralConfig) -> MixtureOfExperts:
-    experts = SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, config.moe.num_experts)
+    moe = config.moe
+    experts = SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, moe.num_experts, dropout=moe.dropout)
     return MixtureOfExperts(router=_router(config), experts=experts)
 
 

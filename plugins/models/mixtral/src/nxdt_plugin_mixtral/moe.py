@@ -41,8 +41,8 @@ class MoEConfig:
     router_aux_loss_coef: NonNegativeFloat = 0.02
     """Coefficient of the load-balancing loss: the mean over layers of transformers' formula, which is ``top_k`` where
     all experts get equally many tokens."""
-    dropout: float = 0.0
-    """Dropout inside experts; only 0 is implemented."""
+    dropout: NonNegativeFloat = 0.0
+    """Dropout between the matrices of each expert, and nowhere else."""
     glu_mlp: bool = True
     """Experts with a gate (SwiGLU); the only ones that are implemented."""
 
@@ -73,7 +73,7 @@ class MoEConfig:
                     "normalize_top_k_affinities",
                     "must be false for routing_algorithm sinkhorn: one weight alone is 1",
                 )
-        if self.dropout:
-            yield "dropout", "must be 0: dropout inside experts is not implemented"
+        if self.dropout >= 1:
+            yield "dropout", f"must be below 1, not {self.dropout:g}: it is a probability, and 1 leaves nothing"
         if not self.glu_mlp:
             yield "glu_mlp", "must be true: experts without a gate are not implemented"
