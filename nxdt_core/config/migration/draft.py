@@ -165,6 +165,9 @@ def _shown(setting: Setting) -> str:
 def read_draft(tree: Node, written: Written) -> Draft:
     """A draft that says what the file says."""
     resolved, _ = interpolate(tree)
+    beside, above = dict(written.beside), dict(written.above)
+    lines = dict(_sections(tree, ""))
+    headings = {path: above.pop(line, ()) for path, line in lines.items()}
     settings: dict[str, Setting] = {}
     for path, node in tree.leaf_nodes():
         plain = to_plain(found) if (found := resolved.find(path)) else None
@@ -175,11 +178,9 @@ def read_draft(tree: Node, written: Written) -> Draft:
             value=to_plain(node) if plain is UNRESOLVED else plain,
             text=text,
             original=text if text is not None else str(to_plain(node)),
-            beside=written.beside.get(node.origin.line, ""),
-            above=written.above.get(node.origin.line, ()),
+            beside=beside.pop(node.origin.line, ""),  # of several keys on a line, the first has the comment
+            above=above.pop(node.origin.line, ()),
         )
-    lines = dict(_sections(tree, ""))
-    headings = {path: written.above.get(line, ()) for path, line in lines.items()}
     return Draft(settings, headings, lines)
 
 

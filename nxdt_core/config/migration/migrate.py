@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nxdt_core.config.files import read_source
+from nxdt_core.config.keys import section_paths
 from nxdt_core.config.migration.draft import Draft, Row, read_draft
 from nxdt_core.config.migration.foreign import FRAMEWORKS, require
 from nxdt_core.config.migration.nemo import from_nemo, from_nnm
@@ -14,12 +15,19 @@ from nxdt_core.config.migration.nxdt import from_nxdt
 from nxdt_core.config.migration.render import render
 from nxdt_core.config.migration.settle import settle, unset_paths
 from nxdt_core.config.migration.written import read_written
-from nxdt_core.errors import ConfigError, ConfigProblem
+from nxdt_core.config.node import Node, to_plain
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.shapes import describe_value
+from nxdt_core.errors import ConfigError, ConfigProblem, WrongValue
 from nxdt_core.kernel import Kernel
 
 __all__ = ["Migration", "migrate"]
 
 _READERS: Mapping[str, Callable[[Draft, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
+
+
+_SECTIONS = (*section_paths(RunConfig), "model.moe", "model.data", "model.tokenizer", "model.data.tokenizer")
+"""Where only a mapping, or nothing, can be migrated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +65,12 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
     if read.problems:
         raise ConfigError(source=str(source), problems=read.problems)
     require(read.tree, framework, source)
+    if wrong := tuple(_no_sections(read.tree)):
+        raise ConfigError(source=str(source), problems=wrong)
     draft = read_draft(read.tree, read_written(source.read_text(encoding="utf-8-sig")))
+    for path in _SECTIONS:
+        if path in draft.settings:
+            draft.drop(path, "unneeded", "it is empty")
     _READERS[framework](draft, kernel)
     problems = settle(draft, framework, kernel)
     to_set = tuple(dict.fromkeys(unset_paths(draft, target.parent)))
@@ -70,6 +83,14 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
         to_set=to_set,
         remaining=tuple(_remaining(problems, {key for key, _ in to_set})),
     )
+
+
+def _no_sections(tree: Node) -> Iterator[WrongValue]:
+    """Sections that are something else."""
+    for path in _SECTIONS:
+        node = tree.find(path)
+        if node is not None and not isinstance(node.value, (dict, type(None))):
+            yield WrongValue(**node.origin.at(path), found=describe_value(to_plain(node)), allowed="a mapping")
 
 
 def _remaining(problems: tuple[ConfigProblem, ...], known: set[str]) -> list[tuple[str, str]]:

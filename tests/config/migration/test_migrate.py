@@ -315,3 +315,57 @@ def test_a_file_that_is_no_yaml_is_told_with_its_line(installed, tmp_path):
     source.write_text("trainer:\n  max_steps: [1\n")
     with pytest.raises(ConfigError, match="NXDT-C004"):
         migrate(source, tmp_path / "out.yaml", "nxdt", installed)
+
+
+def with_section(tmp_path, name, section, text):
+    """A file of the framework whose section says ``text``."""
+    tree = yaml.safe_load(FILES[name][0].read_text())
+    *around, last = section.split(".")
+    place = tree
+    for part in around:
+        place = place[part]
+    place[last] = yaml.safe_load(text)
+    source = tmp_path / "run.yaml"
+    source.write_text(yaml.safe_dump(tree))
+    return source
+
+
+@pytest.mark.parametrize("text", ["null", "{}"])
+@pytest.mark.parametrize(("name", "section"), [("gpt", "trainer"), ("gpt", "model.optim"), ("nemo", "model.tokenizer")])
+def test_an_empty_section_is_left_out(installed, tmp_path, name, section, text):
+    source = with_section(tmp_path, name, section, text)
+    done = migrate(source, tmp_path / "out.yaml", FILES[name][1], installed)
+    assert row(done, section).reason == "it is empty"
+    assert yaml.safe_load(done.text)
+
+
+@pytest.mark.parametrize("text", ["3", "[1]"])
+@pytest.mark.parametrize(("name", "section"), [("gpt", "trainer"), ("gpt", "model.optim"), ("nemo", "model.data")])
+def test_a_section_that_is_none_is_told_with_its_line(installed, tmp_path, name, section, text):
+    source = with_section(tmp_path, name, section, text)
+    with pytest.raises(ConfigError, match=rf"run.yaml:\d+: {section}: found .*; allowed: a mapping"):
+        migrate(source, tmp_path / "out.yaml", FILES[name][1], installed)
+
+
+def test_looks_of_yaml_that_are_kept_or_made_plain(installed, tmp_path):
+    text = FILES["mistral"][0].read_text()
+    text = text.replace("  max_steps: 100\n", "  max_steps: &steps 100 # a hundred\n")
+    text = text.replace("    name: adamw\n    lr: 3e-4\n", "    {name: adamw, lr: 3e-4, eps: 1.0e-9, # small\n")
+    sched = "    sched:\n      name: CosineAnnealing\n      warmup_steps: 10\n      min_lr: 3.0e-5\n"
+    assert sched in text
+    text = text.replace(sched, "      sched: {name: CosineAnnealing, warmup_steps: 10, max_steps: *steps}}\n")
+    text = text.replace("seed: 5", "seed: 0x5").replace("name: mistral_run\nm", "name: >-\n  mistral\n  run\nm")
+    source = tmp_path / "run.yaml"
+    source.write_text(text)
+    done = migrate(source, tmp_path / "out.yaml", "nxdt", installed)
+    assert done.text.count("# small") == 1
+    for line in ("max_steps: 100 # a hundred", "    lr: 0.0003", "seed: 0x5", "name: mistral run"):
+        assert f"{line}\n" in done.text, line
+
+
+def test_a_list_of_files_that_hydra_merges_is_told(installed, tmp_path):
+    source = tmp_path / "run.yaml"
+    source.write_text(FILES["nemo"][0].read_text().replace("  - _self_", "  - _self_\n  - base_config"))
+    done = migrate(source, tmp_path / "out.yaml", "nemo", installed)
+    assert row(done, "defaults").verdict == "unsupported"
+    assert "--cfg job --resolve" in row(done, "defaults").reason
