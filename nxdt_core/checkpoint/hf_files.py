@@ -27,7 +27,11 @@ _PICKLES = ("pytorch_model.bin.index.json", "pytorch_model*.bin", "consolidated*
 
 
 class HFWeights:
-    """The weights in a directory; a context, which keeps the files open."""
+    """The weights in a directory; a context, which keeps the files open.
+
+    A directory of a base model alone, such as the released GPT-2, leaves out of its names the first word of those of
+    the whole model: ``h.0.ln_1.weight`` there is ``transformer.h.0.ln_1.weight`` here.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -54,12 +58,14 @@ class HFWeights:
             WeightsDoNotFit: they differ.
         """
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
-        missing = sorted(shapes.keys() - self._located)
-        extra = sorted(name for name in self._located.keys() - shapes if not matches_any(ignored, name))
+        missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
+        ignored = [*ignored, *map(_without_first_word, ignored)]
+        used = {self._file_name(name) for name in shapes}
+        extra = sorted(name for name in self._located.keys() - used if not matches_any(ignored, name))
         wrong = [
             f"{name}: {found} instead of {shape}"
             for name, shape in shapes.items()
-            if name in self._located and (found := tuple(self._slice(name).get_shape())) != shape
+            if name not in missing and (found := tuple(self._slice(name).get_shape())) != shape
         ]
         if missing or extra or wrong:
             raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
@@ -99,23 +105,34 @@ class HFWeights:
             raise HFFileDamaged(path=str(path), reason=str(error)) from error
         self._located |= dict.fromkeys(handle.keys(), (path, handle))
 
+    def _file_name(self, name: str) -> str:
+        """What the files call the tensor that the whole model calls ``name``."""
+        return name if name in self._located else _without_first_word(name)
+
     def _slice(self, name: str) -> Any:
+        name = self._file_name(name)
         return self._located[name][1].get_slice(name)
 
     def _dtype(self, name: str) -> torch.dtype:
         found = self._slice(name).get_dtype()
         if found not in DTYPES:
-            raise HFFileDamaged(path=str(self._located[name][0]), reason=f"'{name}' has the unknown dtype {found!r}")
+            path = str(self._located[self._file_name(name)][0])
+            raise HFFileDamaged(path=path, reason=f"'{name}' has the unknown dtype {found!r}")
         dtype: torch.dtype = getattr(torch, DTYPES[found])
         return dtype
 
     def _get(self, name: str) -> torch.Tensor:
+        name = self._file_name(name)
         path, handle = self._located[name]
         try:
             tensor: torch.Tensor = handle.get_tensor(name)
         except SafetensorError as error:
             raise HFFileDamaged(path=str(path), reason=str(error)) from error
         return tensor
+
+
+def _without_first_word(name: str) -> str:
+    return name.partition(".")[2]
 
 
 def read_json(directory: Path, file: str) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class Source:
     def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Make the parameter of the Hugging Face tensors, which ``fetch`` gives by name."""
         tensors = [fetch(name) for name in self.hf_names]
+        if self.transform == "pad":
+            return _padded(tensors[0], self.shape[0])
         if self.transform == "concat":
             return torch.cat(tensors)
         if self.transform == "stack":
@@ -91,10 +93,10 @@ class Source:
             )
 
     def _boxes(self) -> Iterator[Box]:
-        if self.transform not in ("concat", "stack"):
+        if self.transform not in ("concat", "stack", "pad"):
             yield Box.whole(self.shape)
             return
-        rows = self.sections if self.transform == "concat" else (1,) * self.shape[0]
+        rows = (1,) * self.shape[0] if self.transform == "stack" else self.sections
         rest = self.shape[1:]
         for start, count in zip(accumulate(rows, initial=0), rows, strict=False):
             yield Box((start, *(0,) * len(rest)), (count, *rest))
@@ -146,7 +148,7 @@ def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int
 
 def _misfit(entry: KeyMap, shape: tuple[int, ...]) -> str | None:
     """Why the entry cannot describe a parameter of this shape, or None."""
-    if entry.transform not in ("none", "stack", "concat", *_TRANSPOSED, *_INTERLEAVED):
+    if entry.transform not in ("none", "stack", "concat", "pad", *_TRANSPOSED, *_INTERLEAVED):
         return f"there is no transform {entry.transform!r}"
     if entry.transform != "concat" and len(entry.hf_names) != 1:
         return f"transform {entry.transform!r} takes one name, not {len(entry.hf_names)}"
@@ -154,9 +156,18 @@ def _misfit(entry: KeyMap, shape: tuple[int, ...]) -> str | None:
         return f"a tensor of shape {shape} cannot be transposed"
     if entry.transform == "concat" and (len(entry.sections) != len(entry.hf_names) or sum(entry.sections) != shape[0]):
         return f"sections {entry.sections} do not add up to its {shape[0]} rows"
+    if entry.transform == "pad" and (len(entry.sections) != 1 or not 0 < entry.sections[0] <= shape[0]):
+        return f"its {shape[0]} rows are not {entry.sections} and padding"
     if entry.transform in _INTERLEAVED and (len(entry.sections) != 2 or shape[0] % math.prod(entry.sections)):
         return f"its {shape[0]} rows are not those of (kinds, heads) = {entry.sections}"
     return None
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """With rows that are the mean of all: as a vocabulary's, their exponentials are at most the others' mean (Jensen),
+    so that ``n`` of them raise a loss by ``log(1 + n / rows)`` at the most. Zeros would drown logits below zero."""
+    mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
+    return torch.cat([tensor, mean.expand(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
 def _regrouped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:

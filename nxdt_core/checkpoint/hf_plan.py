@@ -105,15 +105,16 @@ def plan_hf(
         files = {name: shard.file for shard in shards for name in shard.tensors}
         texts[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": files})
     special = {f"{key}_token_id": getattr(tokenizer, f"{key}_id", None) for key in ("bos", "eos", "pad")}
+    theirs = exchange_of(builder).config_to_hf()
     if tokenizer is not None:
-        texts[_GENERATION_CONFIG] = _json(_generation(special, tokenizer, builder))
-    config = {**exchange_of(builder).config_to_hf(), "torch_dtype": next(iter(specs.values())).dtype, **special}
+        texts[_GENERATION_CONFIG] = _json(_generation(special, tokenizer, theirs.get("vocab_size", 0)))
+    config = {**theirs, "torch_dtype": next(iter(specs.values())).dtype, **special}
     return HFPlan(shards=shards, texts={**texts, CONFIG: _json(config)})
 
 
-def _generation(special: Mapping[str, int | None], tokenizer: Tokenizer, builder: ModelBuilder) -> dict[str, Any]:
+def _generation(special: Mapping[str, int | None], tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     config: dict[str, Any] = {key: value for key, value in special.items() if value is not None}
-    padding = list(range(tokenizer.vocab_size, builder.vocab_size))
+    padding = list(range(tokenizer.vocab_size, rows))
     if 0 < len(padding) <= _MOST_SUPPRESSED:
         config["suppress_tokens"] = padding
     return config

@@ -31,7 +31,9 @@ class KeyMap:
     (two-dimensional), ``stack`` (one Hugging Face tensor an expert, a second ``*``, stacked on a new leading
     dimension), ``concat`` (several names, concatenated on dimension 0; ``sections`` gives their rows), ``interleave``
     (rows of ``sections[0]`` kinds, such as query, key and value, of ``sections[1]`` heads each: all of a kind together
-    there, all of a head together here), ``interleave_transpose`` (the same in the columns of a transposed matrix).
+    there, all of a head together here), ``interleave_transpose`` (the same in the columns of a transposed matrix),
+    ``pad`` (ours has rows beyond their ``sections[0]``, such as a vocabulary's that is filled up: they are not written,
+    and the mean of the others where they are read).
     """
 
     name: str

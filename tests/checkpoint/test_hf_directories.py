@@ -248,6 +248,10 @@ def test_a_tensor_without_a_parameter_is_not_dropped_in_silence(tmp_path, state)
         (KeyMap(name="embed.weight", hf_names=("a", "b"), transform="concat", sections=(3, 3)), "add up to its 7"),
         (KeyMap(name="embed.weight", hf_names=("a", "b"), transform="concat", sections=(7,)), "add up to its 7"),
         (KeyMap(name="embed.weight", hf_names=("a",), transform="interleave", sections=(3, 2)), "(kinds, heads)"),
+        (
+            KeyMap(name="embed.weight", hf_names=("a",), transform="pad", sections=(8,)),
+            "its 7 rows are not (8,) and padding",
+        ),
     ],
 )
 def test_a_wrong_key_map_is_the_builders_error(tmp_path, state, entry, reason):

@@ -28,9 +28,9 @@ OUTSIDE = ("embedding.dropout", "layers.0.attention_dropout", "layers.0.mlp_drop
 INSIDE = ("layers.0.attention.core", "layers.0.mlp.dropout", "layers.1.attention.core")
 
 
-def watched_step(layout):
+def watched_step(layout, block_type="pre_ln"):
     """What each dropout gave of ones, and the gradients' local parts, of one micro-batch that all ranks read."""
-    config = configuration(layout, "float64", GPT)
+    config = configuration(layout, "float64", {**GPT, "transformer_block_type": block_type})
     engine = assemble.engine(config)
     engine.start()
     seed_all(config.run.seed)
@@ -66,6 +66,12 @@ def test_ranks_drop_the_same_where_they_hold_the_same_and_nowhere_else(ranks, la
         assert torch.equal(one[name], other[name]) is (name in shared), name
     for name in ("norm.weight", "layers.1.mlp.down_proj.bias"):  # whole on both
         assert torch.equal(one_gradients[name], other_gradients[name]) or layout.dp > 1, name
+
+
+def test_a_block_that_every_rank_computes_whole_drops_the_same_on_all(ranks):
+    (one, _), (other, _) = ranks(2).run(watched_step, Layout(tp=2), "normformer")
+    assert torch.equal(one["layers.0.mlp.dropout"], other["layers.0.mlp.dropout"])
+    assert not torch.equal(one["layers.0.attention.core"], other["layers.0.attention.core"])
 
 
 def test_no_two_modules_drop_alike(ranks):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
+from nxdt_plugin_gpt.builder import GPTBuilder
+from nxdt_plugin_gpt.config import GPTConfig
+from safetensors.torch import load_file, save_file
 
 from nxdt_core.checkpoint.hf import load_hf, read_hf_config, save_hf
 from nxdt_core.checkpoint.hf_keys import sources
@@ -158,12 +162,49 @@ def test_a_directory_comes_back_bit_equal_through_our_model(config, from_hf, tmp
     ],
     ids=["gpt2", "neox"],
 )
-def test_a_model_of_ours_with_rows_to_spare_loads_in_transformers(changes, builder, tokens, tmp_path):
+def test_a_model_of_ours_goes_out_without_the_rows_that_fill_its_vocabulary_up(changes, builder, tokens, tmp_path):
     gpt = builder(**changes)
     ours = gpt.build()
     initialize(ours.named_parameters(), gpt.init_rules(), seed=1)
     save_hf(tmp_path / "out", gpt, ours.state_dict())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert theirs.config.vocab_size == 96
+    assert (theirs.config.vocab_size, theirs.get_input_embeddings().num_embeddings, gpt.vocab_size) == (93, 93, 96)
     ids = tokens(1, 30)
+    assert (ours(ids)[..., :93] - theirs(ids, use_cache=False).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("config", [gpt2_cases()[2], neox_cases()[-1]], ids=label)
+def test_rows_that_fill_a_vocabulary_up_hardly_change_a_model_that_comes_in(config, tmp_path):
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).eval()
+    final_norm = [part for part in theirs.modules() if isinstance(part, torch.nn.LayerNorm)][-1]
+    with torch.no_grad():  # logits far below zero, as those of trained models
+        final_norm.bias.normal_()
+        theirs.get_output_embeddings().weight.sub_(final_norm.bias)
+    theirs.save_pretrained(tmp_path)
+    settings = {**GPTConfig.from_hf(read_hf_config(tmp_path)), "make_vocab_size_divisible_by": 128}
+    gpt = GPTBuilder(GPTConfig(**settings))
+    ours = gpt.build().eval()
+    ours.load_state_dict(load_hf(tmp_path, gpt), strict=False)
+    ids, count = torch.randint(0, 50, (2, 40)), config["vocab_size"]
+    mine, other = ours(ids), theirs(ids, use_cache=False).logits
+    assert mine.shape[-1] % 128 == 0 < mine.shape[-1] - count
+    assert (mine[..., :count] - other).abs().max() <= 1e-4
+    assert other.max() < -1
+    more = mine.logsumexp(-1) - other.logsumexp(-1)
+    assert 0 <= more.min() <= more.max() <= math.log(mine.shape[-1] / count) + 1e-4
+
+
+@pytest.mark.parametrize("config", [gpt2_cases()[0], neox_cases()[2]], ids=label)
+def test_a_directory_of_the_base_model_alone_is_read(config, from_hf, tmp_path):
+    """The released GPT-2 is one, with masks of an older version beside the weights."""
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).eval()
+    theirs.base_model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    mask = {"gpt2": "h.0.attn.bias", "gpt_neox": "layers.0.attention.bias"}[config["model_type"]]
+    save_file({**weights, mask: torch.ones(1, 1, 8, 8)}, tmp_path / "model.safetensors")
+    assert not any(name.startswith(theirs.base_model_prefix) for name in weights)
+    gpt = from_hf(read_hf_config(tmp_path))
+    ours = gpt.build().eval()
+    ours.load_state_dict(load_hf(tmp_path, gpt), strict=False)
+    ids = torch.arange(40)[None]
     assert (ours(ids) - theirs(ids, use_cache=False).logits).abs().max() <= 1e-5

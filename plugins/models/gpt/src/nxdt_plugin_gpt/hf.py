@@ -6,6 +6,7 @@ The families are in :mod:`nxdt_plugin_gpt.hf_gpt2` and :mod:`nxdt_plugin_gpt.hf_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.errors import HFFileDamaged, HFUnsupported
@@ -26,6 +27,9 @@ FAMILIES: Mapping[str, HFFamily] = {family.architecture: family for family in (G
 IGNORED = tuple(name for family in FAMILIES.values() for name in family.ignored)
 """Tensors that a directory may hold and no parameter needs: masks and rotary tables of old exports, and the head beside
 a tied embedding (with an untied one the key map takes it)."""
+
+
+_VOCABULARY = ("embedding.tokens.weight", "lm_head.weight")
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """The ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation, which only
-    training knows, has no place in it.
+    training knows, has no place in it, nor have the rows that fill the vocabulary up.
 
     Raises:
         NoHuggingFaceForm: no family computes what this configuration does.
@@ -63,18 +67,27 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     theirs |= {key: getattr(config, ours) for ours, key in family.keys.items()}
     theirs |= {key: getattr(config, ours) for ours, (key, _) in family.optional_keys.items()}
-    return theirs | {"vocab_size": config.vocab_rows} | dict(family.to_hf(config))
+    return theirs | dict(family.to_hf(config))
 
 
 def key_map(config: GPTConfig) -> tuple[KeyMap, ...]:
-    """One entry a parameter; a tied head has none of its own.
+    """One entry a parameter; a tied head has none of its own. Rows that fill the vocabulary up are ours alone.
 
     Raises:
         NoHuggingFaceForm: no family has these parameters.
     """
-    entries = _family_of(config).key_map(config.num_attention_heads)
     tied = config.share_embeddings_and_output_weights
-    return tuple(entry for entry in entries if not (tied and entry.name == "lm_head.weight"))
+    entries = (
+        entry
+        for entry in _family_of(config).key_map(config.num_attention_heads)
+        if not (tied and entry.name == "lm_head.weight")
+    )
+    if config.vocab_rows == config.vocab_size:
+        return tuple(entries)
+    return tuple(
+        replace(entry, transform="pad", sections=(config.vocab_size,)) if entry.name in _VOCABULARY else entry
+        for entry in entries
+    )
 
 
 def _family_of(config: GPTConfig) -> HFFamily:
