@@ -10,6 +10,9 @@ from torch import nn
 
 from nxdt_core.nn.init import initialize
 from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.parallel.dropout import salt_dropouts
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.protocols.mesh import MeshSizes
 
 
 @pytest.fixture
@@ -82,6 +85,17 @@ def test_dropout_of_the_mixture_is_in_its_experts_and_not_in_attention(builder, 
     assert (mixed != mixed_whole).any(-1).all()
     assert layer.attention.core.semantics().causal
     assert module.layers["1"].moe.experts.dropout.p == 0.5
+
+
+def test_every_rank_that_computes_parts_of_experts_drops_otherwise(builder):
+    mixtral = builder(moe={"dropout": 0.1})
+    salts = set()
+    for rank in range(4):
+        module = mixtral.build()
+        mesh = ParallelMesh(MeshSizes(dp_shard=2, tp=2, ep=2), None, rank=rank)
+        salt_dropouts(module, mixtral.plan(), mesh, sequence_parallel=False)
+        salts |= {layer.moe.experts.dropout.salt for layer in module.layers.values()}
+    assert len(salts) == 4 * 2
 
 
 def test_positions_default_to_the_place_in_the_row(model, tokens):
