@@ -11,12 +11,15 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.devices import profile_of
+from nxdt_core.nn.token_losses import TokenLosses
 from nxdt_core.protocols.batch import IGNORE_INDEX
 
 __all__ = [
     "VocabularyLoss",
     "cross_entropy_sum",
     "row_chunks",
+    "row_gradients",
+    "row_sums",
     "row_weights",
     "vocabulary_loss",
     "whole_vocabulary_cross_entropy_sum",
@@ -52,13 +55,18 @@ def cross_entropy_sum(
     log-probabilities too. Differentiable once, in ``logits`` alone.
 
     Args:
-        logits: [..., vocab], any floating dtype; inside :func:`vocabulary_loss` whatever that loss takes.
+        logits: [..., vocab], any floating dtype; inside :func:`vocabulary_loss` whatever that loss takes; or the losses
+            of a head that computes these itself (:class:`~nxdt_core.nn.token_losses.TokenLosses`).
         labels: int64 [...]; −100 takes no part.
         weights: float [...], or None for 1 everywhere.
 
     Returns:
         ``(loss_sum, weight)``, scalars in the dtype of accumulation.
     """
+    if isinstance(logits, TokenLosses):
+        losses = logits.of(labels)
+        counts, _ = row_weights(losses, labels, weights)
+        return (losses.flatten() * counts).sum(), counts.sum()
     loss = _INSTALLED.get() or whole_vocabulary_cross_entropy_sum
     return loss(logits, labels, weights)
 
@@ -123,3 +131,38 @@ def row_chunks(rows: torch.Tensor) -> list[slice]:
     elements = _CHUNK_ELEMENTS_IN_CACHE if profile_of(rows.device).cache_bound_kernels else _CHUNK_ELEMENTS
     step = max(1, elements // rows.shape[1])
     return [slice(start, start + step) for start in range(0, len(rows), step)]
+
+
+def row_sums(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of logits its log-sum-exp and its element in ``columns`` [rows], in ``dtype``."""
+    sums, at = rows.new_empty((2, len(rows)), dtype=dtype).unbind()
+    for part in row_chunks(rows):
+        values = rows[part].to(dtype)
+        sums[part] = torch.logsumexp(values, dim=1)
+        at[part] = values.gather(1, columns[part, None]).squeeze(1)
+    return sums, at
+
+
+def row_gradients(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    log_sums: torch.Tensor,
+    hits: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Of the cross-entropies of ``rows``, in ``out``, which may be ``rows``: softmax less what is hit, times scale.
+
+    Args:
+        rows: logits [rows, columns].
+        columns: of the targets, [rows].
+        log_sums: of the whole rows, of which these may be a part.
+        hits: −1 where the target lies in this part, else 0, [rows].
+        scale: of the row's loss in what is differentiated, [rows].
+        out: as ``rows``.
+    """
+    for part in row_chunks(rows):
+        probabilities = torch.sub(rows[part], log_sums[part, None]).exp_()  # in the dtype of log_sums
+        probabilities.scatter_add_(1, columns[part, None], hits[part, None])
+        out[part] = probabilities.mul_(scale[part, None])
+    return out

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from nxdt_core.nn.aux_loss import aux_loss_scale
 from nxdt_core.nn.loss import vocabulary_loss
+from nxdt_core.nn.token_losses import losses_wanted
 from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
@@ -77,6 +78,7 @@ class GlobalBatch:
         """Around everything that runs forward: what auxiliary losses are divided by, and the loss of cut logits."""
         with ExitStack() as stack:
             stack.enter_context(aux_loss_scale(1 / self._divisor))
+            stack.enter_context(losses_wanted())
             if self._mesh.sizes.tp > 1:
                 stack.enter_context(vocabulary_loss(vocabulary_parallel_cross_entropy_sum))
             yield

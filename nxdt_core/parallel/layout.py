@@ -1,7 +1,7 @@
 """From a builder's plain module to this rank's pipeline stages in their layout, on the meta device.
 
 The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
-expert and context parallelism, recomputation, compilation, data parallel sharding. Materialising follows.
+expert and context parallelism, chunked loss, recomputation, compilation, data parallel sharding. Materialising follows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.devices import DeviceProfile
 from nxdt_core.errors import LayoutRefused
 from nxdt_core.nn.init import draw, rule_for
+from nxdt_core.parallel.chunked_loss import chunk_loss
 from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
@@ -52,6 +53,7 @@ class LayoutOptions:
     pipeline_cuts: tuple[str, ...] | None = None
     recompute_granularity: Literal["selective", "full"] | None = None
     recompute_names: tuple[str, ...] = ()
+    loss_chunk_tokens: int | None = None
     compile_backend: str | None = None
     """None: run as it is written."""
     static_shapes: bool = False
@@ -68,6 +70,7 @@ class LayoutOptions:
             pipeline_cuts=run.model.pipeline_cuts,
             recompute_granularity=run.model.activations_checkpoint_granularity,
             recompute_names=run.model.activations_checkpoint_recompute or (),
+            loss_chunk_tokens=run.model.loss_chunk_tokens,
             compile_backend=profile.compile_backend if run.model.compile else None,
             static_shapes=profile.static_shapes,
         )
@@ -172,6 +175,8 @@ def _apply_rest(
 ) -> None:
     if mesh.sizes.cp > 1:
         apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
+    if options.loss_chunk_tokens is not None:
+        chunk_loss(module, plan, tokens=options.loss_chunk_tokens)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
     if options.compile_backend is not None:
         compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)

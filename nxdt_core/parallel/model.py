@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from nxdt_core.devices import profile_of
 from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.nn.token_losses import token_labels
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
 from nxdt_core.parallel.expert.figures import RouterFigures
@@ -226,7 +227,7 @@ class TorchModel:
         return GlobalBatch(micro_batches, objective, self._mesh, self._numerics, self._metric_names)
 
     def _logits(self, batch: Batch) -> torch.Tensor:
-        with self._numerics.autocast():
+        with self._numerics.autocast(), token_labels(batch.labels):
             logits: torch.Tensor = self.module(batch.input_ids, batch.position_ids, batch.document_ids)
         return logits
 

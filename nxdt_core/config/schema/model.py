@@ -89,6 +89,9 @@ class ModelConfig:
     """What to recompute under ``selective``: names that the model's plan gives to modules, such as
     ``CoreAttention``."""
     compile: bool = False
+    loss_chunk_tokens: PositiveInt | None = None
+    """Compute logits and their losses for so many tokens of a micro-batch at a time, and again in backward, so that
+    memory does not grow with tokens times vocabulary. The head's work grows by a third. ``null``: all at once."""
     """Compile each layer with ``torch.compile``. The first step takes longer; its compile time is logged apart."""
     fusions: FusionsConfig = field(default_factory=FusionsConfig)
     """Kernels of the incumbent."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.errors import ModelReadsValues
 from nxdt_core.nn.loss import vocabulary_loss
 from nxdt_core.nn.patterns import matches
+from nxdt_core.nn.token_losses import losses_wanted, token_labels
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.memory import Storage
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
@@ -72,7 +73,12 @@ def _trace(
 
     module.train()
     views = _localise(module)
-    with vocabulary_loss(vocabulary_parallel_cross_entropy_sum), _values_refused():
+    with (
+        vocabulary_loss(vocabulary_parallel_cross_entropy_sum),
+        losses_wanted(),
+        token_labels(batch.labels),
+        _values_refused(),
+    ):
         return trace_micro_batch(
             module,
             StageInput(

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from nxdt_core.nn.token_losses import token_labels
 from nxdt_core.parallel.pipeline.stream import MicroBatchStream
 
 __all__ = ["StageSettings", "StreamedStage"]
@@ -81,7 +82,8 @@ class StreamedStage(PipelineStage):
         """Forward of one micro-batch, whose inputs come from the stream instead of ``args`` and ``kwargs``."""
         stream = self._settings.stream
         args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        with token_labels(stream[fwd_chunk_id].labels):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if not self.is_last:
             shape, dtype = stream.hidden_like(fwd_chunk_id)
             if output.shape != torch.Size(shape) or output.dtype != dtype:

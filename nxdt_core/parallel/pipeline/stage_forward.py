@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdt_core.nn.token_losses import token_labels
 from nxdt_core.parallel.pipeline.stream import MicroBatchStream
 from nxdt_core.protocols.batch import Batch
 
@@ -91,7 +92,7 @@ def forward_stages(
                 args, kwargs = stream.inputs(index, first=stage == 0)
                 if stage > 0:
                     args = (inputs.pop(index)(),)
-                with forward_context():
+                with forward_context(), token_labels(stream[index].labels):
                     output = module(*args, **kwargs)
                 if stage < stages - 1:
                     links.send(output, stage, index)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.nn.loss import row_chunks, row_weights, whole_vocabulary_cross_entropy_sum
+from nxdt_core.nn.loss import row_gradients, row_sums, row_weights, whole_vocabulary_cross_entropy_sum
 from nxdt_core.parallel.tensor.vocabulary_layers import rows_here
 
-__all__ = ["vocabulary_parallel_cross_entropy_sum"]
+__all__ = ["over_ranks", "vocabulary_parallel_cross_entropy_sum"]
 
 
 def vocabulary_parallel_cross_entropy_sum(
@@ -51,27 +51,30 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
         columns, elsewhere = rows_here(targets, rows.shape[1], group)
-        parts = weights.new_empty((2, len(rows)))  # of each row: log of this rank's sum, the target's logit or 0
-        for part in row_chunks(rows):
-            values = rows[part].to(weights.dtype)
-            parts[0, part] = torch.logsumexp(values, dim=1)
-            parts[1, part] = values.gather(1, columns[part, None]).squeeze(1)
-        parts[1].masked_fill_(elsewhere, 0)
-        of_ranks = parts.new_empty((group.size() * 2, len(rows)))
-        dist.all_gather_single(of_ranks, parts, group=group)
-        log_sums = torch.logsumexp(of_ranks[0::2], dim=0)
+        log_sums, at_target = over_ranks(*row_sums(rows, columns, weights.dtype), elsewhere, group)
         ctx.save_for_backward(rows, columns, elsewhere, weights, log_sums)
-        return (log_sums - of_ranks[1::2].sum(dim=0)).mul_(weights).sum()
+        return (log_sums - at_target).mul_(weights).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         rows, columns, elsewhere, weights, log_sums = ctx.saved_tensors
-        scale = (weights * grad)[:, None]
-        hit = torch.where(elsewhere, 0.0, -1.0).to(weights.dtype)[:, None]
-        grad_rows = torch.empty_like(rows)
-        for part in row_chunks(rows):
-            probabilities = torch.sub(rows[part], log_sums[part, None]).exp_()  # in the dtype of log_sums
-            probabilities.scatter_add_(1, columns[part, None], hit[part])
-            grad_rows[part] = probabilities.mul_(scale[part])
-        return grad_rows, None, None, None
+        hits = torch.where(elsewhere, 0.0, -1.0).to(weights.dtype)
+        return row_gradients(rows, columns, log_sums, hits, weights * grad, torch.empty_like(rows)), None, None, None
+
+
+def over_ranks(
+    sums: torch.Tensor, at: torch.Tensor, elsewhere: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp and target's logit of whole rows from those of each rank's part. Collective.
+
+    Args:
+        sums: log-sum-exp of this rank's part, [rows].
+        at: the element in the target's column, of which the value matters where ``elsewhere`` is false.
+        elsewhere: where the target lies in another rank's part.
+        group: the ranks that share the vocabulary.
+    """
+    parts = torch.stack((sums, at.masked_fill(elsewhere, 0)))
+    of_ranks = parts.new_empty((group.size() * 2, len(sums)))
+    dist.all_gather_single(of_ranks, parts, group=group)
+    return torch.logsumexp(of_ranks[0::2], dim=0), of_ranks[1::2].sum(dim=0)
