@@ -159,6 +159,7 @@ MODEL_READERS: Mapping[str, frozenset[str]] = {
 
 DEFAULTS: Mapping[str, Mapping[str, float | bool]] = {
     "gpt": {"model.hidden_dropout": 0.1},
+    "llama": {"model.share_embeddings_and_output_weights": True},
     "mistral": {"model.rope_theta": 10_000.0, "model.share_embeddings_and_output_weights": True},
     "mixtral": {"model.rope_theta": 10_000.0, "model.share_embeddings_and_output_weights": True},
 }

@@ -45,7 +45,9 @@ def name_model(draft: Draft) -> None:
     draft.put("model.name", wanted, reason)
     if wanted != "gpt":
         _take_as_llama_shaped(draft, wanted)
-    if draft.value("data.tokenizer.type") not in _GPT2:
+    if draft.value("data.tokenizer.type") in _GPT2:
+        draft.put(_VOCABULARY, 50257, "GPT-2's number of ids")
+    else:
         multiple = draft.value("model.make_vocab_size_divisible_by")
         filled = f", filled up to a multiple of {multiple}" if multiple and wanted != "gpt" else ""
         draft.put(_VOCABULARY, TO_SET, f"it is taken from the tokenizer there; set its number of ids{filled}")
@@ -54,19 +56,21 @@ def name_model(draft: Draft) -> None:
 
 
 def _megatron(draft: Draft) -> tuple[str, str]:
-    special = (("model.moe", "mixtral"), ("model.sliding_window_size", "mistral"))
-    for section, name in special:
+    """The plugin of the very architecture, else that of all Megatron's: the same weights, but other formats."""
+    if any(draft.value(f"model.{key}") not in usual for key, usual in _LLAMA_SHAPED.items()):
+        return "gpt", "model_source: megatron"
+    for section, name in (("model.moe", "mixtral"), ("model.sliding_window_size", "mistral")):
         if any(draft.value(path) is not None for path in draft.below(section)):
-            odd = [key for key, usual in _LLAMA_SHAPED.items() if draft.value(f"model.{key}") not in usual]
-            if not odd:
-                return name, f"{section} is given, and all else is what a {name} has"
-    return "gpt", "model_source: megatron"
+            return name, f"{section} is given, and all else is what a {name} has"
+    return "llama", "the architecture is a Llama's"
 
 
 def _take_as_llama_shaped(draft: Draft, name: str) -> None:
     for key in _LLAMA_SHAPED:
         draft.drop(f"model.{key}", "unneeded", f"every {name} is so")
     draft.drop("model.apply_query_key_layer_scaling", "unneeded", "its two factors cancel out")
+    if name == "llama":
+        draft.drop("model.sliding_window_size", "unneeded", "null says that it is not set")
     draft.move("model.position_freq_base", "model.rope_theta")
     draft.move("model.kv_channels", "model.head_dim")
     if draft.value("model.head_dim", 0) is None:

@@ -41,10 +41,10 @@ def from_nxdt(draft: Draft, kernel: Kernel) -> None:
             draft.change(path, None, "YAML reads None as text; null is meant")
     _leave_out_ignored(draft)
     _take_unread_values(draft)
-    _tokenizer(draft)
     _name_data(draft)
     _leave_out_unread(draft)
     name_model(draft)
+    _tokenizer(draft)
     _precision(draft)
     _lengths(draft)
     _recompute(draft)
@@ -164,9 +164,16 @@ def _tokenizer(draft: Draft) -> None:
     for path in draft.below(section):
         if draft.value(path) is None:
             draft.drop(path, "unneeded", "null says that it is not set")
-    kind = draft.value(f"{section}.type")
-    if draft.value(f"{section}.library") == "megatron" and "/" in str(kind or ""):
-        draft.change(f"{section}.library", "huggingface", "what its library loads for a directory")
+    library, kind = f"{section}.library", f"{section}.type"
+    if draft.value(library) == "megatron" and "/" in str(draft.value(kind)):
+        draft.change(library, "huggingface", "what its library loads for a directory")
+    if draft.value(library) == "megatron" and draft.value(kind) == "GPT2BPETokenizer":
+        draft.change(library, "huggingface", "it reads the same files")
+        if f"{section}.vocab_file" in draft.settings:
+            draft.drop(kind, "unneeded", "vocab_file and merge_file say it")
+            draft.put(f"{section}.eos_token", "<|endoftext|>", "the files do not say which token ends a document")
+        else:
+            draft.change(kind, "gpt2", "no files are named, so that GPT-2's own are fetched")
     if draft.value(f"{section}.use_fast") is False:
         draft.drop(f"{section}.use_fast", "unneeded", "tokenizers here are the fast ones, with the same ids")
 

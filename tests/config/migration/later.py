@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nxdt_core.api import AdapterComponent, DataloaderComponent, ObjectiveComponent, TokenizerComponent, hookimpl
+from nxdt_core.api import AdapterComponent, DataloaderComponent, ObjectiveComponent, hookimpl
 
 
 @dataclass(kw_only=True)
@@ -45,15 +45,6 @@ class MegatronConfig:
     validation_drop_last: bool = True
     no_seqlen_plus_one_input_tokens: bool = False
     pad_samples_to_global_batch_size: bool = False
-
-
-@dataclass(kw_only=True)
-class Gpt2Config:
-    """GPT-2's byte pairs."""
-
-    type: str
-    vocab_file: str
-    merge_file: str
 
 
 @dataclass(kw_only=True)
@@ -101,11 +92,6 @@ def declared(kind: type, name: str, config: type) -> Any:
 def nxdt_dataloaders():
     parts = {"hf-data": ArrowConfig, "sft-chat": ChatConfig, "megatron-data": MegatronConfig}
     return [declared(DataloaderComponent, name, config) for name, config in parts.items()]
-
-
-@hookimpl
-def nxdt_tokenizers():
-    return [declared(TokenizerComponent, "megatron", Gpt2Config)]
 
 
 @hookimpl

@@ -171,6 +171,8 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("gpt", "data.train_dir", "ignored", "", "does not read it"),
         ("gpt", "model.rope_theta", "ignored", "", "do not read it"),
         ("gpt", "exp_manager.create_early_stopping_callback", "ignored", "", "never reads it"),
+        ("gpt", "data.tokenizer.type", "unneeded", "", "vocab_file and merge_file say it"),
+        ("nnm", "model.name", "added", "", "a Llama's"),
         ("mistral", "model.position_freq_base", "renamed", "model.rope_theta", ""),
         ("mistral", "model.kv_channels", "renamed", "model.head_dim", ""),
         ("mistral", "model.normalization", "unneeded", "", "every mistral is so"),
@@ -202,11 +204,12 @@ def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, tar
     [
         ("dropless", {"model.moe.capacity_factor": 0.0, "precision.type": "mixed_precisionSR", "data.shuffle": False}),
         ("gpt", {"model.pipeline_cuts": ["layers.3", "layers.7"], "trainer.gradient_clip_val": None,
-                 "model.hidden_dropout": 0.1, "model.name": "gpt"}),
+                 "model.hidden_dropout": 0.1, "model.name": "gpt", "model.vocab_size": 50257,
+                 "data.tokenizer.library": "huggingface", "data.tokenizer.eos_token": "<|endoftext|>"}),
         ("mistral", {"model.name": "mistral", "model.rope_theta": 20000.0, "data.tokenizer.library": "huggingface"}),
         ("dpo", {"objective.name": "dpo", "data.name": "sft-chat", "data.seq_length": 1024}),
         ("nemo", {"precision.type": "mixed_precision", "model.activation": "swiglu", "data.seq_length": 1024}),
-        ("nnm", {"precision.type": "mixed_precision", "model.name": "gpt", "seed": 4321}),
+        ("nnm", {"precision.type": "mixed_precision", "model.name": "llama", "seed": 4321}),
     ],
 )  # fmt: skip
 def test_the_file_has_the_values_that_the_report_tells(migrated, name, values):
