@@ -114,5 +114,5 @@ def _check_causal(config: PreTrainedConfig, values: Mapping[str, Any], causal: s
     causal = (causal,) if isinstance(causal, str) else causal
     if named and not set(named) & set(causal):
         raise NotACausalLM(model=model, reason=f"the causal model of its type is {causal[0]}")
-    if not hasattr(config, "vocab_size"):
+    if config.get_text_config() is not config or not hasattr(config, "vocab_size"):
         raise NotACausalLM(model=model, reason="it has more than a text model, whose own config.json is needed")

@@ -1,0 +1,67 @@
+"""Tiny models of transformers' families, from the configurations that the plugin ships."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from nxdt_plugin_hf.builder import HFBuilder
+from nxdt_plugin_hf.config import HFModelConfig
+from nxdt_plugin_hf.modeling import CausalLM
+
+from nxdt_core.devices import HOST
+from nxdt_core.nn.init import initialize
+
+
+@pytest.fixture
+def builder() -> Callable[..., HFBuilder]:
+    """``builder(family, **changes)``: of ``<family>-tiny``, whose fresh weights are wide enough to tell differences."""
+
+    def of(family: str, **changes: Any) -> HFBuilder:
+        text = files("nxdt_plugin_hf").joinpath("configs", f"{family}-tiny", "config.json").read_text()
+        return HFBuilder(HFModelConfig(hf_config={**json.loads(text), "initializer_range": 0.1, **changes}))
+
+    return of
+
+
+@pytest.fixture
+def materialised() -> Callable[[HFBuilder], CausalLM]:
+    """``materialised(builder)``: its model with fresh weights, vectors among them no longer all alike."""
+
+    def of(builder: HFBuilder) -> CausalLM:
+        with torch.device("meta"):
+            model = builder.build()
+        model.to_empty(device=HOST)
+        for owner, user in builder.plan().tied:
+            path, _, leaf = user.rpartition(".")
+            setattr(model.get_submodule(path), leaf, model.get_parameter(owner))
+        model.reset_buffers()
+        initialize(model.named_parameters(), builder.init_rules(), seed=1)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(2)
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.rand(parameter.shape, generator=generator) - 0.5)
+        return model
+
+    return of
+
+
+@pytest.fixture
+def theirs() -> Callable[[HFBuilder, CausalLM], Any]:
+    """``theirs(builder, model)``: transformers' own model with the weights of ``model``, and eager attention."""
+
+    def of(builder: HFBuilder, model: CausalLM) -> Any:
+        import copy
+
+        config = copy.deepcopy(builder.architecture.config)
+        config._attn_implementation = "eager"
+        own = builder.architecture.model_class(config)
+        own.load_state_dict(model.state_dict())
+        return own
+
+    return of

@@ -1,0 +1,109 @@
+"""What the builder says of a model holds for the model that it builds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nxdt_plugin_hf.builder import HFBuilder
+from nxdt_plugin_hf.config import HFModelConfig
+from nxdt_plugin_hf.sharding import measure_sharding
+
+from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.nn.init import initialize
+from nxdt_core.nn.patterns import matches
+from nxdt_core.protocols.model import HFExchange, ModelBuilder
+
+FAMILIES = pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"])
+
+
+def test_it_is_a_builder_and_exchanges_with_hugging_face(builder):
+    made = builder("qwen3")
+    assert isinstance(made, ModelBuilder)
+    assert isinstance(made, HFExchange)
+
+
+@FAMILIES
+def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, family):
+    made = builder(family)
+    with torch.device("meta"):
+        module = made.build()
+    plan = made.plan()
+    modules = dict(module.named_modules())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    paths = [*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores, plan.recompute_layer]
+    paths += [path for group in plan.recompute.values() for path in group]
+    paths += [*plan.pipeline.first, plan.pipeline.layers, *plan.pipeline.last]
+    for path in paths:
+        assert any(matches(path, name) for name in modules), path
+    for path in plan.norms:
+        assert any(matches(path, name) for name in parameters), path
+    for pair in plan.tied:
+        assert parameters[pair[0]] is parameters[pair[1]]
+    assert bool(plan.tied) is made.architecture.config.tie_word_embeddings
+    assert plan.refused == {}
+
+
+@FAMILIES
+def test_two_ranks_hold_half_of_every_matrix_and_all_of_every_norm(builder, family):
+    made = builder(family)
+    measured = measure_sharding(made, 2)
+    for name, (whole, held) in measured.elements.items():
+        norm = "norm" in name
+        assert held == (whole if norm else whole // 2), name
+    assert set(measured.whole) == {name for name in measured.elements if "norm" in name}
+    assert measured.unmatched == ()
+
+
+def test_four_ranks_share_two_key_heads(builder):
+    elements = measure_sharding(builder("qwen3"), 4).elements
+    whole, held = elements["model.layers.0.self_attn.k_proj.weight"]
+    assert held == whole // 2
+    whole, held = elements["model.layers.0.self_attn.q_proj.weight"]
+    assert held == whole // 4
+
+
+@FAMILIES
+def test_names_are_those_of_transformers(builder, family):
+    made = builder(family)
+    names = set(made.architecture.model_class(made.architecture.config).state_dict())
+    users = {user for _, user in made.plan().tied}
+    assert {source.name for source in sources(made)} == names - users
+    assert all(source.hf_names == (source.name,) for source in sources(made))
+
+
+@FAMILIES
+def test_fresh_weights_are_spread_as_transformers_spreads_them(builder, family):
+    made = builder(family)
+    with torch.device("meta"):
+        module = made.build()
+    module.to_empty(device="cpu")
+    initialize(module.named_parameters(), made.init_rules(), seed=1)
+    torch.manual_seed(0)
+    other = made.architecture.model_class(made.architecture.config)
+    expected = dict(other.named_parameters(remove_duplicate=False))
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, expected[name]), name
+        else:
+            assert parameter.std().item() == pytest.approx(expected[name].std().item(), rel=0.15), name
+
+
+def test_flops_count_what_a_token_is_multiplied_with(builder):
+    made = builder("qwen3", num_hidden_layers=2)  # 4 query heads and 2 key heads of 24, hidden 64, 176 between
+    layer = 64 * (4 * 24 + 2 * 24 + 2 * 24) + 4 * 24 * 64 + 3 * 64 * 176
+    assert made.flops_per_token(100) == 6 * (2 * layer + 272 * 64) + 12 * 2 * (4 * 24) * 100
+
+
+def test_a_window_bounds_the_flops_of_its_layers(builder):
+    made = builder("qwen2")  # two layers of four see 16 tokens
+    assert made.flops_per_token(100) - made.flops_per_token(50) == 12 * 2 * 64 * 50
+
+
+def test_keys_of_nxd_training_change_the_configuration(builder):
+    given = builder("qwen3").config.hf_config
+    made = HFBuilder(HFModelConfig(hf_config=given, num_layers=2, hidden_size=32, max_position_embeddings=64))
+    with torch.device("meta"):
+        model = made.build()
+    assert len(model.model.layers) == 2
+    assert model.lm_head.weight.shape == (272, 32)
+    assert made.max_sequence_length == 64

@@ -1,0 +1,123 @@
+"""Models that cannot be trained here, or not in a layout, are refused in words."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from nxdt_plugin_hf.attention import AttentionCall
+from nxdt_plugin_hf.builder import HFBuilder
+from nxdt_plugin_hf.config import HFModelConfig
+from nxdt_plugin_hf.sharding import measure_sharding
+
+from nxdt_core.errors import BadModelConfig, LayoutRefused, NxdtError
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def made(**values):
+    builder = HFBuilder(HFModelConfig(hf_config={**SIZES, **values}))
+    builder.plan()
+    return builder
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "sentences"),
+    [
+        (
+            {"model_type": "qwen33"},
+            "NXDT-M081",
+            ["knows no model_type 'qwen33'", "Did you mean 'qwen3'", "pip install"],
+        ),
+        (
+            {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}},
+            "NXDT-M082",
+            ["modeling_mine.Mine", "never run"],
+        ),
+        ({"model_type": "bert"}, "NXDT-M083", ["BertLMHeadModel", "see later ones"]),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "NXDT-M083", ["BertForMaskedLM"]),
+        ({"model_type": "t5"}, "NXDT-M083", ["encoder with a decoder"]),
+        ({"model_type": "vit"}, "NXDT-M083", ["no causal language model"]),
+        ({"model_type": "gemma3"}, "NXDT-M083", ["text model"]),
+        ({"model_type": "qwen2", "hidden_size": "wide"}, "NXDT-M084", ["'hidden_size'", "expected int"]),
+        ({"model_type": "qwen2", "quantization_config": {"bits": 4}}, "NXDT-M084", ["quantized"]),
+        ({"model_type": "mamba"}, "NXDT-M085", ["MambaForCausalLM"]),
+        ({"model_type": "bloom", "n_head": 4}, "NXDT-M085", ["BloomForCausalLM", "attention"]),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_what_cannot_be_trained_is_refused(values, code, sentences):
+    with pytest.raises(NxdtError) as caught:
+        made(**values)
+    assert caught.value.code == code, str(caught.value)
+    for sentence in sentences:
+        assert sentence in str(caught.value)
+
+
+def test_code_beside_a_configuration_is_not_run_where_transformers_has_the_model(tmp_path, monkeypatch):
+    (tmp_path / "modeling_mine.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    builder = made(model_type="qwen2", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
+    assert builder.architecture.model_class.__module__.startswith("transformers.")
+    assert "auto_map" not in builder.config_to_hf()
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_key_value_heads": 3}, "hf_config.num_key_value_heads must divide num_attention_heads (4), and is 3"),
+        ({"hidden_size": 30}, "hf_config.hidden_size must be a multiple of num_attention_heads (4), and is 30"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_named_before_transformers_is_asked(values, problem):
+    with pytest.raises(BadModelConfig, match=r"M002") as caught:
+        made(model_type="qwen2", **values)
+    assert problem in str(caught.value)
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(NxdtError, match="pip install 'transformers>=") as caught:
+        made(model_type="qwen2")
+    assert caught.value.code == "NXDT-M080"
+
+
+@pytest.mark.parametrize(
+    ("values", "dimension", "sentences"),
+    [
+        ({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2}, "tp", ["no tensor parallel plan"]),
+        (
+            {"model_type": "granite", "embedding_multiplier": 12.0},
+            "pp",
+            ["hidden states outside of its layers"],
+        ),
+        ({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2}, "pp", ["no pipeline plan"]),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused_with_its_reason(values, dimension, sentences):
+    refused = made(**values).plan().refused
+    for sentence in sentences:
+        assert sentence in refused[dimension]
+
+
+def test_tensor_parallelism_that_is_refused_is_an_error_in_words():
+    builder = made(model_type="gpt2", n_embd=32, n_head=4, n_layer=2)
+    with pytest.raises(LayoutRefused) as caught:
+        measure_sharding(builder, 2)
+    assert str(caught.value).startswith(
+        "[NXDT-P070] GPT2LMHeadModel cannot be laid out with distributed_strategy.tensor_model_parallel_size=2: "
+    )
+
+
+def test_dropout_is_what_it_was_but_not_beside_a_window():
+    builder = made(model_type="phi3", resid_pdrop=0.1, attention_dropout=0.2, pad_token_id=None)
+    call: AttentionCall = builder.facts.calls["model.layers.0.self_attn"]
+    assert call.dropout == 0.2
+    with torch.device("meta"):
+        model = builder.build()
+    assert {type(part).__module__ for part in model.modules() if "Dropout" in type(part).__name__} == {
+        "nxdt_core.nn.dropout"
+    }
+    with pytest.raises(NxdtError, match="set attention_dropout to 0"):
+        made(model_type="phi3", attention_dropout=0.2, sliding_window=4, pad_token_id=None)

@@ -1,0 +1,79 @@
+"""Models that transformers builds train in every kind of layout as one process trains them.
+
+Tensor parallelism of every family always runs; ``--matrix`` says how many of the other cases, as for the matrix of
+layouts. Families share the processes of a case, whose imports of transformers cost more than the training.
+"""
+
+import random
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+
+from nxdt_core.testing.ranks import process_group
+from tests.parallel.matrix.judgement import computed_wrong
+from tests.parallel.matrix.layouts import Layout
+from tests.parallel.matrix.training import Report, train
+
+FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
+STEPS = 5
+
+CASES = {
+    "tp2-sp-packed": (FAMILIES, Layout(tp=2, sp=True, packed=True)),
+    "tp4-sp": (("qwen3", "olmo2"), Layout(tp=4, sp=True)),
+    "pp2": (FAMILIES, Layout(pp=2)),
+    "pp2-tp2": (("gemma3", "phi3"), Layout(pp=2, tp=2)),
+    "pp2-interleaved": (("gemma2",), Layout(pp=2, vpp=2)),
+    "cp2": (("qwen2", "qwen3", "gemma3", "olmo2"), Layout(cp=2, cp_method="ring")),
+    "dp2-zero3-recomputed": (("gemma2", "phi3"), Layout(dp=2, zero=3, recompute="full")),
+    "dp2-tp2": (("gemma3", "olmo2"), Layout(dp=2, tp=2)),
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        wanted = metafunc.config.getoption("--matrix")
+        metafunc.parametrize("case", CASES if wanted == "full" else [random.Random(int(wanted)).choice([*CASES])])
+
+
+def train_each(families: tuple[str, ...], layout: Layout) -> dict[str, Report]:
+    """Train the tiny model of each family, one after the other, on this rank."""
+    with process_group(timeout_s=120) if layout.world > 1 else nullcontext():  # engines use the group that there is
+        return {family: train(layout, "fp32", STEPS, _model(family)) for family in families}
+
+
+def _model(family: str) -> dict:
+    path = f"package://nxdt_plugin_hf/configs/{family}-tiny"
+    return {"name": "hf", "model_config": path, "hf_config": {"initializer_range": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    """``alone(families, packed)``: what one process reports of each family."""
+
+    @cache
+    def run(families: tuple[str, ...], packed: bool) -> dict[str, Report]:
+        (reports,) = ranks(1).run(train_each, families, Layout(packed=packed), timeout_s=240)
+        return reports
+
+    return run
+
+
+def _compare(ranks, alone, families, layout):
+    references = alone(families, layout.packed)
+    reports = ranks(layout.world).run(train_each, families, layout, timeout_s=240)
+    wrong = [
+        f"{family}: {text}"
+        for family in families
+        for text in computed_wrong("fp32", [report[family] for report in reports], references[family])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_two_tensor_parallel_ranks_train_each_family_as_one_process_does(ranks, alone):
+    _compare(ranks, alone, FAMILIES, Layout(tp=2))
+
+
+def test_a_layout_trains_as_one_process_does(ranks, alone, case):
+    families, layout = CASES[case]
+    _compare(ranks, alone, families, layout)
