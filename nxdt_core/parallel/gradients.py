@@ -62,16 +62,16 @@ class GradientSums:
 
 
 def global_norm(
-    parameters: Iterable[nn.Parameter],
+    tensors: Iterable[torch.Tensor | None],
     world: dist.ProcessGroup | None,
     *,
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """2-norm of the whole gradient over all ranks and stages, each element counted once.
+    """2-norm of all gradients, or of all weights, over all ranks and stages, each element counted once.
 
     Args:
-        parameters: those whose elements this rank speaks for (:func:`nxdt_core.parallel.placement.owns`).
+        tensors: of those parameters whose elements this rank speaks for (:func:`nxdt_core.parallel.placement.owns`).
         world: all ranks; None for one that is alone.
         device: of the result.
         dtype: of the result and of its summation, the same on all ranks.
@@ -79,8 +79,8 @@ def global_norm(
     Returns:
         A device scalar, equal on all ranks bit for bit.
     """
-    grads = [local_of(p.grad) for p in parameters if p.grad is not None]
-    norms = [norm for same in _by_dtype(grads) for norm in torch._foreach_norm(same, 2, dtype)]
+    held = [local_of(tensor.detach()) for tensor in tensors if tensor is not None]
+    norms = [norm for same in _by_dtype(held) for norm in torch._foreach_norm(same, 2, dtype)]
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device, dtype=dtype)
     if world is not None:
         dist.all_reduce(squares, group=world)

@@ -198,14 +198,16 @@ class TorchModel:
 
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
-        numerics = self._numerics
         self._sums.add_up()
         sum_tied_gradients(self._tied, self._tied_group)
-        world = self._mesh.group("world")
-        norm = global_norm(self._spoken_for, world, device=numerics.device, dtype=numerics.figures)
+        norm = self._norm([parameter.grad for parameter in self._spoken_for])
         if max_norm is not None:
             clip(self._parameters.by_name.values(), norm, max_norm)
         return norm
+
+    def parameter_norm(self) -> torch.Tensor:
+        """2-norm of all weights that the optimizer updates or leaves frozen; masters where there are some."""
+        return self._norm(self._spoken_for)
 
     def weights_changed(self) -> None:
         """Let second copies of tied parameters follow; called after an update and after a load."""
@@ -213,6 +215,10 @@ class TorchModel:
             for owner, user in self._parameters.twins:
                 local_of(user).copy_(local_of(owner))
                 user.grad = None
+
+    def _norm(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        numerics = self._numerics
+        return global_norm(tensors, self._mesh.group("world"), device=numerics.device, dtype=numerics.figures)
 
     def _placed(self) -> Iterator[tuple[nn.Parameter, str, ParameterShard]]:
         """Every parameter with its place, a tied one's second copy under the owner's name."""

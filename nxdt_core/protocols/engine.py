@@ -91,6 +91,11 @@ class ParallelModel(Protocol):
         """Copy ``state`` in; ``strict`` refuses missing and extra names."""
         ...
 
+    def parameter_norm(self) -> torch.Tensor:
+        """2-norm of the whole model's weights (masters where there are some), each element counted once; a device
+        scalar, equal on all ranks. Collective."""
+        ...
+
     def local_modules(self) -> Sequence[torch.nn.Module]:
         """The plain modules of this rank: one a pipeline stage."""
         ...

@@ -175,6 +175,7 @@ def _metrics(config: ResolvedConfig, console: Console, figures: SaveFigures) -> 
         every=config.run.trainer.log_every_n_steps,
         flops_per_token=assemble.model_builder(config).flops_per_token(config.run.data.seq_length),
         compute_dtype=policy.autocast or policy.parameters,
+        parameter_norm=config.run.exp_manager.log_parameter_norm,
         more=lambda: figures.row,
     )
 

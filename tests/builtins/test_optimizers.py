@@ -255,7 +255,7 @@ def over(parameters, name, plan=PLAN, **keys):
     factory = getattr(importlib.import_module(module), target)
 
     def norm(max_norm):
-        return global_norm(parameters.values(), None, device=torch.device("cpu"), dtype=torch.float32)
+        return global_norm([p.grad for p in parameters.values()], None, device=torch.device("cpu"), dtype=torch.float32)
 
     return TorchOptimizer(lambda shards: factory(shards, section), groups, norm)
 

@@ -102,7 +102,7 @@ def test_settings_without_effect_are_accepted_and_noted(load, good):
     text = good + "compiler_flags: '--model-type transformer'\nbucket_size_collectives: 1024\n"
     config = load(
         text,
-        "exp_manager.log_parameter_norm=true",
+        "exp_manager.log_gradient_norm=false",
         "model.fusions.softmax=true",
         "model.optim={name: fussy, capturable: true}",
         "data.skip_warmup=false",
@@ -110,7 +110,7 @@ def test_settings_without_effect_are_accepted_and_noted(load, good):
         "exp_manager.wandb_logger_kwargs={project: x}",
     )
     assert config.notes == (
-        "exp_manager.log_parameter_norm: no effect, since this version does not log the norm of the weights",
+        "exp_manager.log_gradient_norm: no effect, since grad_norm is always logged",
         "model.fusions.softmax, compiler_flags, bucket_size_collectives: no effect, since the engine 'torch' does not"
         " read the XLA runtime's settings",
         "data.skip_warmup: no effect, since files are mapped, not read ahead",

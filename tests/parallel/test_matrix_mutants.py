@@ -55,6 +55,7 @@ def changed(tensors, change):
         (lambda r: replace(r, losses=[*r.losses[:-1], r.losses[-1] + 2e-9]), "loss: off by 2.0e-09 from step 2"),
         (lambda r: replace(r, losses=[float("nan"), *r.losses[1:]]), "loss: off by nan from step 0"),
         (lambda r: replace(r, norms=[r.norms[0] * 2, *r.norms[1:]]), "gradient norm: off by 1.6e+00 from step 0"),
+        (lambda r: replace(r, weight_norms=[*r.weight_norms[:-1], 0.0]), "norm of the weights: off by"),
         (lambda r: replace(r, gradients=changed(r.gradients, lambda g: g * 2)), "gradient of embed_tokens.weight: off"),
         (lambda r: replace(r, weights=changed(r.weights, lambda w: w + 2e-9)), "embed_tokens.weight: off by 2.0e-09"),
         (lambda r: replace(r, weights=changed(r.weights, lambda w: w[:, :-1])), "shape (64, 31) instead of (64, 32)"),

@@ -30,7 +30,7 @@ def optimizer_over(groups, build):
     parameters = [parameter for group in groups for parameter in group["params"]]
 
     def norm(max_norm):
-        found = global_norm(parameters, None, device=torch.device("cpu"), dtype=torch.float32)
+        found = global_norm([p.grad for p in parameters], None, device=torch.device("cpu"), dtype=torch.float32)
         if max_norm is not None:
             clip(parameters, found, max_norm)
         return found

@@ -162,8 +162,8 @@ class ExpManagerConfig:
     """Logger ``neptune``."""
     neptune_logger_kwargs: Mapping[str, Any] | None = None
     """Keys of the logger ``neptune``."""
-    log_parameter_norm: Annotated[bool, NoEffect("this version does not log the norm of the weights")] = False
-    """Log the 2-norm of all weights."""
+    log_parameter_norm: bool = False
+    """Log the 2-norm of all weights, of masters where there are some, as ``parameter_norm``."""
     log_gradient_norm: Annotated[bool, NoEffect("grad_norm is always logged")] = True
     """Log the 2-norm of the gradient before clipping."""
     log_local_rank_0_only: bool = False

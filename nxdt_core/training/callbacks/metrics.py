@@ -38,6 +38,7 @@ class MetricsWriter(pl.Callback):
         every: steps between two rows.
         flops_per_token: of forward and backward, for the share of the device's peak.
         compute_dtype: dtype of the matrix products, which decides the peak.
+        parameter_norm: whether a row has the norm of the weights after the step, too.
         more: called for further columns of a row.
     """
 
@@ -49,6 +50,7 @@ class MetricsWriter(pl.Callback):
         every: int,
         flops_per_token: float,
         compute_dtype: str,
+        parameter_norm: bool = False,
         more: Callable[[], Mapping[str, float | int | None]] = dict,
     ) -> None:
         self._run_dir = run_dir
@@ -56,6 +58,7 @@ class MetricsWriter(pl.Callback):
         self._every = max(1, every)
         self._flops_per_token = flops_per_token
         self._compute_dtype = compute_dtype
+        self._parameter_norm = parameter_norm
         self._more = more
         self._file: TextIO | None = None
         self._peak: float | None = None
@@ -133,6 +136,8 @@ class MetricsWriter(pl.Callback):
         state, result = module.train_state, module.last
         skipped = torch.as_tensor(module.optimizer.skipped_steps, device=result.grad_norm.device)
         named = {"loss": result.loss.loss, "grad_norm": result.grad_norm, "skipped": skipped, **result.loss.metrics}
+        if self._parameter_norm:
+            named["parameter_norm"] = module.model.parameter_norm()
         values = torch.stack([value.detach().float() for value in named.values()]).tolist()  # the one copy
         now, waited = time.perf_counter(), self._wait(trainer)
         steps = max(1, state.step - self._logged_step)

@@ -31,6 +31,7 @@ def differences(report: Report, reference: Report, tolerance: Tolerance) -> Iter
     """Sentences about what differs; none where the rank agrees."""
     yield from _curve("loss", report.losses, reference.losses, tolerance.loss)
     yield from _curve("gradient norm", report.norms, reference.norms, tolerance.norm)
+    yield from _curve("norm of the weights", report.weight_norms, reference.weight_norms, tolerance.norm)
     if report.figures.keys() != reference.figures.keys():
         yield f"metrics {sorted(report.figures)} instead of {sorted(reference.figures)}"
     for name in report.figures.keys() & reference.figures.keys():

@@ -48,6 +48,7 @@ class Report:
     rank: int
     losses: list[float]
     norms: list[float]
+    weight_norms: list[float]
     figures: dict[str, list[float]]
     """Further metrics of every step by name."""
     gradients: dict[str, torch.Tensor]
@@ -107,6 +108,7 @@ def train(layout: Layout, numbers: Numbers, steps: int = STEPS, model: Mapping[s
         rank=place.rank,
         losses=run.losses,
         norms=run.norms,
+        weight_norms=run.weight_norms,
         figures=run.figures,
         gradients=gradients,
         weights={name: whole(parameter) for name, parameter in model.named_parameters()},
@@ -140,6 +142,7 @@ class _Run:
         self._state = TrainState()
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.weight_norms: list[float] = []
         self.figures: dict[str, list[float]] = {}
 
     def step(self, max_norm: float | None = MAX_NORM, apply: Callable[[], object] | None = None) -> None:
@@ -155,6 +158,7 @@ class _Run:
         )
         self.losses.append(float(result.loss.loss))
         self.norms.append(float(result.grad_norm))
+        self.weight_norms.append(float(self._model.parameter_norm()))
         for name, value in result.loss.metrics.items():
             self.figures.setdefault(name, []).append(float(value))
 
