@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,21 @@ DISTS = (
     "plugins/checkpoint_backends/s3",
     "plugins/datasets/text",
     "plugins/models/gpt",
+    "plugins/models/hf",
     "plugins/models/llama",
     "plugins/models/mixtral",
 )
 THIRD_PARTY = "examples/third_party"
 _NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--models",
+        default=str(date.today().toordinal()),
+        metavar="full|SEED",
+        help="models that tests/packaging trains from their wheels: all, or one by this seed (default: the date's)",
+    )
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -96,6 +107,12 @@ def _environment(tmp_path_factory: pytest.TempPathFactory, wheels: Path, dists: 
     environment.see(third_party)
     environment.install(wheels, *dists)
     return environment
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Callable[..., Environment]:
+    """``environment(*dists)``: a clean environment with these and what they ask for."""
+    return lambda *dists: _environment(tmp_path_factory, wheels, dists)
 
 
 @pytest.fixture(scope="session")

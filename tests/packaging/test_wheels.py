@@ -15,6 +15,7 @@ OURS = {
     "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),
     "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
     "nxdt_plugin_gpt": ("nxdt-plugin-gpt", ("nxdt_plugin_gpt/recipes/gpt-tiny.yaml",)),
+    "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/recipes/hf-tiny.yaml",)),
     "nxdt_plugin_llama": ("nxdt-plugin-llama", ("nxdt_plugin_llama/recipes/llama-tiny.yaml",)),
     "nxdt_plugin_mixtral": ("nxdt-plugin-mixtral", ("nxdt_plugin_mixtral/recipes/mixtral-tiny.yaml",)),
 }
@@ -62,6 +63,7 @@ def test_each_plugin_has_one_entry_point_of_its_own_package(wheels):
         "plugins/checkpoint_backends/s3",
         "plugins/datasets/text",
         "plugins/models/gpt",
+        "plugins/models/hf",
         "plugins/models/llama",
         "plugins/models/mixtral",
         ".",
