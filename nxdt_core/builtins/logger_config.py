@@ -50,7 +50,7 @@ class MLFlowConfig:
     """What the run is called; ``null`` takes the name of the run's directory."""
     tracking_uri: str | None = None
     """Server or store (``http://…``, ``sqlite:///…``, ``file:…``); ``null`` takes ``MLFLOW_TRACKING_URI``, else
-    ``mlruns`` in the run's directory."""
+    ``mlflow.db`` in the run's directory."""
     run_id: str | None = None
     """Run to go on with."""
     tags: Mapping[str, str] | None = None
@@ -58,4 +58,4 @@ class MLFlowConfig:
     prefix: str = ""
     """Text before the names of metrics."""
     artifact_location: str | None = None
-    """Where a new experiment keeps files."""
+    """Where a new experiment keeps files; ``null`` leaves it to the server or store."""

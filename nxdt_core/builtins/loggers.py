@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import yaml
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from nxdt_core.builtins.logger_config import MLFlowConfig, WandbConfig
-from nxdt_core.errors import LoggerLibraryMissing
+from nxdt_core.errors import LoggerCannotStart, LoggerLibraryMissing
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
@@ -29,22 +31,25 @@ def wandb(config: WandbConfig, run_dir: Path) -> WandbLogger:
 
     Raises:
         LoggerLibraryMissing: wandb is not installed.
+        LoggerCannotStart: no account, no network, or a key that it does not take.
     """
-    _require("wandb", logger="wandb")
-    from nxdt_core.builtins.logger_wandb import FinishedWandbLogger
+    with _starting("wandb", advice="Log in with `wandb login`, or write files only: WANDB_MODE=offline"):
+        from nxdt_core.builtins.logger_wandb import FinishedWandbLogger
 
-    return FinishedWandbLogger(
-        name=config.name or run_dir.name,
-        project=config.project,
-        save_dir=str(run_dir),
-        id=config.id,
-        offline=config.offline or os.environ.get("WANDB_MODE") == "offline",
-        prefix=config.prefix,
-        resume=config.resume,
-        config=yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
-        **_given(entity=config.entity, group=config.group, job_type=config.job_type, notes=config.notes),
-        **_given(tags=config.tags),
-    )
+        logger = FinishedWandbLogger(
+            name=config.name or run_dir.name,
+            project=config.project,
+            save_dir=str(run_dir),
+            id=config.id,
+            offline=config.offline or os.environ.get("WANDB_MODE") == "offline",
+            prefix=config.prefix,
+            resume=config.resume,
+            config=yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
+            **_given(entity=config.entity, group=config.group, job_type=config.job_type, notes=config.notes),
+            **_given(tags=config.tags),
+        )
+        _ = logger.experiment
+    return logger
 
 
 def mlflow(config: MLFlowConfig, run_dir: Path) -> MLFlowLogger:
@@ -52,21 +57,23 @@ def mlflow(config: MLFlowConfig, run_dir: Path) -> MLFlowLogger:
 
     Raises:
         LoggerLibraryMissing: mlflow is not installed.
+        LoggerCannotStart: its server or store does not answer, or does not take a key.
     """
-    _require("mlflow", logger="mlflow")
-    from pytorch_lightning.loggers import MLFlowLogger
+    shared = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    own = run_dir.absolute()
+    with _starting("mlflow", advice="Check exp_manager.mlflow_logger_kwargs.tracking_uri"):
+        from pytorch_lightning.loggers import MLFlowLogger
 
-    logger = MLFlowLogger(
-        experiment_name=config.experiment_name,
-        run_name=config.run_name or run_dir.name,
-        tracking_uri=config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"),
-        save_dir=str(run_dir / "mlruns"),
-        tags=dict(config.tags or {}),
-        prefix=config.prefix,
-        artifact_location=config.artifact_location,
-        run_id=config.run_id,
-    )
-    logger.experiment.log_artifact(logger.run_id, str(run_dir / "config.yaml"))
+        logger = MLFlowLogger(
+            experiment_name=config.experiment_name,
+            run_name=config.run_name or run_dir.name,
+            tracking_uri=shared or f"sqlite:///{own}/mlflow.db",
+            tags=dict(config.tags or {}),
+            prefix=config.prefix,
+            artifact_location=config.artifact_location or (None if shared else (own / "mlartifacts").as_uri()),
+            run_id=config.run_id,
+        )
+        logger.experiment.log_artifact(logger.run_id, str(run_dir / "config.yaml"))
     return logger
 
 
@@ -80,8 +87,14 @@ def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _require(package: str, *, logger: str) -> None:
+@contextmanager
+def _starting(package: str, *, advice: str) -> Iterator[None]:
+    """Turn what a library raises as its logger starts into words: most of it a user can mend."""
     try:
         importlib.import_module(package)
     except ImportError as error:
-        raise LoggerLibraryMissing(logger=logger, package=package, reason=str(error)) from error
+        raise LoggerLibraryMissing(logger=package, package=package, reason=str(error)) from error
+    try:
+        yield
+    except Exception as error:
+        raise LoggerCannotStart(logger=package, reason=str(error).rstrip("."), advice=advice) from error

@@ -156,7 +156,13 @@ from nxdt_core.errors.ranks import (
     RanksMissing,
     WorldSizeMismatch,
 )
-from nxdt_core.errors.runs import CannotCopyFile, LengthUnknown, LoggerLibraryMissing, MetricNotLogged
+from nxdt_core.errors.runs import (
+    CannotCopyFile,
+    LengthUnknown,
+    LoggerCannotStart,
+    LoggerLibraryMissing,
+    MetricNotLogged,
+)
 from nxdt_core.errors.saving import SameWeightsSaved, SaveTookTooLong
 from nxdt_core.errors.training import (
     CannotGenerate,
@@ -239,6 +245,7 @@ __all__ = [
     "LayoutRefused",
     "LengthUnknown",
     "LocalPluginMissing",
+    "LoggerCannotStart",
     "LoggerLibraryMissing",
     "LossesAreNotLogits",
     "MetricNotLogged",

@@ -6,7 +6,7 @@ from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
 
-__all__ = ["CannotCopyFile", "LengthUnknown", "LoggerLibraryMissing", "MetricNotLogged"]
+__all__ = ["CannotCopyFile", "LengthUnknown", "LoggerCannotStart", "LoggerLibraryMissing", "MetricNotLogged"]
 
 
 class LengthUnknown(NxdtError):
@@ -53,3 +53,14 @@ class LoggerLibraryMissing(NxdtError):
     logger: str
     package: str
     reason: str
+
+
+class LoggerCannotStart(NxdtError):
+    """A logger whose library is there, and refuses."""
+
+    code = "NXDT-T015"
+    happened = "The logger '{logger}' cannot start: {reason}."
+    remedy = "{advice}; or switch it off: exp_manager.create_{logger}_logger=false."
+    logger: str
+    reason: str
+    advice: str

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nxdt_core.errors import LoggerLibraryMissing
+from nxdt_core.errors import LoggerCannotStart, LoggerLibraryMissing
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
 from tests.training.ema_run import averaged_run
@@ -82,24 +82,30 @@ def test_two_trainings_of_a_process_are_two_wandb_runs(small_run, monkeypatch):
         assert list(history["loss"]) == [1]
 
 
-@pytest.mark.parametrize("store", ["file", "sqlite"])
+@pytest.mark.parametrize("store", ["the run's own", "by variable"])
 def test_mlflow_has_the_figures_and_the_configuration(small_run, metric_rows, tmp_path, monkeypatch, store):
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    if store == "sqlite":
-        pytest.importorskip("sqlalchemy", reason="MLflow's database stores need sqlalchemy")
-    uri = f"file:{tmp_path}/mlruns" if store == "file" else f"sqlite:///{tmp_path}/mlflow.db"
-    kwargs = f"{{experiment_name: tests, run_name: small, tracking_uri: '{uri}', tags: {{of: x}}}}"
+    kwargs = "{experiment_name: tests, run_name: small, tags: {of: x}}"
     config = small_run("trainer.max_steps=3", *MLFLOW, f"exp_manager.mlflow_logger_kwargs={kwargs}")
+    path = config.run_dir / "mlflow.db"
+    if store == "by variable":
+        path = tmp_path / "all.db"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
     train(config)
-    client = MlflowClient(uri)
+    client = MlflowClient(f"sqlite:///{path}")
     experiment = client.get_experiment_by_name("tests")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status, run.data.tags["of"]) == ("small", "FINISHED", "x")
     found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
     assert found == pytest.approx({step: row["loss"] for step, row in metric_rows(config.run_dir).items()})
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+def test_a_logger_that_cannot_start_is_told_in_words(small_run):
+    kwargs = "exp_manager.mlflow_logger_kwargs={tracking_uri: 'nowhere://x'}"
+    with pytest.raises(LoggerCannotStart, match=r"logger 'mlflow' cannot start: .*nowhere[\s\S]*tracking_uri"):
+        train(small_run("trainer.max_steps=1", *MLFLOW, kwargs))
 
 
 @pytest.mark.parametrize("logger", ["wandb", "mlflow"])

@@ -1,0 +1,118 @@
+"""What lies in a run's directory beside figures and checkpoints: logs of each rank, commands, copied files."""
+
+import re
+
+import pytest
+
+from nxdt_core.errors import CannotCopyFile, ConfigError, StepNotFinite
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import train
+from tests.training.ema_run import averaged_run
+
+TWO = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "trainer.max_steps=2")
+
+
+def logs(run_dir):
+    """Text by name."""
+    return {path.name: path.read_text() for path in (run_dir / "logs").iterdir()}
+
+
+def test_a_log_has_what_the_console_said_and_what_was_warned_of(small_run, capsys):
+    config = small_run("trainer.max_steps=2", "checkpoint.monitor=nonsense")
+    train(config)
+    (text,) = logs(config.run_dir).values()
+    assert re.search(r"INFO rank 0 nxdt_core\S*: step 1/2  loss", text)
+    assert "WARNING rank 0 nxdt_core.training.callbacks.checkpoints: step 2 has no metric 'nonsense'" in text
+    assert "step 1/2  loss" in capsys.readouterr().err
+
+
+def test_what_ends_a_run_is_in_its_logs(small_run):
+    config = small_run("trainer.max_steps=2", "model.optim.lr=1e30", "trainer.gradient_clip_val=null")
+    with pytest.raises(StepNotFinite):
+        train(config)
+    found = logs(config.run_dir)
+    assert set(found) == {"globalrank-0_localrank-0.txt", "errors.txt"}
+    assert all("ERROR rank 0 nxdt_core: [NXDT-T010]" in text for text in found.values())
+    assert "Traceback" not in found["errors.txt"], "a mistake of the user is no bug"
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("name=run", {"globalrank-0_localrank-0.txt", "globalrank-1_localrank-1.txt"}),
+        ("exp_manager.log_local_rank_0_only=true", {"globalrank-0_localrank-0.txt"}),
+        ("exp_manager.log_global_rank_0_only=true", {"globalrank-0_localrank-0.txt"}),
+    ],
+)
+def test_which_ranks_keep_a_log(tmp_path, override, kept):
+    RankPool(2).run(warned_run, str(tmp_path), *TWO, override, timeout_s=120)
+    assert set(logs(tmp_path / "run")) == kept
+
+
+def warned_run(where, *overrides):
+    """A run in which every rank has something to write down."""
+    import logging
+
+    import pytorch_lightning as pl
+
+    fit = pl.Trainer.fit
+
+    def warning_fit(trainer, *args, **kwargs):
+        logging.getLogger("nxdt_core.tests").warning("seen")
+        return fit(trainer, *args, **kwargs)
+
+    pl.Trainer.fit = warning_fit
+    return averaged_run(where, *overrides)
+
+
+def test_a_log_for_each_node_and_for_the_run_exclude_each_other(small_run):
+    with pytest.raises(ConfigError, match="it wants a log of each node"):
+        small_run(
+            "trainer.max_steps=1", "exp_manager.log_local_rank_0_only=true", "exp_manager.log_global_rank_0_only=true"
+        )
+
+
+def test_each_start_writes_its_command_and_copies_the_files(small_run, tmp_path):
+    (tmp_path / "notes.md").write_text("first")
+    files = f"exp_manager.files_to_copy=['{tmp_path}/notes.md']"
+    config = small_run("trainer.max_steps=1", files)
+    train(config)
+    (tmp_path / "notes.md").write_text("second")
+    train(small_run("trainer.max_steps=2", files))
+    assert (config.run_dir / "files" / "notes.md").read_text() == "second"
+    assert len((config.run_dir / "cmd-args.log").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("names", "reason"), [(["absent.md"], "No such file"), (["a/x", "b/x"], "the same name")])
+def test_a_file_that_cannot_be_copied_is_named(small_run, tmp_path, names, reason):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x").write_text("")
+    files = ", ".join(f"'{tmp_path}/{name}'" for name in names)
+    with pytest.raises(CannotCopyFile, match=reason):
+        train(small_run("trainer.max_steps=1", f"exp_manager.files_to_copy=[{files}]"))
+
+
+def test_a_directory_of_the_time_and_the_command_that_goes_on_there(small_run, tmp_path):
+    config = small_run(
+        "trainer.max_steps=1", "exp_manager.use_datetime_version=true", "exp_manager.resume_if_exists=false"
+    )
+    summary = train(config)
+    version = summary.run_dir.name
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", version)
+    assert summary.checkpoint.startswith(str(tmp_path / "run" / version / "checkpoints"))
+    assert f"exp_manager.version={version}" in summary.resume_command
+    again = small_run("trainer.max_steps=2", f"exp_manager.version={version}", "exp_manager.use_datetime_version=true")
+    assert (train(again).step, again.run_dir) == (2, summary.run_dir)
+
+
+def test_ranks_agree_on_the_time(tmp_path):
+    more = ("exp_manager.use_datetime_version=true", "exp_manager.resume_if_exists=false")
+    RankPool(2).run(averaged_run, str(tmp_path), *TWO, *more, timeout_s=120)
+    (run_dir,) = (tmp_path / "run").iterdir()
+    assert {path.name for path in run_dir.iterdir()} >= {"config.yaml", "metrics.jsonl", "checkpoints", "logs"}
+
+
+def test_a_run_that_resumes_stays_in_its_directory(small_run):
+    config = small_run("trainer.max_steps=1", "exp_manager.use_datetime_version=true")
+    assert train(config).run_dir == config.run_dir
