@@ -1,0 +1,318 @@
+"""What every model builder must keep; its author subclasses it once, or once for each kind of model.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_core.testing.model_contract import ModelContract
+
+    class TestMyModel(ModelContract):
+        @pytest.fixture
+        def builder(self):
+            return MyBuilder(MyConfig(num_layers=4, hidden_size=32, vocab_size=64))
+
+A small model with an even number of layers will do. Whether it computes what it should is for tests of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from nxdt_core.checkpoint.hf import load_hf, save_hf
+from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.nn.init import initialize
+from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.parallel.pipeline.stages import cut_stage
+from nxdt_core.parallel.recompute import apply_recompute
+from nxdt_core.protocols.model import HFExchange, ModelBuilder
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["ModelContract"]
+
+_SEED = 7
+_DEFAULTS = ParallelPlan()
+_STAGES = 2
+_ROUNDING = 1e-4
+"""Of the effect of a token; what a later token would have on a fresh model's logits is a hundred times as much."""
+
+
+class ModelContract:
+    """Override the fixture ``builder``."""
+
+    replicated: ClassVar[tuple[str, ...]] = ()
+    """Patterns of matrices that every tensor parallel rank holds whole on purpose, without a style that says so."""
+    exchanges_with_hf: ClassVar[bool] = True
+    """False for a kind of model that has no form there although the builder exchanges others."""
+
+    @pytest.fixture
+    def builder(self) -> ModelBuilder:
+        """A builder of a small model."""
+        raise NotImplementedError("override the fixture 'builder'")
+
+    @pytest.fixture
+    def plan(self, builder: ModelBuilder) -> ParallelPlan:
+        """The builder's."""
+        return builder.plan()
+
+    @pytest.fixture
+    def model(self, builder: ModelBuilder) -> nn.Module:
+        """The whole model with fresh weights, evaluating."""
+        return _fresh(builder).eval()
+
+    @pytest.fixture
+    def exchange(self, builder: ModelBuilder) -> HFExchange:
+        """The builder as one that exchanges with Hugging Face; tests of others are skipped."""
+        if not self.exchanges_with_hf or not isinstance(builder, HFExchange):
+            pytest.skip(f"this model of {type(builder).__name__} is not exchanged with Hugging Face")
+        return builder
+
+    # Building
+
+    def test_it_has_the_members_of_the_protocol(self, builder: ModelBuilder) -> None:
+        """Every method, and bounds that make sense."""
+        assert isinstance(builder, ModelBuilder)
+        assert builder.vocab_size > 0
+        assert builder.max_sequence_length is None or builder.max_sequence_length > 0
+
+    def test_it_is_built_on_meta_and_is_then_the_same(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """No memory is taken for weights, and ``reset_buffers`` computes what is not saved."""
+        with torch.device("meta"):
+            empty = builder.build()
+        assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
+        assert _shapes(empty) == _shapes(model)
+        empty.to_empty(device="cpu")
+        with torch.no_grad():  # what was in memory is anything; zeros could be right by chance
+            for tensor in (*empty.parameters(), *empty.buffers()):
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+        for part in empty.modules():
+            getattr(part, "reset_buffers", lambda: None)()
+        empty.load_state_dict(model.state_dict())
+        ids = _tokens(builder, 2, 9)
+        assert torch.equal(empty.eval()(ids), model(ids))
+
+    def test_fresh_weights_follow_from_names_and_the_seed(self, builder: ModelBuilder) -> None:
+        """Every parameter has a rule, nothing is left from building, and another seed gives other weights."""
+        one, again, other = _fresh(builder), _fresh(builder), _fresh(builder, seed=_SEED + 1)
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+    # Computing
+
+    def test_logits_have_a_row_of_the_vocabulary_for_each_token(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """As many as ``vocab_size`` says, and finite."""
+        logits = model(_tokens(builder, 2, 9))
+        assert logits.shape == (2, 9, builder.vocab_size)
+        assert torch.isfinite(logits).all()
+
+    def test_a_loss_reaches_every_parameter(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """It is that of a guess, about, and each parameter gets a gradient."""
+        ids = _tokens(builder, 2, 9)
+        total, weight = cross_entropy_sum(model.train()(ids[:, :-1]), ids[:, 1:])
+        torch.autograd.backward(total / weight)
+        assert torch.isfinite(total)
+        idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        assert not idle, "these take no part"
+
+    def test_no_token_sees_a_later_one(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Otherwise it would be told what it shall predict. (Rounding may differ where tokens are grouped.)"""
+        ids = _tokens(builder, 1, 12)
+        changed = ids.clone()
+        changed[0, 7] = (changed[0, 7] + 1) % builder.vocab_size
+        difference = (model(ids) - model(changed)).abs()[0].amax(-1)
+        assert difference[7] > 0
+        assert difference[:7].max() <= _ROUNDING * difference.max()
+
+    def test_positions_default_to_the_place_in_the_row(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """From 0 on."""
+        ids = _tokens(builder, 2, 9)
+        torch.testing.assert_close(model(ids), model(ids, torch.arange(9).expand(2, 9)))
+
+    def test_packed_documents_equal_documents_alone(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """With ``document_ids`` and positions that restart; in turn, so that nothing is kept from the batch before."""
+        ids = _tokens(builder, 1, 20)
+        for lengths in ((7, 13), (12, 8), (7, 13)):
+            positions = torch.cat([torch.arange(length) for length in lengths])[None]
+            documents = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None]
+            alone = [model(part) for part in torch.split(ids, list(lengths), 1)]
+            torch.testing.assert_close(model(ids, positions, documents), torch.cat(alone, 1))
+
+    # The plan
+
+    def test_every_pattern_matches_something(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """A pattern that matches nothing is a slip of the pen."""
+        modules = [name for name, _ in model.named_modules()]
+        parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        idle = [path for path in _module_patterns(plan) if not any(matches(path, name) for name in modules)]
+        idle += [path for path in _parameter_patterns(plan) if not any(matches(path, name) for name in parameters)]
+        assert not idle
+
+    def test_each_matrix_is_planned_once(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """By one pattern of ``tensor`` or ``expert_tensor``, as a router, or as one of :attr:`replicated`."""
+        if not plan.tensor:
+            pytest.skip("the plan has no tensor parallelism")
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            owner = name.rpartition(".")[0]
+            patterns = [path for path in plan.tensor if matches(path, owner)]
+            patterns += [path for path in plan.expert_tensor if matches(path, name)]
+            patterns += [path for path in plan.expert_routers if matches(path, owner)]
+            patterns += [path for path in self.replicated if matches(path, name)]
+            assert len(patterns) <= 1, f"{name} is planned by {patterns}"
+            assert patterns or parameter.ndim < 2, f"{name} is not planned: every rank would hold it whole"
+
+    def test_vectors_do_not_decay_unless_asked(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Scales of norms are in ``norms``, biases in ``no_weight_decay``; matrices decay."""
+        for name, parameter in model.named_parameters():
+            kept = matches_any((*plan.norms, *plan.no_weight_decay), name)
+            assert kept or parameter.ndim > 1, f"{name} would decay"
+
+    def test_parameters_that_are_one_are_named_as_tied(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """All of them, and no others."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        shared = {frozenset(same) for same in names.values() if len(same) > 1}
+        assert {frozenset(pair) for pair in plan.tied} == shared
+
+    def test_heads_divide_the_projections(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Rows of queries by query heads, of keys and values by theirs, columns of the output by query heads."""
+        if plan.heads is None:
+            pytest.skip("the plan has no heads")
+        heads = plan.heads
+        assert heads.query_heads % heads.kv_heads == 0
+        for count, dim, patterns in (
+            (heads.query_heads, 0, heads.query),
+            (heads.kv_heads, 0, heads.key_value),
+            (heads.query_heads, 1, heads.output),
+        ):
+            for name, parameter in model.named_parameters():
+                if matches_any([f"{pattern}.weight" for pattern in patterns], name):
+                    assert parameter.shape[dim] % count == 0, f"{name} has no {count} heads"
+
+    def test_recomputation_changes_nothing(self, builder: ModelBuilder, plan: ParallelPlan) -> None:
+        """Gradients are bit-equal, whatever is recomputed."""
+        ids = _tokens(builder, 2, 9)
+        wanted = _gradients(_fresh(builder), ids)
+        choices: list[tuple[str, ...]] = [(name,) for name in plan.recompute]
+        for names in choices if plan.pipeline is None else [*choices, ()]:
+            module = _fresh(builder)
+            apply_recompute(module, plan, granularity="selective" if names else "full", names=names)
+            found = _gradients(module, ids)
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted), names or "whole layers"
+
+    # Pipelines
+
+    def test_stages_have_the_names_and_weights_of_the_whole(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Each parameter is on one stage, a tied one also where it is used, drawn there as in the whole."""
+        whole = dict(model.named_parameters(remove_duplicate=False))
+        found: Counter[str] = Counter()
+        for stage in _stages(builder):
+            initialize(stage.named_parameters(), builder.init_rules(), _SEED)
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                found[name] += 1
+                user_of = [owner for owner, user in builder.plan().tied if user == name]
+                assert torch.equal(parameter, whole[name]) or user_of, name
+        assert found == dict.fromkeys(whole, 1)
+
+    def test_stages_in_turn_compute_what_the_whole_does(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """From hidden states [batch, seq, hidden_size] on, with the positions of the batch."""
+        ids, positions = _tokens(builder, 2, 9), torch.arange(9).expand(2, 9)
+        state, hidden = model.state_dict(), ids
+        pipeline = builder.plan().pipeline
+        for number, stage in enumerate(_stages(builder)):
+            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+            hidden = stage.eval()(hidden, positions)
+            if number == 0 and pipeline is not None:
+                assert hidden.shape == (2, 9, pipeline.hidden_size)
+        assert torch.equal(hidden, model(ids, positions))
+
+    # Counting
+
+    def test_operations_follow_from_the_weights(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Six for each weight that a token is multiplied with (experts: some of theirs), and more with the sequence."""
+        short, long = builder.flops_per_token(1), builder.flops_per_token(2)
+        assert short <= long
+        experts = builder.plan().experts
+        dense = everything = 0
+        for path, part in model.named_modules():
+            own = list(part.parameters(recurse=False))
+            everything += sum(parameter.numel() for parameter in own)
+            if not isinstance(part, nn.Embedding) and not matches_any(experts, path):
+                dense += sum(parameter.numel() for parameter in own if parameter.ndim > 1)
+        assert 6 * dense <= 2 * short - long <= 6 * everything
+
+    # Hugging Face
+
+    def test_a_directory_has_every_parameter_once_and_comes_back(
+        self, builder: ModelBuilder, exchange: HFExchange, model: nn.Module, tmp_path: Path
+    ) -> None:
+        """Under one name each, bit for bit; rows that fill a parameter up are not in the directory."""
+        assert exchange.hf_key_map()
+        found, state = sources(builder), model.state_dict()
+        names = [name for source in found for name in source.hf_names]
+        assert len(set(names)) == len(names)
+        save_hf(tmp_path / "out", builder, state)
+        again = load_hf(tmp_path / "out", builder)
+        users = {user for _, user in builder.plan().tied}
+        assert again.keys() == {name for name, _ in model.named_parameters(remove_duplicate=False)} - users
+        for source in found:
+            rows = source.sections[0] if source.transform == "pad" else None
+            assert torch.equal(again[source.name][:rows], state[source.name][:rows]), source.name
+
+    def test_its_config_json_is_read_back(self, exchange: HFExchange) -> None:
+        """And names an architecture that the builder says it reads."""
+        written = exchange.config_to_hf()
+        assert set(written["architectures"]) <= set(exchange.hf_architectures)
+        assert exchange.config_from_hf(written)
+
+
+def _fresh(builder: ModelBuilder, seed: int = _SEED) -> nn.Module:
+    module = builder.build()
+    initialize(module.named_parameters(), builder.init_rules(), seed)
+    return module
+
+
+def _tokens(builder: ModelBuilder, rows: int, length: int) -> torch.Tensor:
+    return torch.randint(0, builder.vocab_size, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _gradients(module: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    total, _ = cross_entropy_sum(module.train()(ids[:, :-1]), ids[:, 1:])
+    torch.autograd.backward(total)
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def _stages(builder: ModelBuilder) -> Iterator[nn.Module]:
+    plan = builder.plan()
+    if plan.pipeline is None:
+        pytest.skip("the plan has no pipeline")
+    whole = builder.build()
+    for stage in range(_STAGES):
+        yield cut_stage(whole, plan, stage=stage, stages=_STAGES)
+
+
+def _module_patterns(plan: ParallelPlan) -> Iterator[str]:
+    """Those that the plan gives itself."""
+    yield from (*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores)
+    yield from (*plan.experts, *plan.expert_dispatchers, *plan.expert_routers)
+    yield from (path for group in plan.recompute.values() for path in group)
+    if plan.heads is not None:
+        yield from (*plan.heads.query, *plan.heads.key_value, *plan.heads.output)
+    if plan.pipeline is not None:
+        yield from (*plan.pipeline.first, plan.pipeline.layers, *plan.pipeline.last, plan.recompute_layer)
+
+
+def _parameter_patterns(plan: ParallelPlan) -> Iterator[str]:
+    yield from (*plan.norms, *plan.expert_tensor)
+    if plan.no_weight_decay != _DEFAULTS.no_weight_decay:
+        yield from plan.no_weight_decay

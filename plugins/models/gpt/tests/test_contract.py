@@ -1,0 +1,64 @@
+"""The models keep what nxdt asks of every model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from nxdt_plugin_gpt.builder import GPTBuilder
+from nxdt_plugin_gpt.config import GPTConfig
+
+from nxdt_core.testing.model_contract import ModelContract
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "ffn_hidden_size": 80,
+    "num_attention_heads": 4,
+    "vocab_size": 93,
+    "make_vocab_size_divisible_by": 8,
+    "max_position_embeddings": 256,
+}
+
+
+class TestGPT2(ModelContract):
+    """The other kinds say in what they differ."""
+
+    changes: ClassVar[dict[str, Any]] = {}
+
+    @pytest.fixture
+    def builder(self) -> GPTBuilder:
+        return GPTBuilder(GPTConfig(**{**SMALL, **self.changes}))
+
+
+class TestGPTNeoX(TestGPT2):
+    """Blocks side by side, part of each head rotated."""
+
+    changes: ClassVar = {
+        "position_embedding_type": "rope",
+        "rotary_percentage": 0.5,
+        "transformer_block_type": "gpt_j",
+        "share_embeddings_and_output_weights": False,
+    }
+
+
+class TestGrouped(TestGPT2):
+    """Heads that share keys, gates, no biases."""
+
+    changes: ClassVar = {"num_kv_heads": 2, "activation": "swiglu", "normalization": "rmsnorm", "has_bias": False}
+    exchanges_with_hf = False
+
+
+class TestPostLN(TestGPT2):
+    """Norms behind the blocks."""
+
+    changes: ClassVar = {"transformer_block_type": "post_ln", "normalization": "layernorm1p", "activation": "geglu"}
+    exchanges_with_hf = False
+
+
+class TestNormformer(TestGPT2):
+    """More norms, one of them over all channels of the feed-forward block."""
+
+    changes: ClassVar = {"transformer_block_type": "normformer", "share_embeddings_and_output_weights": False}
+    exchanges_with_hf = False
+    replicated = ("layers.*.mlp.*.weight",)
