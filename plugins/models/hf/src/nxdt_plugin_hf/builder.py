@@ -81,6 +81,7 @@ class HFBuilder:
     def config_to_hf(self) -> dict[str, Any]:
         """What transformers would write."""
         written: dict[str, Any] = json.loads(self.architecture.config.to_json_string(use_diff=True))
+        written.pop("dtype", None)  # of the weights that were read; who writes some says theirs
         return {**written, "architectures": [self.architecture.name]}
 
     def hf_key_map(self) -> Sequence[KeyMap]:

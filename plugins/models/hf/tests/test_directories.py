@@ -1,0 +1,99 @@
+"""Directories of transformers go in and come out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from nxdt_plugin_hf.builder import HFBuilder
+from nxdt_plugin_hf.config import HFModelConfig
+from safetensors.torch import load_file, save_file
+
+from nxdt_core.checkpoint.hf import load_hf, read_hf_config, save_hf
+from nxdt_core.errors import WeightsDoNotFit
+
+FAMILIES = pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"])
+IDS = torch.arange(20)[None]
+
+
+def saved(builder, tmp_path):
+    """A directory that transformers wrote, and its model."""
+    torch.manual_seed(0)
+    theirs = builder.architecture.model_class(builder.architecture.config).eval()
+    theirs.save_pretrained(tmp_path / "in")
+    return tmp_path / "in", theirs
+
+
+@FAMILIES
+def test_a_directory_comes_out_as_it_went_in(builder, tmp_path, family):
+    directory, theirs = saved(builder(family), tmp_path)
+    made = HFBuilder(HFModelConfig(hf_config=read_hf_config(directory)))
+    state = load_hf(directory, made)
+    for name, weight in state.items():
+        assert torch.equal(weight, theirs.get_parameter(name)), name
+    save_hf(tmp_path / "out", made, state)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, theirs(IDS).logits)
+    mine, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out"))
+    differ = {key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key)}
+    assert differ <= {"dtype", "torch_dtype"}
+
+
+def test_the_dtype_of_exported_weights_is_theirs(builder, tmp_path):
+    directory, _ = saved(builder("qwen2"), tmp_path)
+    made = HFBuilder(HFModelConfig(hf_config=read_hf_config(directory)))
+    state = {name: weight.bfloat16() for name, weight in load_hf(directory, made).items()}
+    save_hf(tmp_path / "out", made, state)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "1 missing ('model.norm.weight')"),
+        (lambda weights: weights.update(odd=torch.ones(2)), "1 unknown ('odd')"),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(7)}), "(7,) instead of (64,)"),
+    ],
+    ids=["missing", "extra", "another-shape"],
+)
+def test_weights_that_do_not_fit_are_named(builder, tmp_path, change, words):
+    made = builder("qwen2")
+    directory, _ = saved(made, tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+    with pytest.raises(WeightsDoNotFit) as caught:
+        load_hf(directory, made)
+    assert words in str(caught.value)
+
+
+def test_a_run_begins_with_a_directory_and_its_export_generates(builder, tmp_path):
+    directory, theirs = saved(builder("gemma3", initializer_range=0.02), tmp_path)
+
+    def nxdt(*words):
+        command = [sys.executable, "-m", "nxdt_core", *map(str, words)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    run = ("recipe:hf-tiny", "name=directory", "model.name=null", f"model.model_config={directory}")
+    begin = (
+        f"checkpoint.resume_from={directory}",
+        "checkpoint.weight_init_only=true",
+        "trainer.val_check_interval=100",
+    )
+    trained = nxdt("train", *run, *begin, "trainer.max_steps=10", "model.optim.sched.max_steps=10")
+    assert "note: model.name: not given; 'hf' follows from model.model_config (Gemma3ForCausalLM)" in trained.stderr
+    nxdt("checkpoint", "export", "nxdt_experiments/directory/checkpoints", "out", "--format", "hf")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert exported.generate(IDS[:, :5], max_new_tokens=4, do_sample=False).shape == (1, 9)
+    moved = [
+        (parameter - theirs.get_parameter(name)).abs().max().item() for name, parameter in exported.named_parameters()
+    ]
+    assert max(moved) < 0.1, "ten steps of 3e-3 from those weights, and from no others"
+    assert min(moved) > 0
