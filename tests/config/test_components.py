@@ -75,7 +75,7 @@ def test_names_aliases_and_rules_select(load, good, override, slot, name):
         (["checkpoint.uri=s3://bucket"], "checkpoint.uri", ["s3:// addresses", "nxdt-plugin-s3"]),
         (["adapter=lora"], "adapter.name", ["'lora'", "nxdt-plugin-lora"]),
         (["exp_manager.loggers=[cvs]"], "exp_manager.loggers[0]", ["'cvs'", "'csv'"]),
-        (["exp_manager.create_wandb_logger=true"], "exp_manager.create_wandb_logger", ["'wandb'"]),
+        (["exp_manager.create_neptune_logger=true"], "exp_manager.create_neptune_logger", ["'neptune'"]),
         (["trainer.callbacks=[boop]"], "trainer.callbacks[0]", ["'boop'"]),
     ],
 )
