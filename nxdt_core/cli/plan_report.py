@@ -116,6 +116,7 @@ def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
         "tp": "tensor parallel",
         "cp": "context parallel",
         "ep": "expert parallel",
+        "token_shuffle": "tokens mixed before experts",
         "pp": "to other pipeline stages",
         "dp": "weights and gradients, data parallel",
         "other": "",

@@ -122,7 +122,7 @@ def _localise(module: nn.Module) -> list[nn.Parameter]:
 
 def _dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
     """Mesh dimension by name of its process group; one that is known under two names counts under the narrower."""
-    dims: tuple[Dimension, ...] = ("dp_replicate", "fsdp", "efsdp", "pp", "ep", "cp", "tp")
+    dims: tuple[Dimension, ...] = ("dp_replicate", "fsdp", "efsdp", "pp", "ep", "cp", "tp", "token_shuffle")
     groups = {dim: mesh.group(dim) for dim in dims}
     data = ("dp_replicate", "fsdp", "efsdp")
     return {group.group_name: "dp" if dim in data else dim for dim, group in groups.items() if group is not None}

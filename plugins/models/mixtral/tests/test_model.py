@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from nxdt_core.nn.aux_loss import aux_loss_scale
 from nxdt_core.nn.init import initialize
 from nxdt_core.nn.loss import cross_entropy_sum
 from nxdt_core.parallel.dropout import salt_dropouts
@@ -85,6 +86,19 @@ def test_dropout_of_the_mixture_is_in_its_experts_and_not_in_attention(builder, 
     assert (mixed != mixed_whole).any(-1).all()
     assert layer.attention.core.semantics().causal
     assert module.layers["1"].moe.experts.dropout.p == 0.5
+
+
+@pytest.mark.parametrize(("moe", "balanced"), [({}, True), ({"output_router_logits": False}, False)], ids=str)
+def test_without_router_logits_nothing_balances(builder, tokens, moe, balanced):
+    mixtral = builder(moe={"router_aux_loss_coef": 0.5, **moe})
+    gradients = []
+    for scale in (0.0, 1.0):
+        module = mixtral.build()
+        initialize(module.named_parameters(), mixtral.init_rules(), seed=1)
+        with aux_loss_scale(scale):
+            module(tokens(2, 9)).square().mean().backward()
+        gradients.append(module.layers["1"].moe.router.weight.grad)
+    assert torch.equal(*gradients) is not balanced
 
 
 def test_every_rank_that_computes_parts_of_experts_drops_otherwise(builder):

@@ -7,6 +7,7 @@ from importlib.resources import files
 import pytest
 
 from nxdt_core.config import load
+from nxdt_core.training.plan import plan
 
 RECIPES = sorted(path.name for path in files("nxdt_plugin_mixtral").joinpath("recipes").iterdir())
 
@@ -20,6 +21,15 @@ def test_the_tiny_recipe_can_be_cut_in_any_layout_of_8_processes():
     assert model.vocab_size % 16 == model.ffn_hidden_size % 16 == data.seq_length % 16 == 0
     assert data.global_batch_size % (8 * data.micro_batch_size) == 0
     assert config.run.precision.type == "fp32"
+
+
+def test_a_plan_tells_what_mixing_tokens_sends():
+    keys = ["trainer.devices=4", "distributed_strategy.token_shuffle_group_size=4", "model.moe.capacity_factor=1.0"]
+    (rank, *_) = plan(load("recipe:mixtral-tiny", keys)).estimate.ranks
+    hidden_bytes = 2 * 128 * 64 * 4  # of a micro-batch
+    times = 4 * 2 * 2 * 2  # layers, there and back, forward and backward, micro-batches
+    assert rank.sent["token_shuffle"] == hidden_bytes * times * 3 / 4
+    assert "other" not in rank.sent
 
 
 LARGE = [file.removesuffix(".yaml") for file in RECIPES if file != "mixtral-tiny.yaml"]
