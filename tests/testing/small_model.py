@@ -1,0 +1,113 @@
+"""A model without a mistake, as small as one with attention, a plan and a Hugging Face form can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdt_core.nn.attention import CausalAttention
+from nxdt_core.nn.documents import DocumentMasks
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan
+
+HEADS, WIDTH, ROWS, PLACES = 2, 16, 32, 64
+PARTS = ("tokens", "places", "layers.*.norm", "layers.*.qkv", "layers.*.out", "norm", "head")
+
+
+class Layer(nn.Module):
+    core_type: type[CausalAttention] = CausalAttention
+
+    def __init__(self, masks: DocumentMasks) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.core = self.core_type(masks)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
+        heads = self.qkv(self.norm(hidden)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        attended = self.core(*heads.chunk(3, -1), document_ids)
+        return hidden + self.out(attended.transpose(1, 2).flatten(-2))
+
+
+class Small(nn.Module):
+    layer_type: type[Layer] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        masks = DocumentMasks()
+        self.tokens = nn.Embedding(ROWS, WIDTH)
+        self.places = nn.Embedding(PLACES, WIDTH)
+        self.layers = nn.ModuleDict({str(number): self.layer_type(masks) for number in range(2)})
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        hidden = input_ids
+        if not hidden.is_floating_point():
+            places = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+            hidden = self.tokens(input_ids) + self.places(places)
+        for layer in self.layers.values():
+            hidden = layer(hidden, document_ids)
+        return self.head(self.norm(hidden))
+
+
+class SmallBuilder:
+    model: type[nn.Module] = Small
+    vocab_size = ROWS
+    max_sequence_length: int | None = PLACES
+    hf_architectures: tuple[str, ...] = ("SmallForCausalLM",)
+    hf_ignored: tuple[str, ...] = ()
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
+
+    def build(self) -> nn.Module:
+        return self.model()
+
+    def plan(self) -> ParallelPlan:
+        return ParallelPlan(
+            tensor={
+                "tokens": "vocab_embedding",
+                "places": "replicate",
+                "layers.*.qkv": "column",
+                "layers.*.out": "row",
+                "head": "vocab_head",
+            },
+            tensor_blocks=("layers.*", "head"),
+            sequence_norms=("norm",),
+            heads=AttentionHeads(query_heads=HEADS, kv_heads=HEADS, query=("layers.*.qkv",), output=("layers.*.out",)),
+            pipeline=PipelinePlan(hidden_size=WIDTH, first=("tokens", "places"), last=("norm", "head")),
+            attention_cores=("layers.*.core",),
+            recompute={"Core": ("layers.*.core",)},
+            norms=("layers.*.norm.weight", "norm.weight"),
+        )
+
+    def init_rules(self) -> list[InitRule]:
+        return [
+            InitRule(pattern="*.norm.weight", distribution="constant", mean=1.0),
+            InitRule(pattern="*.bias", distribution="constant"),
+            InitRule(pattern="*", distribution="normal"),
+        ]
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        return 6.0 * (2 * 4 * WIDTH * WIDTH + WIDTH * ROWS) + 12.0 * 2 * WIDTH * sequence_length
+
+    @classmethod
+    def config_from_hf(cls, hf_config: dict[str, Any]) -> dict[str, Any]:
+        return {"num_layers": hf_config["n_layers"]}
+
+    def config_to_hf(self) -> dict[str, Any]:
+        return {"architectures": ["SmallForCausalLM"], "n_layers": 2, "vocab_size": ROWS}
+
+    def hf_key_map(self) -> list[KeyMap]:
+        names = [f"{part}.{kind}" for part in PARTS for kind in ("weight", "bias")]
+        return [KeyMap(name=name, hf_names=(f"small.{name}",)) for name in names]

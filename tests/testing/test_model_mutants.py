@@ -1,0 +1,83 @@
+"""The contract of models catches wrong models, each by the test that is about its mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.testing.model_mutants import MUTANTS
+from tests.testing.small_model import SmallBuilder
+
+FILE = Path(__file__).with_name("model_mutants.py")
+RIGHT = SmallBuilder.__name__
+CAUGHT_BY = {
+    "HasNoPlan": "test_it_has_the_members_of_the_protocol",
+    "LeavesMeta": "test_it_is_built_on_meta_and_is_then_the_same",
+    "ForgetsItsTable": "test_it_is_built_on_meta_and_is_then_the_same",
+    "HasNoRuleForBiases": "test_fresh_weights_follow_from_names_and_the_seed",
+    "DrawsAllAlike": "test_fresh_weights_follow_from_names_and_the_seed",
+    "SaysFewerRows": "test_logits_have_a_row_of_the_vocabulary_for_each_token",
+    "HasAnIdlePart": "test_a_loss_reaches_every_parameter",
+    "LooksAhead": "test_no_token_sees_a_later_one",
+    "IgnoresDocuments": "test_packed_documents_equal_documents_alone",
+    "KeepsItsFirstMask": "test_packed_documents_equal_documents_alone",
+    "CountsPlacesFromOne": "test_positions_default_to_the_place_in_the_row",
+    "CountsItsCalls": "test_recomputation_changes_nothing",
+    "NamesNothing": "test_every_pattern_matches_something",
+    "NamesNoParameter": "test_every_pattern_matches_something",
+    "PlansTwice": "test_each_matrix_is_planned_once",
+    "ForgetsAMatrix": "test_each_matrix_is_planned_once",
+    "LetsNormsDecay": "test_vectors_do_not_decay_unless_asked",
+    "LetsBiasesDecay": "test_vectors_do_not_decay_unless_asked",
+    "TiesWhatIsNotOne": "test_parameters_that_are_one_are_named_as_tied",
+    "TiesInSilence": "test_parameters_that_are_one_are_named_as_tied",
+    "HasNoSuchHeads": "test_heads_divide_the_projections",
+    "ForgetsAFirstPart": "test_stages_have_the_names_and_weights_of_the_whole",
+    "TravelsWider": "test_stages_in_turn_compute_what_the_whole_does",
+    "KnowsOnlyTheWhole": "test_stages_in_turn_compute_what_the_whole_does",
+    "CountsWhatIsLookedUp": "test_operations_follow_from_the_weights",
+    "ForgetsTheHead": "test_operations_follow_from_the_weights",
+    "GivesTwoOneName": "test_a_directory_has_every_parameter_once_and_comes_back",
+    "HasNoNameForTheHead": "test_a_directory_has_every_parameter_once_and_comes_back",
+    "DoesNotReadWhatItWrites": "test_its_config_json_is_read_back",
+}
+
+
+class _Outcomes:
+    """Pytest plugin that notes how each test of each class ended."""
+
+    def __init__(self) -> None:
+        self.failed: set[tuple[str, str]] = set()
+        self.passed: set[tuple[str, str]] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        _, class_name, test = report.nodeid.split("::", 2)
+        if report.failed:
+            self.failed.add((class_name.removeprefix("Test"), test))
+        elif report.when == "call" and report.passed:
+            self.passed.add((class_name.removeprefix("Test"), test))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> _Outcomes:
+    """Of the right model under all tests, and of each mutant under the one that shall catch it."""
+    plugin = _Outcomes()
+    wanted = [f"{FILE}::Test{RIGHT}", *(f"{FILE}::Test{mutant}::{test}" for mutant, test in CAUGHT_BY.items())]
+    options = ["-q", "--no-header", "--tb=no", "--show-capture=no", "-r", "", "-p", "no:cacheprovider"]
+    pytest.main([*wanted, *options], plugins=[plugin])
+    return plugin
+
+
+@pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY.items())
+def test_the_contract_catches(outcomes: _Outcomes, mutant: str, test: str) -> None:
+    assert (mutant, test) in outcomes.failed
+
+
+def test_every_mutant_is_expected_to_be_caught() -> None:
+    assert {mutant.__name__ for mutant in MUTANTS} == {RIGHT, *CAUGHT_BY}
+
+
+def test_the_right_model_passes_every_test_that_catches_one(outcomes: _Outcomes) -> None:
+    assert {(RIGHT, test) for test in CAUGHT_BY.values()} <= outcomes.passed
+    assert not {test for name, test in outcomes.failed if name == RIGHT}
