@@ -15,7 +15,7 @@ OURS = {
     "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),
     "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
     "nxdt_plugin_gpt": ("nxdt-plugin-gpt", ("nxdt_plugin_gpt/recipes/gpt-tiny.yaml",)),
-    "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/recipes/hf-tiny.yaml",)),
+    "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/configs/qwen3-tiny/config.json",)),
     "nxdt_plugin_llama": ("nxdt-plugin-llama", ("nxdt_plugin_llama/recipes/llama-tiny.yaml",)),
     "nxdt_plugin_mixtral": ("nxdt-plugin-mixtral", ("nxdt_plugin_mixtral/recipes/mixtral-tiny.yaml",)),
 }
