@@ -77,7 +77,6 @@ def test_every_rule_names_a_key_whose_default_asks_for_nothing(rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.key for rule in RULES])
 def test_every_rule_says_what_is_so_and_not_what_is_missing_yet(rule):
-    assert len(rule.reason.split()) > 2
     assert "this version" not in rule.reason
 
 
@@ -91,8 +90,8 @@ def test_every_rule_says_what_is_so_and_not_what_is_missing_yet(rule):
         ("trainer.precision=bf16", "found 'bf16' (text); precision.type decides. Allowed: 32."),
         (
             "trainer.accumulate_grad_batches=2",
-            "found 2 (an integer); data.global_batch_size and data.micro_batch_size decide how many micro-batches a step"
-            " adds up. Allowed: 1.",
+            "found 2 (an integer); data.global_batch_size and data.micro_batch_size decide how many micro-batches a"
+            " step adds up. Allowed: 1.",
         ),
         ("trainer.max_epochs=3", None),
         ("trainer.limit_train_batches=1", None),
