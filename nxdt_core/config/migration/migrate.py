@@ -72,7 +72,7 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
         if path in draft.settings:
             draft.drop(path, "unneeded", "it is empty")
     _READERS[framework](draft, kernel)
-    problems = settle(draft, framework, kernel)
+    problems = settle(draft, framework, kernel, target.parent)
     to_set = tuple(dict.fromkeys(unset_paths(draft, target.parent)))
     return Migration(
         source=source,

@@ -16,8 +16,10 @@ from nxdt_core.kernel import Kernel
 
 __all__ = ["settle", "unset_paths"]
 
+_MODEL_CONFIG = "model.model_config"
+
 _PATHS = (
-    "model.model_config",
+    _MODEL_CONFIG,
     "data.train_dir",
     "data.val_dir",
     "data.test_dir",
@@ -31,14 +33,17 @@ _PATHS = (
 """Keys of things that must be there before a run starts."""
 
 
-def settle(draft: Draft, framework: str, kernel: Kernel) -> tuple[ConfigProblem, ...]:
+def settle(draft: Draft, framework: str, kernel: Kernel, directory: Path) -> tuple[ConfigProblem, ...]:
     """Leave out what cannot be kept, and give the problems that then remain.
 
     Keys of an architecture are kept even where the model does not read them: without one it is another model.
+    ``directory`` is where the file will lie, and where its relative paths start.
     """
+    given = draft.value(_MODEL_CONFIG)
+    beside = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
     while True:
         tree, _ = parse_yaml(render(draft, (), ()), "")
-        problems = check(to_plain(tree), kernel=kernel)
+        problems = check(to_plain(tree), beside, kernel=kernel)
         refused = [problem for problem in problems if _can_go(problem) and draft.has(problem.key)]
         if not refused:
             return problems

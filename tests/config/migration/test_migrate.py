@@ -260,16 +260,17 @@ def test_the_precision_of_nemo(installed, tmp_path, precision, masters, chosen):
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"),
+    ("above", "below", "kept"),
     [
-        ("context_parallel_size: 4\n", 4),  # the top level counts first
-        ("zz:\n  context_parallel_size: 4\n", 2),  # then the first of the file
+        ("", "context_parallel_size: 4\n", 4),  # the top level counts first
+        ("", "zz:\n  context_parallel_size: 4\n", 2),  # then the first of the file
+        ("zz:\n  context_parallel_size: 4\n", "", 4),
     ],
 )
-def test_of_two_places_the_one_that_the_search_finds_counts(installed, tmp_path, text, kept):
+def test_of_two_places_the_one_that_the_search_finds_counts(installed, tmp_path, above, below, kept):
     source = tmp_path / "run.yaml"
     own = FILES["mistral"][0].read_text().replace("  zero1: True\n", "  zero1: True\n  context_parallel_size: 2\n")
-    source.write_text(own + text)
+    source.write_text(above + own + below)
     done = migrate(source, tmp_path / "out.yaml", "nxdt", installed)
     assert parse_yaml(done.text, "")[0].plain("distributed_strategy.context_parallel_size") == kept
     assert "ignored" in {row.verdict for row in done.rows if "context_parallel_size" in row.key}
@@ -372,3 +373,11 @@ def test_a_list_of_files_that_hydra_merges_is_told(installed, tmp_path):
     done = migrate(source, tmp_path / "out.yaml", "nemo", installed)
     assert row(done, "defaults").verdict == "unsupported"
     assert "--cfg job --resolve" in row(done, "defaults").reason
+
+
+def test_a_relative_path_is_looked_for_beside_the_new_file(installed, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(HF["llama"]))
+    monkeypatch.chdir("/")
+    done = migrate(FILES["llama"][0], tmp_path / "out.yaml", "nxdt", installed)
+    assert "model.model_config" not in {key for key, _ in (*done.to_set, *done.remaining)}
+    assert "not at the working directory" in row(done, "model.model_config").reason

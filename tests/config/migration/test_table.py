@@ -13,6 +13,7 @@ from nxdt_core import config
 from nxdt_core.config.migration import schema_page, schema_table, value_table
 from nxdt_core.config.migration.spellings import core_keys, legacy_keys
 from nxdt_core.config.shapes import Choice, Items, OneOf, Scalar, Shape, Table
+from nxdt_core.errors import ConfigError
 from nxdt_core.kernel import Kernel
 
 KEYS = Path(__file__).parents[1] / "nxdt" / "keys.txt"
@@ -125,6 +126,17 @@ def checked(key: str, kernel: Kernel) -> list[str]:
     return [problem.code for problem in problems if problem.key in {key, part, *selected}]
 
 
+def notes_on(key: str, kernel: Kernel) -> list[str]:
+    """Notes that the key has no effect whatever else is set; none where the file does not load."""
+    source, beside = base_of(key)
+    try:
+        notes = config.load(source, [*beside, f"{key}={json.dumps(value_of(key))}"], kernel=kernel).notes
+    except ConfigError:
+        return []
+    dead = [note for note in notes if key in note.partition(":")[0].split(", ") and "no effect" in note]
+    return [note for note in dead if not re.search(r"since \w+\.[\w.]+ is ", note)]
+
+
 def test_every_key_of_the_documentation_has_a_row():
     assert sorted(ROWS) == sorted(transcribed())
 
@@ -132,6 +144,7 @@ def test_every_key_of_the_documentation_has_a_row():
 @pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status in ("implemented", "alias")])
 def test_what_is_said_to_be_taken_is_taken(key, installed):
     assert [code for code in checked(key, installed) if code in NOT_KEPT] == []
+    assert notes_on(key, installed) == []
 
 
 @pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "refused"])
