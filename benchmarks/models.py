@@ -5,8 +5,9 @@ Each row gives the median of the paired ratios ours / theirs in CPU time and the
 
     python benchmarks/models.py [llama-tiny mixtral …] [--rounds 15] [--threads 1] [--parts]
 
-``--parts`` times each building block against torch's, transformers' or the usual way of doing it instead; the claim of
-Mixtral's block is that it takes half as long as a loop over its experts.
+``--parts`` times each building block against torch's, transformers' or the usual way of doing it instead. The claim of
+Mixtral's block, 8 experts and top 2, is half of the time of a loop over experts whose matrices are stacked, as they are
+in transformers 5; where they lie apart, the loop's backward copies none, and both are paced by the same products.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +96,9 @@ SHAPES: Mapping[str, tuple[HFExchange, int, int]] = {
 }
 """Name → builder, sequences, tokens of each."""
 
+LIMITS = {"mixture, stacked": 0.5, "mixture, apart": 1.1}
+"""Largest ratios, where that is not 1."""
+
 
 def main() -> int:
     """Print the table; status 1 where a claim does not hold."""
@@ -109,7 +113,7 @@ def main() -> int:
     slower = False
     if options.parts:
         for name, (ours, theirs) in parts().items():
-            slower |= report(name, ours, theirs, options.rounds) > (0.5 if name.startswith("mixture") else 1)
+            slower |= report(name, ours, theirs, options.rounds) > LIMITS.get(name, 1)
     for name in () if options.parts else options.names or SHAPES:
         slower |= report(name, *models(*SHAPES[name]), options.rounds) > 1
     return int(slower)
@@ -196,34 +200,49 @@ def parts() -> dict[str, tuple[Work, Work]]:
             lambda logits=logits, labels=labels: cross_entropy_sum(logits, labels)[0].backward(),
             lambda logits=logits, labels=labels: functional.cross_entropy(logits, labels, reduction="sum").backward(),
         )
-    for hidden_size, ffn, tokens in ((64, 128, 512), (256, 512, 1024)):
-        experts = SwiGLUExperts(hidden_size, ffn, 8)
-        router = TopKRouter(hidden_size, 8, top_k=2, normalize=True)
-        for parameter in (*experts.parameters(), *router.parameters()):
-            torch.nn.init.normal_(parameter, std=0.05)
-        block = MixtureOfExperts(router=router, experts=experts)
-        hidden = torch.randn(1, tokens, hidden_size, requires_grad=True)
-        grad = torch.randn_like(hidden)
-        torch.testing.assert_close(block(hidden), loop(block, hidden), rtol=1e-4, atol=1e-5)
-        pairs[f"mixture {hidden_size} x {ffn}"] = (
-            lambda block=block, hidden=hidden, grad=grad: block(hidden).backward(grad),
-            lambda block=block, hidden=hidden, grad=grad: loop(block, hidden).backward(grad),
+    return pairs | mixtures()
+
+
+def mixtures() -> dict[str, tuple[Work, Work]]:
+    """Mixtral's dropless block against a loop over its experts, of matrices that are stacked or apart."""
+    block = MixtureOfExperts(router=TopKRouter(256, 8, top_k=2, normalize=True), experts=SwiGLUExperts(256, 896, 8))
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    stacked = [block.experts.gate_proj, block.experts.up_proj, block.experts.down_proj]
+    apart = [[torch.nn.Parameter(matrix.detach().clone()) for matrix in each] for each in stacked]
+    hidden = torch.randn(1, 256, 256, requires_grad=True)
+    grad = torch.randn_like(hidden)
+
+    def step(output: Callable[[], torch.Tensor]) -> None:
+        output().backward(grad)
+        for tensor in (hidden, *block.parameters(), *(matrix for each in apart for matrix in each)):
+            tensor.grad = None
+
+    pairs: dict[str, tuple[Work, Work]] = {}
+    for name, matrices in (("stacked", stacked), ("apart", apart)):
+        torch.testing.assert_close(block(hidden), loop(block, matrices, hidden), rtol=1e-4, atol=1e-5)
+        pairs[f"mixture, {name}"] = (
+            lambda: step(lambda: block(hidden)),
+            lambda matrices=matrices: step(lambda: loop(block, matrices, hidden)),
         )
     return pairs
 
 
-def loop(block: MixtureOfExperts, hidden: torch.Tensor) -> torch.Tensor:
-    """The usual mixture: one expert after the other, each with its tokens."""
-    rows, experts = hidden.flatten(0, 1), block.experts
+def loop(
+    block: MixtureOfExperts, matrices: Sequence[Sequence[torch.Tensor] | torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """The usual mixture: one expert after the other, each with its tokens. ``matrices``: gate, up and down of each."""
+    rows = hidden.flatten(0, 1)
     affinities = functional.linear(rows, block.router.weight).softmax(-1)
     weights, chosen = affinities.topk(2, dim=-1)
     weights = weights / weights.sum(-1, keepdim=True)
     output = torch.zeros_like(rows)
-    for expert in range(len(experts.gate_proj)):
+    for expert in range(len(matrices[0])):
+        gate, up, down = (each[expert] for each in matrices)
         tokens, places = torch.where(chosen == expert)
         own = rows[tokens]
-        activated = functional.silu(own @ experts.gate_proj[expert].t()) * (own @ experts.up_proj[expert].t())
-        output.index_add_(0, tokens, activated @ experts.down_proj[expert].t() * weights[tokens, places, None])
+        activated = functional.silu(functional.linear(own, gate)) * functional.linear(own, up)
+        output.index_add_(0, tokens, functional.linear(activated, down) * weights[tokens, places, None])
     return output.view_as(hidden)
 
 
