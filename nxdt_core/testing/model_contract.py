@@ -142,6 +142,15 @@ class ModelContract:
             alone = [model(part) for part in torch.split(ids, list(lengths), 1)]
             torch.testing.assert_close(model(ids, positions, documents), torch.cat(alone, 1))
 
+    def test_documents_do_not_see_one_another(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Also where positions go on from one to the next."""
+        ids, documents = _tokens(builder, 1, 12), torch.tensor([[0] * 6 + [1] * 6])
+        changed = ids.clone()
+        changed[0, 2] = (changed[0, 2] + 1) % builder.vocab_size
+        difference = (model(ids, None, documents) - model(changed, None, documents)).abs()[0].amax(-1)
+        assert difference[2] > 0
+        assert difference[6:].max() <= _ROUNDING * difference.max()
+
     # The plan
 
     def test_every_pattern_matches_something(self, model: nn.Module, plan: ParallelPlan) -> None:

@@ -20,7 +20,7 @@ CAUGHT_BY = {
     "SaysFewerRows": "test_logits_have_a_row_of_the_vocabulary_for_each_token",
     "HasAnIdlePart": "test_a_loss_reaches_every_parameter",
     "LooksAhead": "test_no_token_sees_a_later_one",
-    "IgnoresDocuments": "test_packed_documents_equal_documents_alone",
+    "IgnoresDocuments": "test_documents_do_not_see_one_another",
     "KeepsItsFirstMask": "test_packed_documents_equal_documents_alone",
     "CountsPlacesFromOne": "test_positions_default_to_the_place_in_the_row",
     "CountsItsCalls": "test_recomputation_changes_nothing",

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf_keys import sources
 from nxdt_core.errors import BadModelConfig
 from nxdt_core.nn.init import initialize
-from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.protocols.model import HFExchange, ModelBuilder
 
 KINDS = {
     "gpt2": {},
@@ -19,36 +16,6 @@ KINDS = {
     "normformer": {"transformer_block_type": "normformer", "share_embeddings_and_output_weights": False},
 }
 kinds = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
-
-
-def test_it_is_a_builder_and_exchanges_with_hugging_face(builder):
-    assert isinstance(builder(), ModelBuilder)
-    assert isinstance(builder(), HFExchange)
-
-
-@kinds
-def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, changes):
-    gpt = builder(**changes)
-    module, plan = gpt.build(), gpt.plan()
-    modules = dict(module.named_modules())
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    paths = [*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores, plan.recompute_layer]
-    paths += [path for group in plan.recompute.values() for path in group]
-    paths += [*plan.pipeline.first, *plan.pipeline.last]
-    for path in paths:
-        assert any(matches(path, name) for name in modules), path
-    for path in plan.norms:
-        assert any(matches(path, name) for name in parameters), path
-    for pair in plan.tied:
-        assert parameters[pair[0]] is parameters[pair[1]]
-
-
-@kinds
-def test_weights_decay_but_norms_and_biases_do_not(builder, changes):
-    gpt = builder(**changes)
-    plan = gpt.plan()
-    for name, parameter in gpt.build().named_parameters():
-        assert matches_any((*plan.norms, *plan.no_weight_decay), name) is (parameter.ndim == 1), name
 
 
 @kinds
@@ -67,13 +34,6 @@ def test_fresh_norms_are_identities_and_matrices_have_the_configured_spread(buil
             assert parameter.std().item() == pytest.approx(0.1 / 4 if writes else 0.1, rel=0.07), name
         elif name.endswith("bias"):
             assert not parameter.any(), name
-
-
-@pytest.mark.parametrize("changes", [KINDS["gpt2"], KINDS["neox"]], ids=["gpt2", "neox"])
-def test_the_key_map_covers_every_parameter_once(builder, changes):
-    gpt = builder(**changes)
-    names = [name for source in sources(gpt) for name in source.hf_names]
-    assert len(set(names)) == len(names) == len(dict(gpt.build().named_parameters()))
 
 
 @kinds

@@ -1,12 +1,9 @@
-"""The module by itself: its kinds of layers, documents, positions, stages, dropout."""
+"""The module by itself, beyond what :mod:`test_contract` asks of every model: kinds of layers, positions, dropout."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from nxdt_core.nn.init import initialize
@@ -26,26 +23,6 @@ def fresh(builder):
         return module
 
     return build
-
-
-@pytest.mark.parametrize("changes", [{}, ROPE], ids=["learned", "rope"])
-def test_a_packed_batch_equals_its_documents_run_apart(fresh, tokens, changes):
-    model, ids, lengths = fresh(**changes), tokens(1, 20), [7, 13]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    documents = torch.cat([torch.full((n,), d) for d, n in enumerate(lengths)])[None]
-    packed = model(ids, positions, documents)
-    torch.testing.assert_close(packed[:, :7], model(ids[:, :7]))
-    torch.testing.assert_close(packed[:, 7:], model(ids[:, 7:]))
-
-
-@pytest.mark.parametrize("kind", ["pre_ln", "post_ln", "normformer", "gpt_j"])
-def test_no_token_sees_a_later_one_and_all_see_earlier_ones(fresh, tokens, kind):
-    model, ids = fresh(transformer_block_type=kind, init_method_std=0.2), tokens(1, 12)
-    changed = ids.clone()
-    changed[0, 7] += 1
-    before, after = model(ids)[0], model(changed)[0]
-    assert torch.equal(before[:7], after[:7])
-    assert all(not torch.equal(before[place], after[place]) for place in range(7, 12))
 
 
 @pytest.mark.parametrize("kind", ["pre_ln", "post_ln", "normformer", "gpt_j"])
@@ -112,20 +89,6 @@ def test_a_scaled_base_and_interpolated_positions_reach_the_rotation(fresh):
     torch.testing.assert_close(stretched, angle / 2)
     product = fresh(**ROPE, position_freq_base=500.0, position_abf_factor=20.0).rotary.frequency
     torch.testing.assert_close(product, angle)
-
-
-@pytest.mark.parametrize("kind", ["pre_ln", "post_ln"])
-def test_stages_with_identities_in_place_of_the_rest_make_the_whole(fresh, tokens, kind):
-    model = fresh(transformer_block_type=kind)
-    first, last = copy.deepcopy(model), copy.deepcopy(model)
-    del first.layers["1"]
-    first.lm_head = nn.Identity()
-    if kind == "pre_ln":
-        first.norm = nn.Identity()
-    del last.layers["0"]
-    last.embedding = nn.Identity()
-    ids = tokens(2, 11)
-    assert torch.equal(last(first(ids)), model(ids))
 
 
 @pytest.mark.parametrize("where", ["hidden_dropout", "attention_dropout", "ffn_dropout"])

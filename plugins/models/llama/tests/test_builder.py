@@ -5,45 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf_keys import sources
 from nxdt_core.errors import BadModelConfig
 from nxdt_core.nn.init import initialize
-from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.protocols.model import HFExchange, ModelBuilder
-
-TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-
-
-def test_it_is_a_builder_and_exchanges_with_hugging_face(builder):
-    assert isinstance(builder(), ModelBuilder)
-    assert isinstance(builder(), HFExchange)
-
-
-@TIED
-def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, tied):
-    llama = builder(share_embeddings_and_output_weights=tied)
-    module, plan = llama.build(), llama.plan()
-    modules = dict(module.named_modules())
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    paths = [*plan.tensor, *plan.sequence_norms, *plan.attention_cores, plan.recompute_layer]
-    paths += [path for group in plan.recompute.values() for path in group]
-    for path in paths:
-        assert any(matches(path, name) for name in modules), path
-    for path in (*plan.norms, *plan.no_weight_decay):
-        assert any(matches(path, name) for name in parameters), path
-    for pair in plan.tied:
-        assert parameters[pair[0]] is parameters[pair[1]]
-    assert bool(plan.tied) is tied
-
-
-def test_the_plan_covers_every_parameter(builder):
-    llama = builder()
-    plan = llama.plan()
-    for name, parameter in llama.build().named_parameters():
-        owner = name.removesuffix(".weight")
-        assert matches_any(plan.tensor, owner) is (parameter.ndim == 2), name
-        assert matches_any(plan.norms, name) is (parameter.ndim == 1), name
-        assert matches_any(plan.sequence_norms, owner) is (parameter.ndim == 1), name
 
 
 def test_styles_fit_the_modules(builder):
@@ -93,14 +56,6 @@ def test_fresh_weights_have_the_configured_spread(builder, scaled):
             continue
         writes = scaled and ("o_proj" in name or "down_proj" in name)
         assert parameter.std().item() == pytest.approx(0.1 / 4 if writes else 0.1, rel=0.06), name
-
-
-@TIED
-def test_the_key_map_covers_every_parameter_once(builder, tied):
-    llama = builder(share_embeddings_and_output_weights=tied)
-    names = [name for source in sources(llama) for name in source.hf_names]
-    assert len(set(names)) == len(names) == len(list(llama.build().parameters()))
-    assert ("lm_head.weight" in names) is not tied
 
 
 def test_flops_follow_the_convention_of_palm(builder):

@@ -1,4 +1,4 @@
-"""The module by itself: documents, positions, meta, tying, caching of nothing between batches."""
+"""The module by itself, beyond what :mod:`test_contract` asks of every model: tying, learning, bfloat16."""
 
 from __future__ import annotations
 
@@ -20,60 +20,6 @@ def model(builder):
     return module
 
 
-def test_a_packed_batch_equals_its_documents_run_apart(model, tokens):
-    ids = tokens(2, 20)
-    lengths = [[7, 13], [12, 8]]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    documents = torch.stack([torch.cat([torch.full((n,), d) for d, n in enumerate(row)]) for row in lengths])
-    packed = model(ids, positions, documents)
-    for row, (first, _) in enumerate(lengths):
-        torch.testing.assert_close(packed[row, :first], model(ids[row : row + 1, :first])[0])
-        torch.testing.assert_close(packed[row, first:], model(ids[row : row + 1, first:])[0])
-
-
-def test_documents_without_restarting_positions_are_still_apart(model, tokens):
-    ids, documents = tokens(1, 10), torch.tensor([[0] * 5 + [1] * 5])
-    changed = ids.clone()
-    changed[0, 2] += 1
-    before, after = model(ids, None, documents), model(changed, None, documents)
-    assert torch.equal(before[0, 5:], after[0, 5:])
-    assert not torch.equal(before[0, 2:5], after[0, 2:5])
-
-
-def test_two_batches_in_turn_do_not_share_a_mask(model, tokens):
-    ids = tokens(1, 8)
-    one, two = torch.tensor([[0] * 4 + [1] * 4]), torch.tensor([[0] * 6 + [1] * 2])
-    first = model(ids, None, one)
-    second = model(ids, None, two)
-    assert not torch.equal(first, second)
-    assert torch.equal(model(ids, None, one), first)
-
-
-def test_no_token_sees_a_later_one(model, tokens):
-    ids = tokens(1, 12)
-    changed = ids.clone()
-    changed[0, 7] += 1
-    assert torch.equal(model(ids)[0, :7], model(changed)[0, :7])
-
-
-def test_positions_default_to_the_place_in_the_row(model, tokens):
-    ids = tokens(2, 9)
-    torch.testing.assert_close(model(ids), model(ids, torch.arange(9).expand(2, 9)))
-
-
-def test_the_model_is_built_on_meta_and_materialised(builder, tokens, model):
-    with torch.device("meta"):
-        module = builder().build()
-    assert all(p.is_meta for p in [*module.parameters(), *module.buffers()])
-    module.to_empty(device="cpu")
-    for part in module.modules():
-        if hasattr(part, "reset_buffers"):
-            part.reset_buffers()
-    module.load_state_dict(model.state_dict())
-    ids = tokens(1, 6)
-    assert torch.equal(module(ids), model(ids))
-
-
 def test_a_tied_head_is_one_parameter_that_gets_both_gradients(builder, tokens):
     llama = builder(share_embeddings_and_output_weights=True)
     module = llama.build()
@@ -88,16 +34,6 @@ def test_a_tied_head_is_one_parameter_that_gets_both_gradients(builder, tokens):
     torch.testing.assert_close(
         module.embed_tokens.weight.grad, apart.embed_tokens.weight.grad + apart.lm_head.weight.grad
     )
-
-
-def test_stages_with_identities_in_place_of_the_rest_make_the_whole(model, tokens):
-    first, last = copy.deepcopy(model), copy.deepcopy(model)
-    del first.layers["1"]
-    first.norm = first.lm_head = nn.Identity()
-    del last.layers["0"]
-    last.embed_tokens = nn.Identity()
-    ids = tokens(2, 11)
-    assert torch.equal(last(first(ids)), model(ids))
 
 
 def test_it_learns(builder, tokens):

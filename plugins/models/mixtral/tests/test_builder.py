@@ -6,51 +6,8 @@ import pytest
 import torch
 from nxdt_plugin_mixtral.errors import NoHFForm
 
-from nxdt_core.checkpoint.hf_keys import sources
 from nxdt_core.errors import BadModelConfig
 from nxdt_core.nn.init import initialize
-from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.protocols.model import HFExchange, ModelBuilder
-
-TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-FREQUENCY = pytest.mark.parametrize("frequency", [1, 2], ids=["all-sparse", "half-dense"])
-
-
-def test_it_is_a_builder_and_exchanges_with_hugging_face(builder):
-    assert isinstance(builder(), ModelBuilder)
-    assert isinstance(builder(), HFExchange)
-
-
-@TIED
-@FREQUENCY
-def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, tied, frequency):
-    mixtral = builder(share_embeddings_and_output_weights=tied, moe={"frequency": frequency})
-    module, plan = mixtral.build(), mixtral.plan()
-    modules = dict(module.named_modules())
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    paths = [*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores, plan.recompute_layer]
-    paths += [*plan.experts, *plan.expert_dispatchers, *plan.expert_routers]
-    paths += [path for group in plan.recompute.values() for path in group]
-    for path in paths:
-        assert any(matches(path, name) for name in modules), path
-    for path in (*plan.norms, *plan.no_weight_decay, *plan.expert_tensor):
-        assert any(matches(path, name) for name in parameters), path
-    for pair in plan.tied:
-        assert parameters[pair[0]] is parameters[pair[1]]
-    assert bool(plan.tied) is tied
-
-
-@FREQUENCY
-def test_the_plan_covers_every_parameter(builder, frequency):
-    mixtral = builder(moe={"frequency": frequency})
-    plan = mixtral.plan()
-    for name, parameter in mixtral.build().named_parameters():
-        owner = name.removesuffix(".weight")
-        router = matches_any(plan.expert_routers, owner)
-        assert matches_any(plan.tensor, owner) is (parameter.ndim == 2 and not router), name
-        assert matches_any(plan.expert_tensor, name) is (parameter.ndim == 3), name
-        assert matches_any(plan.norms, name) is (parameter.ndim == 1), name
-        assert matches_any(plan.sequence_norms, owner) is (parameter.ndim == 1), name
 
 
 def test_layers_without_experts_have_a_feed_forward_block(builder):
@@ -74,18 +31,6 @@ def test_fresh_weights_have_the_configured_spread(builder, scaled):
             continue
         writes = scaled and ("o_proj" in name or "down_proj" in name)
         assert parameter.std().item() == pytest.approx(0.1 / 4 if writes else 0.1, rel=0.15), name
-
-
-@TIED
-def test_the_key_map_covers_every_parameter_once(builder, tied):
-    mixtral = builder(share_embeddings_and_output_weights=tied)
-    shapes = {name: p.shape for name, p in mixtral.build().named_parameters()}
-    found = sources(mixtral)
-    names = [name for source in found for name in source.hf_names]
-    stacked = [name for name, shape in shapes.items() if len(shape) == 3]
-    assert len(stacked) == 2 * 3
-    assert len(set(names)) == len(names) == len(shapes) + len(stacked) * 3  # four experts each
-    assert ("lm_head.weight" in names) is not tied
 
 
 def test_flops_count_the_experts_that_a_token_meets(builder):
