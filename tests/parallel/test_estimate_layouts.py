@@ -56,8 +56,13 @@ LAYOUTS = {
     ),
     "zero bubble": (f"{STRATEGY}pipeline_model_parallel_size=2", f"{STRATEGY}pipeline_schedule=zbv"),
     "masters rounded": (*NARROW, "precision.type=mixed_precisionSR"),
-    "updates rounded": (*NARROW, "precision.type=bf16SR"),
-    "state rounded": (*NARROW, "precision.type=bf16SR", "precision.optimizer_state=bfloat16"),
+    "updates rounded": (*NARROW, "precision.type=bf16SR", f"{STRATEGY}zero_stage=3"),
+    "state rounded": (
+        *NARROW,
+        "precision.type=bf16SR",
+        "precision.optimizer_state=bfloat16",
+        f"{STRATEGY}zero_stage=3",
+    ),
 }
 
 COPIES = {"masters rounded": 2}
