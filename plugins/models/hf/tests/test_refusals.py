@@ -43,6 +43,8 @@ def made(**values):
         ({"model_type": "qwen2", "hidden_size": "wide"}, "NXDT-M084", ["'hidden_size'", "expected int"]),
         ({"model_type": "qwen2", "quantization_config": {"bits": 4}}, "NXDT-M084", ["quantized"]),
         ({"model_type": "mamba"}, "NXDT-M085", ["MambaForCausalLM"]),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "NXDT-M085", ["mlp.experts", "nxdt-plugin-mixtral"]),
+        ({"model_type": "falcon"}, "NXDT-M085", ["FalconForCausalLM cannot be trained here: it cannot be built"]),
         ({"model_type": "bloom", "n_head": 4}, "NXDT-M085", ["BloomForCausalLM", "attention"]),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
@@ -87,6 +89,7 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     ("values", "dimension", "sentences"),
     [
         ({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2}, "tp", ["no tensor parallel plan"]),
+        ({"model_type": "deepseek_v3"}, "tp", ["leaves attention ('model.layers.*.self_attn') whole"]),
         (
             {"model_type": "granite", "embedding_multiplier": 12.0},
             "pp",

@@ -71,6 +71,6 @@ class UnsupportedArchitecture(NxdtError):
 
     code = "NXDT-M085"
     happened = "{model} cannot be trained here: {reason}."
-    remedy = "Take another architecture, or write a plugin with a builder for this one."
+    remedy = "Take another architecture, or a plugin with a builder for this one (nxdt-plugin-mixtral for experts)."
     model: str
     reason: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,9 +18,6 @@ from nxdt_plugin_hf.modeling import CausalLM, build_model
 from nxdt_plugin_hf.pipeline_plan import pipeline_plan
 from nxdt_plugin_hf.tensor_plan import TensorPlan, tensor_plan
 from nxdt_plugin_hf.tracing import pattern_of, trace_attention
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = ["ModelFacts"]
 
@@ -47,7 +43,7 @@ class ModelFacts:
     refused: Mapping[str, str]
     """Mesh dimension → why the model cannot be laid out along it."""
     init_rules: tuple[InitRule, ...]
-    multiplied: float
+    multiplied: int
     """Weights that a token is multiplied with."""
 
     @classmethod
@@ -66,7 +62,7 @@ class ModelFacts:
         with HOST:  # whatever the caller's default is
             rules = init_rules(model)
             pipeline, no_pipeline = pipeline_plan(model, layers, hidden_size)
-        reasons = {"tp": tensor.refusal, "pp": no_pipeline, "ep": _experts(model)}
+        reasons = {"tp": tensor.refusal, "pp": no_pipeline}
         return cls(
             calls=calls,
             layers=layers,
@@ -104,9 +100,9 @@ class ModelFacts:
         )
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """6 for each weight that a token is multiplied with (embeddings are looked up; of experts, those that it is
-        sent to), and for each layer 6 for each channel of query and value heads and position that is seen: PaLM's
-        convention (arXiv:2204.02311, appendix B), within the window where a layer has one."""
+        """6 for each weight that a token is multiplied with (embeddings are looked up), and for each layer 6 for each
+        channel of query and value heads and position that is seen: PaLM's convention (arXiv:2204.02311, appendix B),
+        within the window where a layer has one."""
         seen = ((call, min(sequence_length, call.window or sequence_length)) for call in self.calls.values())
         attention = sum(call.heads * (call.key_width + call.value_width) * positions for call, positions in seen)
         return 6.0 * (self.multiplied + attention)
@@ -134,20 +130,6 @@ def _classes(model: CausalLM, layers: str) -> dict[str, tuple[str, ...]]:
     return {name: tuple(paths) for name, paths in found.items()}
 
 
-def _experts(model: CausalLM) -> str | None:
-    named = ", ".join(f"'{pattern}'" for pattern in cast("PreTrainedModel", model).ep_plan or {})
-    return f"its plan in transformers shares out {named}, which cannot be done here" if named else None
-
-
-def _multiplied(model: CausalLM) -> float:
-    config = cast("PreTrainedModel", model).config
-    total = 0.0
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.ndim == 2:
-                total += parameter.numel()
-            elif parameter.ndim == 3:
-                total += parameter.numel() * getattr(config, "num_experts_per_tok", len(parameter)) / len(parameter)
-    return total
+def _multiplied(model: CausalLM) -> int:
+    parts = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    return sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim == 2)

@@ -103,6 +103,9 @@ def _refusal(
         return f"its plan in transformers names {named}, which cannot be sharded here"
     if not styles:
         return "transformers has no tensor parallel plan for its layers"
+    attention = pattern_of(next(iter(calls)))
+    if attention not in blocks:
+        return f"its plan in transformers leaves attention ('{attention}') whole"
     for block in blocks:
         ends = {style for pattern, style in styles.items() if pattern.rpartition(".")[0] == block}
         if not ends & {"row", "row_split"} or not ends & {"column", "column_gathered"}:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from nxdt_core.nn.patterns import matches
 from nxdt_plugin_hf.attention import AttentionCall, tracing
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from nxdt_plugin_hf.architecture import Architecture
 
 __all__ = ["pattern_of", "trace_attention"]
@@ -23,25 +26,45 @@ def trace_attention(architecture: Architecture) -> dict[str, AttentionCall]:
     """What each attention module asks for, by path, in order.
 
     Raises:
-        UnsupportedArchitecture: a layer does not leave its attention to us, or wants what no core has.
+        UnsupportedArchitecture: it cannot be built, has experts, or a layer does not leave its attention to us or
+            wants what no core has.
         NotACausalLM: tokens see later ones.
     """
-    with torch.device("meta"):
-        model = architecture.new().train()
-        ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    model = _built(architecture).train()
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     calls: dict[nn.Module, AttentionCall] = {}
     token = tracing.set(calls)
     try:
         with torch.no_grad():
             model(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
     except Exception as error:  # a model's own code may raise anything
-        reason = f"its forward cannot be followed ({type(error).__name__}: {str(error).splitlines()[0]})"
+        reason = f"its forward cannot be followed ({_words(error)})"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
     finally:
         tracing.reset(token)
     found = {path: calls[module] for path, module in model.named_modules() if module in calls}
     _check(architecture.name, found)
     return found
+
+
+def _built(architecture: Architecture) -> PreTrainedModel:
+    """The model on the meta device."""
+    try:
+        with torch.device("meta"):
+            model = architecture.new()
+    except Exception as error:  # a model's own code may raise anything
+        reason = f"it cannot be built with this configuration ({_words(error)})"
+        raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
+    paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
+    experts = [p for p in model.ep_plan or () if any(matches(p, path) for path in paths)]
+    if experts:
+        reason = f"it has experts ({', '.join(experts)}), which its plan cannot share out here"
+        raise UnsupportedArchitecture(model=architecture.name, reason=reason)
+    return model
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def pattern_of(path: str) -> str:
