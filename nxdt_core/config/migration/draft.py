@@ -131,14 +131,15 @@ class Draft:
 
     def drop(self, path: str, verdict: Verdict, reason: str) -> None:
         """Leave out a key, or a whole section in one line of the report."""
-        below = [(key, self.settings.pop(key)) for key in self.below(path)]
+        below = self.below(path)
         if not below:
             return
-        first = below[0][1]
-        section = first.source != "" and below[0][0] != path
-        key = first.source.removesuffix(below[0][0].removeprefix(path)) if section else first.source or path
-        value = f"{len(below)} keys" if section and len(below) > 1 else first.original
-        line = self.lines.get(key, first.line)
+        gone = [self.settings.pop(key) for key in below]
+        key, value = gone[0].source or path, gone[0].original
+        if below != [path]:
+            key = key.removesuffix(below[0].removeprefix(path))
+            value = value if len(gone) == 1 else f"{len(gone)} keys"
+        line = self.lines.get(key, gone[0].line)
         self.left_out.append(Row(key=key, line=line, verdict=verdict, value=value, reason=reason))
 
     def rows(self) -> Iterator[Row]:

@@ -61,6 +61,13 @@ def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
         for key, value in node.value:
             _collect(value, join(path, str(key.value)), text, values)
     elif path and isinstance(node, (yaml.ScalarNode, yaml.SequenceNode)):
-        own = text[node.start_mark.index : node.end_mark.index].strip()
-        if own and "\n" not in own and own[0] not in "&*!|>-" and not (set("&*") & set(own) and own[0] in "[{"):
+        own = text[node.start_mark.index : node.end_mark.index]
+        if _stands_alone(node, own):
             values[path] = own
+
+
+def _stands_alone(node: Any, own: str) -> bool:
+    """Whether the text of the node means the same at another place: no block, and no anchor or name of one."""
+    if isinstance(node, yaml.SequenceNode):
+        return bool(node.flow_style) and not set("&*\n") & set(own)
+    return node.style in (None, "'", '"') and "\n" not in own and own[:1] not in ("", "&", "!")
