@@ -23,10 +23,12 @@ def test_the_tiny_recipe_can_be_cut_in_any_layout_of_8_processes():
     assert config.run.precision.type == "fp32"
 
 
-def test_a_plan_tells_what_mixing_tokens_sends():
-    keys = ["trainer.devices=4", "distributed_strategy.token_shuffle_group_size=4", "model.moe.capacity_factor=1.0"]
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_plan_tells_what_mixing_tokens_sends(tp):
+    strategy = f"token_shuffle_group_size: 4, tensor_model_parallel_size: {tp}, sequence_parallel: {tp > 1}"
+    keys = [f"trainer.devices={4 * tp}", f"distributed_strategy={{{strategy}}}", "model.moe.capacity_factor=1.0"]
     (rank, *_) = plan(load("recipe:mixtral-tiny", keys)).estimate.ranks
-    hidden_bytes = 2 * 128 * 64 * 4  # of a micro-batch
+    hidden_bytes = 2 * 128 * 64 * 4 / tp  # of a micro-batch; each rank exchanges its part of the sequence alone
     times = 4 * 2 * 2 * 2  # layers, there and back, forward and backward, micro-batches
     assert rank.sent["token_shuffle"] == hidden_bytes * times * 3 / 4
     assert "other" not in rank.sent
