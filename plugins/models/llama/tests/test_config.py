@@ -105,6 +105,50 @@ def test_llama_3_1_is_read():
     }
 
 
+RELEASED = {
+    # layers, hidden, feed-forward, heads, key and value heads, vocabulary, tied, weights
+    "Llama 2 7B": (32, 4096, 11008, 32, 32, 32000, False, 6_738_415_616),
+    "Llama 2 13B": (40, 5120, 13824, 40, 40, 32000, False, 13_015_864_320),
+    "Llama 2 70B": (80, 8192, 28672, 64, 8, 32000, False, 68_976_648_192),
+    "Llama 3.1 405B": (126, 16384, 53248, 128, 8, 128256, False, 405_853_388_800),
+    "Llama 3.2 1B": (16, 2048, 8192, 32, 8, 128256, True, 1_235_814_400),
+    "Llama 3.2 3B": (28, 3072, 8192, 24, 8, 128256, True, 3_212_749_824),
+    "Llama 3.3 70B": (80, 8192, 28672, 64, 8, 128256, False, 70_553_706_496),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_shapes_have_as_many_weights_as_released(name):
+    import torch
+    from nxdt_plugin_llama.builder import LlamaBuilder
+
+    layers, hidden, ffn, heads, kv_heads, vocab, tied, weights = RELEASED[name]
+    changes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "vocab_size": vocab}
+    changes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied}
+    keys = LlamaConfig.from_hf(LLAMA_31 | changes)
+    keys["rope_scaling"] = RopeScalingConfig(**keys["rope_scaling"])
+    with torch.device("meta"):
+        model = LlamaBuilder(LlamaConfig(**keys)).build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == weights
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_frequencies_of_released_scalings_are_those_of_transformers(factor):
+    """8 of Llama 3.1 and 3.3, 32 of 3.2, over the whole context."""
+    import torch
+
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from nxdt_core.nn.rotary import Llama3Scaling, RotaryEmbedding
+
+    scaling = {**LLAMA_31["rope_scaling"], "factor": factor}
+    config = transformers.LlamaConfig(**{**LLAMA_31, "rope_scaling": dict(scaling)})  # which it adds to
+    values = {key: value for key, value in scaling.items() if key != "rope_type"}
+    ours = RotaryEmbedding(128, theta=500_000.0, scaling=Llama3Scaling(**values))
+    torch.testing.assert_close(ours.frequency, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0)
+
+
 def test_both_spellings_of_the_rotary_embedding_are_read():
     old = {**LLAMA_31, "rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {key: value for key, value in LLAMA_31.items() if not key.startswith("rope")}
