@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from nxdt_core.training.memory import memory_errors_explained
 from nxdt_core.training.module import NxdtModule
 from nxdt_core.training.owned import owned_on_rank_zero
 from nxdt_core.training.passes import counts_passes, in_steps
+from nxdt_core.training.resume_command import resume_command
 from nxdt_core.training.run_callbacks import run_callbacks
 from nxdt_core.training.run_files import dated, keep_inputs, make_run_dir
 from nxdt_core.training.run_log import run_log
@@ -223,7 +223,7 @@ def _summary(
         tokens_per_s=metrics.typical_tokens_per_s,
         run_dir=config.run_dir,
         checkpoint=_standing(own, module, start),
-        resume_command=_resume_command(config, module.train_state.step),
+        resume_command=resume_command(config, module.train_state.step),
         exit_status=0 if signals.received is None else 128 + signals.received,
     )
 
@@ -237,7 +237,7 @@ def _finished(config: ResolvedConfig, start: Start) -> RunSummary:
         tokens_per_s=None,
         run_dir=config.run_dir,
         checkpoint=assemble.step_uri(start.storage, start.manifest.step),
-        resume_command=_resume_command(config, start.manifest.step),
+        resume_command=resume_command(config, start.manifest.step),
     )
 
 
@@ -246,19 +246,6 @@ def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | Foreign
     if module.saved is not None:
         return assemble.step_uri(own, module.saved.step)
     return assemble.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
-
-
-def _resume_command(config: ResolvedConfig, step: int) -> str:
-    """The command that goes on: the same one, told to resume, and with a later end where this one is reached."""
-    overrides = {word.partition("=")[0]: word for word in config.overrides}
-    version = config.run.exp_manager.version
-    if config.run.exp_manager.use_datetime_version and version is not None:
-        overrides["exp_manager.version"] = f"exp_manager.version={version}"
-    if not config.run.checkpoint.resume_if_exists:
-        overrides["exp_manager.resume_if_exists"] = "exp_manager.resume_if_exists=true"
-    if step >= config.run.trainer.max_steps:
-        overrides["trainer.max_steps"] = f"trainer.max_steps={2 * step}"
-    return shlex.join(["nxdt", "train", config.source, *overrides.values()])
 
 
 def _quieten_lightning() -> None:

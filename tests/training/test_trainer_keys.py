@@ -33,6 +33,8 @@ def test_passes_end_a_run_validate_and_save(small_run, metric_rows):
     assert steps_of(config) == [3, 6]
     assert metric_rows(config.run_dir)[6]["lr"] < 0.5 * config.run.model.optim.lr, "the curve ends with the passes"
     assert train(config).loss is None, "it has nothing left to do"
+    assert "trainer.max_epochs=4" in summary.resume_command
+    assert "trainer.max_steps=100" in summary.resume_command
 
 
 def test_steps_end_a_run_before_the_passes_do(small_run):
@@ -125,6 +127,7 @@ def test_a_trial_leaves_the_run_alone(small_run, tmp_path, metric_rows, wanted, 
     config = small_run("trainer.max_steps=100", f"trainer.fast_dev_run={wanted}")
     summary = train(config)
     trial = tmp_path / "run" / "fast_dev_run"
+    assert "trainer.fast_dev_run=false" in summary.resume_command
     assert (summary.step, summary.run_dir, summary.checkpoint) == (steps, trial, None)
     assert list(metric_rows(trial)) == list(range(1, steps + 1))
     assert list(metric_rows(trial, "validation.jsonl")) == [steps]
