@@ -10,10 +10,6 @@ from tests.faults.victim import victim_of
 
 __all__ = ["live_and_die"]
 
-_DEADLINE_S = 3.0
-"""Of the save during which a rank dies."""
-
-
 def live_and_die(place: Place, way: str, background: bool, step: int, injection: Injection | None) -> None:
     """Take the store over from a job that died while it saved ``step``, save that, and die while saving the next one.
 
