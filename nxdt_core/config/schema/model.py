@@ -69,8 +69,9 @@ class ModelConfig:
     """Selects a model; the keys of the architecture stand beside ``name``."""
 
     name: str
-    """Component of kind ``model_builder``. Where it is not set: ``mixtral`` if the run's ``name`` contains it; else
-    ``llama`` for ``model_source: hf`` and ``gpt`` for ``megatron``."""
+    """Component of kind ``model_builder``. Where it is not set: the one that reads the architecture of
+    ``model_config``; without that, ``mixtral`` if the run's ``name`` contains it; else for ``model_source: hf``
+    ``llama``, and for ``megatron`` ``mistral`` or ``llama`` if the name contains it, or ``gpt``. A note says which."""
     encoder_seq_length: Annotated[PositiveInt, AliasOf("data.seq_length")]
     """Tokens of a sequence; the same setting as ``data.seq_length``."""
     model_config: Path | None = None
@@ -88,10 +89,10 @@ class ModelConfig:
     activations_checkpoint_recompute: tuple[str, ...] | None = None
     """What to recompute under ``selective``: names that the model's plan gives to modules, such as
     ``CoreAttention``."""
-    compile: bool = False
     loss_chunk_tokens: PositiveInt | None = None
     """Compute logits and their losses for so many tokens of a micro-batch at a time, and again in backward, so that
     memory does not grow with tokens times vocabulary. The head's work grows by a third. ``null``: all at once."""
+    compile: bool = False
     """Compile each layer with ``torch.compile``. The first step takes longer; its compile time is logged apart."""
     fusions: FusionsConfig = field(default_factory=FusionsConfig)
     """Kernels of the incumbent."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from nxdt_core.errors import LayoutRefused
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
+from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.placement import local_of
-from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_hf.builder import HFBuilder
 
 if TYPE_CHECKING:
@@ -56,18 +56,14 @@ def measure_sharding(builder: HFBuilder, tp: int) -> Sharding:
         LayoutRefused: the plan that the model brings names what cannot be sharded.
         HeadsDoNotDivide, ShardDoesNotDivide, TensorPlanUnusable: of the engine.
     """
-    plan = builder.plan()
-    if "tp" in plan.refused:
-        name = builder.architecture.name
-        raise LayoutRefused(model=name, dimension="tp", size=tp, reason=plan.refused["tp"])
     with torch.device("meta"):
         model = builder.build()
     named = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
     theirs = cast("PreTrainedModel", model).tp_plan
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     with fake_mesh(MeshSizes(tp=tp)) as mesh:
-        apply_tensor_parallel(model, plan, mesh, sequence_parallel=False)
-        held = {name: local_of(parameter).numel() for name, parameter in model.named_parameters()}
+        laid_out = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules[0]
+        held = {name: local_of(parameter).numel() for name, parameter in laid_out.named_parameters()}
     return Sharding(
         model=builder.architecture.name,
         tp=tp,
