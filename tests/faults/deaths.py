@@ -10,6 +10,7 @@ from tests.faults.victim import victim_of
 
 __all__ = ["live_and_die"]
 
+
 def live_and_die(place: Place, way: str, background: bool, step: int, injection: Injection | None) -> None:
     """Take the store over from a job that died while it saved ``step``, save that, and die while saving the next one.
 
