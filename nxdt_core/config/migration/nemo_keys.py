@@ -133,7 +133,7 @@ LOST: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "model.fp32_residual_connection": ("the residual stream has the dtype of the precision policy", _NONE),
     "model.fp16_lm_cross_entropy": ("the loss is always summed up in float32", _NONE),
     "model.megatron_amp_O2": ("precision.type decides", _NONE),
-    "model.moe_dropout": ("experts have no dropout", _NONE),
+    "model.moe_dropout": ("model.moe.dropout falls inside experts, this one behind them", _NONE),
     "model.headscale": (_ONE, _NONE),
     "model.attention_type": ("num_kv_heads says how heads are shared", (None, "multihead")),
     "model.openai_gelu": ("it goes with the activation gelu alone", _NONE),
