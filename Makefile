@@ -11,6 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DISTS := . plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugins/datasets/text \
 	plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral
+# Processes that share the files of tests; 0 runs all in one, as a debugger needs it.
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .PHONY: install demo test test-parallel test-faults test-recipes lint docs wheels bench clean
@@ -27,7 +29,7 @@ demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-parallel: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parallel --matrix=full $(PYTEST_ARGS)
