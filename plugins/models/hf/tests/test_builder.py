@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from click.testing import CliRunner
 from nxdt_plugin_hf.builder import HFBuilder
+from nxdt_plugin_hf.command import sharding
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.sharding import measure_sharding
 
@@ -107,3 +109,13 @@ def test_keys_of_nxd_training_change_the_configuration(builder):
     assert len(model.model.layers) == 2
     assert model.lm_head.weight.shape == (272, 32)
     assert made.max_sequence_length == 64
+
+
+def test_the_command_lists_what_is_cut_and_what_stays_whole():
+    layout = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
+    done = CliRunner().invoke(sharding, ["recipe:hf-tiny", *layout])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("Qwen3ForCausalLM over 2 tensor parallel ranks: each holds 50.2% of all weights.\n")
+    cut, whole = done.output.split("whole on each rank:")
+    assert "  model.layers.*.self_attn.q_proj.weight\n" in cut
+    assert "  model.layers.*.self_attn.q_norm.weight\n" in whole
