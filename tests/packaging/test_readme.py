@@ -24,7 +24,13 @@ def blocks(text, language):
 
 
 COMMANDS = sorted(
-    {line for text in PAGES.values() for block in blocks(text, "sh") for line in block.splitlines() if line.strip()}
+    {
+        re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line)  # variables before a command
+        for text in PAGES.values()
+        for block in blocks(text, "sh")
+        for line in block.splitlines()
+        if line.strip()
+    }
 )
 
 

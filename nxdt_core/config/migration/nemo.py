@@ -68,7 +68,7 @@ def _architecture(draft: Draft) -> None:
     window: Any = draft.value("model.sliding_window_size")
     if isinstance(window, list) and window:
         draft.change("model.sliding_window_size", window[0], "tokens to the left; none to the right are seen")
-    if draft.value("trainer.accelerator") != "cpu":
+    if draft.value("trainer.accelerator") in ("gpu", "tpu"):
         draft.drop("trainer.accelerator", "unneeded", "auto takes what the machine has")
     if draft.value("model.activations_checkpoint_granularity") is None:
         for key in ("method", "num_layers"):
