@@ -25,6 +25,7 @@ from torch import nn
 
 from nxdt_core.checkpoint.hf import load_hf, save_hf
 from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.devices import HOST
 from nxdt_core.nn.init import initialize
 from nxdt_core.nn.loss import cross_entropy_sum
 from nxdt_core.nn.patterns import matches, matches_any
@@ -86,7 +87,7 @@ class ModelContract:
             empty = builder.build()
         assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
         assert _shapes(empty) == _shapes(model)
-        empty.to_empty(device="cpu")
+        empty.to_empty(device=HOST)
         with torch.no_grad():  # what was in memory is anything; zeros could be right by chance
             for tensor in (*empty.parameters(), *empty.buffers()):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
