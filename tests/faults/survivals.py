@@ -32,7 +32,7 @@ def list_chances(place: Place, way: str, background: bool) -> list[str]:
         victim.strike(None)
         error = job.save(step)
         assert error is None, f"{type(error).__name__}: {error}"
-        seen = victim.seen()
+        seen = [*victim.seen()]
         beaten = ranks.all_gather_object(any(_is_beat(call) for call in seen))
         if step >= 3 and not any(beaten):
             break
