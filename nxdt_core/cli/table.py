@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import click
 
@@ -38,24 +39,30 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
     Args:
         header: column titles.
-        rows: cells as text, colours included; the last one may hold several lines, and wraps at the terminal's edge.
+        rows: cells as text, colours included; the last one may hold several lines. In a terminal, the last column
+            wraps at its edge, and one of the others where the last would have no room.
         right: titles of the columns that are aligned to the right; not the last.
     """
     filled = [column for column in range(len(header)) if any(cells[column] for cells in rows)]
     titles = [header[column] for column in filled]
     table = [[cells[column] for column in filled] for cells in rows]
-    widths = [max(map(_width, column)) for column in zip(titles, *table, strict=True)][:-1]
+    widths = _fitted([(title, *cells) for title, *cells in zip(titles, *table, strict=True)][:-1])
     hang = sum(widths) + len(_GAP) * len(widths)
     for cells in ([click.style(title, bold=True) for title in titles], *table):
-        lead = [_aligned(*each) for each in zip(cells[:-1], widths, (title in right for title in titles), strict=False)]
-        click.echo(_GAP.join([*lead, _wrapped(cells[-1], hang)]).rstrip())
+        parts = [_lines(cell, width) for cell, width in zip(cells[:-1], widths, strict=True)]
+        parts.append(_lines(cells[-1], max(_columns() - hang, _NARROWEST_LAST)))
+        for line in zip_longest(*parts, fillvalue=""):
+            lead = zip(line[:-1], widths, (title in right for title in titles), strict=False)
+            click.echo(_GAP.join([*(_aligned(*each) for each in lead), line[-1]]).rstrip())
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print ``name  value`` lines with the values aligned."""
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        click.echo(f"{click.style(name.ljust(width), bold=True)}{_GAP}{_wrapped(value, width + len(_GAP))}".rstrip())
+        lines = _lines(value, max(_columns() - width - len(_GAP), _NARROWEST_LAST))
+        text = f"\n{' ' * (width + len(_GAP))}".join(lines)
+        click.echo(f"{click.style(name.ljust(width), bold=True)}{_GAP}{text}".rstrip())
 
 
 def human_size(size_bytes: int) -> str:
@@ -77,10 +84,25 @@ def _aligned(cell: str, width: int, right: bool) -> str:
     return pad + cell if right else cell + pad
 
 
-def _wrapped(text: str, hang: int) -> str:
-    """Lines of the last column, each wrapped at the terminal's edge and indented under the first."""
+def _fitted(columns: Sequence[Sequence[str]]) -> list[int]:
+    """Widths of the columns before the last: as wide as their text, but for one where the last needs room."""
+    widths = [max(map(_width, cells)) for cells in columns]
+    excess = sum(widths) + len(_GAP) * len(widths) + _NARROWEST_LAST - _columns()
+    if widths and excess > 0:
+        longest_words = [max(_width(word) for cell in cells for word in cell.split()) for cells in columns]
+        gives = [width - word for width, word in zip(widths, longest_words, strict=True)]
+        widths[gives.index(max(gives))] -= min(max(gives), excess)
+    return widths
+
+
+def _columns() -> int:
+    """Columns of the terminal; no end to them where no terminal reads the table."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """The lines of a cell, each wrapped at ``width``; text with colours stays as it is."""
     lines = text.split("\n")
-    if sys.stdout.isatty() and click.unstyle(text) == text:
-        width = max(shutil.get_terminal_size().columns - hang, _NARROWEST_LAST)
-        lines = [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]
-    return f"\n{' ' * hang}".join(lines)
+    if not sys.stdout.isatty() or click.unstyle(text) != text:
+        return lines
+    return [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]

@@ -33,9 +33,10 @@ def read(storage):
 
 
 USES = [check_writable, listed, read, lambda storage: storage.stat("a"), lambda storage: storage.delete_many(["a"])]
+CONDITIONAL = [lambda storage: storage.put_if_absent("a", b""), lambda storage: storage.put_if_match("a", b"x", b"y")]
 
 
-@pytest.mark.parametrize("use", [*USES[:3], USES[4], lambda storage: storage.put_if_absent("a", b"")])
+@pytest.mark.parametrize("use", [*USES[:3], USES[4], *CONDITIONAL])
 def test_a_bucket_that_does_not_exist_is_named(config, s3_uri, use):
     error = refused(S3Storage("s3://no-such-bucket/runs", config), use)
     assert error.code == "NXDT-S100"

@@ -29,7 +29,7 @@ from nxdt_plugin_s3.errors import (
     S3WrongRegion,
 )
 
-__all__ = ["FAILURES", "Place", "code_of", "may_pass", "shown", "status_of"]
+__all__ = ["FAILURES", "Place", "code_of", "may_pass", "no_such_key", "shown", "status_of"]
 
 FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
 """All that the SDK raises for what happens on the way to the server and there."""
@@ -81,6 +81,11 @@ def status_of(error: BaseException) -> int:
     """The status of the server's answer, 0 where there was none."""
     metadata = error.response.get("ResponseMetadata", {}) if isinstance(error, sdk.ClientError) else {}
     return int(metadata.get("HTTPStatusCode", 0))
+
+
+def no_such_key(error: BaseException) -> bool:
+    """Whether the object is missing, and not the whole bucket."""
+    return status_of(error) == 404 and code_of(error) != "NoSuchBucket"
 
 
 def may_pass(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
 """The store of checkpoints in S3: one object a key, below the prefix of the address.
 
 An object is visible once its upload is completed, whole, and then for every reader (S3 has been strongly consistent
-since 2020); ``put_if_absent`` and
-``put_if_match`` are conditional PUTs (AWS has the latter since November 2024). Any store with these properties will do.
+since 2020); ``put_if_absent`` and ``put_if_match`` are conditional PUTs (AWS has the latter since November 2024). Any
+store with these properties will do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nxdt_plugin_s3.abandoned import sweep
 from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.download import Download
-from nxdt_plugin_s3.faults import may_pass, status_of
+from nxdt_plugin_s3.faults import may_pass, no_such_key, status_of
 from nxdt_plugin_s3.link import Link
 from nxdt_plugin_s3.upload import TOKEN, Upload, is_ours
 
@@ -116,7 +116,7 @@ class S3Storage:
             try:
                 found = self._link().client.get_object(**target)
             except ClientError as error:
-                if status_of(error) == 404:
+                if no_such_key(error):
                     return None
                 raise
             with found["Body"] as body:  # read without a limit: only then does the SDK notice an answer cut short
@@ -154,7 +154,7 @@ class S3Storage:
                 try:
                     link.client.put_object(**target, **given, **met, Body=data)
                 except ClientError as error:
-                    if status_of(error) not in (404, 412):
+                    if status_of(error) != 412 and not no_such_key(error):
                         raise
                 else:
                     return True
