@@ -69,6 +69,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 """Decorator that marks a function of a plugin as the implementation of the hook of the same name."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+_COMMAND = re.compile(f"{_NAME.pattern}( {_NAME.pattern})?")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -180,14 +181,15 @@ class CliCommand:
     """
 
     name: str
-    """The verb: ``nxdt NAME``."""
+    """The verb: ``nxdt NAME``. Two words are a verb in a group: ``data count`` stands beside the core's ``nxdt data``
+    verbs, and a group that the core does not have is made."""
     target: str
     """``package.module:attribute`` of a :class:`click.Command`; imported when the command is called."""
     summary: str
     """One line for ``nxdt --help``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not _COMMAND.fullmatch(self.name):
             raise BadComponentRecord(record="CliCommand", field="name", found=self.name)
         if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
             raise BadComponentRecord(record="CliCommand", field="target", found=self.target)

@@ -41,30 +41,10 @@ _EXAMPLES = (
 class Root(LazyGroup):
     """The core's commands, then those that plugins add; a plugin cannot replace one of the core's."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The core's names, then the plugins'."""
-        return [*super().list_commands(ctx), *self._contributed()]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Find a command; the kernel is started only for a name that the core does not have."""
-        command = super().get_command(ctx, cmd_name)
-        if command is not None:
-            return command
-        entry = self._contributed().get(cmd_name)
-        return entry.load() if entry else None
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write both listings."""
-        super().format_commands(ctx, formatter)
-        contributed = self._contributed()
-        if contributed:
-            with formatter.section("Commands of plugins"):
-                formatter.write_dl([(name, entry.summary) for name, entry in contributed.items()])
-
-    def _contributed(self) -> dict[str, LazyCommand]:
-        from nxdt_core.cli.contributed import contributed_commands
-
-        return contributed_commands(reserved=self.lazy)
+    @property
+    def place(self) -> str:
+        """Nothing stands between ``nxdt`` and these."""
+        return ""
 
 
 root = Root(

@@ -36,16 +36,11 @@ class LazyGroup(Suggesting):
         super().__init__(*args, **kwargs)
         self.lazy = lazy
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def summaries(self) -> dict[str, str]:
         """Names in the order of declaration: the order in which a newcomer needs them."""
-        return [*self.lazy, *super().list_commands(ctx)]
+        return {name: entry.summary for name, entry in self.lazy.items()}
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def own_command(self, name: str) -> click.Command | None:
         """Import and return one command; None where there is none of that name."""
-        entry = self.lazy.get(cmd_name)
-        return entry.load() if entry else super().get_command(ctx, cmd_name)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the listing from the summaries, importing nothing."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in self.lazy.items()])
+        entry = self.lazy.get(name)
+        return entry.load() if entry else None

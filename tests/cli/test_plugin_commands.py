@@ -54,3 +54,43 @@ def test_a_broken_plugin_takes_no_command_away(nxdt, dist):
     assert done.returncode == 0
     assert "train" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def contribute(dist, plugin, *verbs):
+    """A plugin of that name whose commands print their owner."""
+    records = ", ".join(f'CliCommand(name={v!r}, target="{plugin}_commands:greet", summary="Greet.")' for v in verbs)
+    entry = f"from nxdt_core.api import CliCommand, hookimpl\n@hookimpl\ndef nxdt_cli():\n    return [{records}]\n"
+    dist(plugin, entry, **{f"{plugin}_commands": BODY.format(name=plugin)})
+
+
+def test_a_name_of_two_words_lands_in_the_group_of_the_core(nxdt, dist):
+    contribute(dist, "acme", "checkpoint greet", "config greet")
+    assert nxdt("checkpoint", "greet").stdout == nxdt("config", "greet").stdout == "hello from acme\n"
+    for group in ("checkpoint", "config"):
+        text = nxdt(group, "--help").stdout
+        assert re.search(r"Commands of plugins:\n  greet +Greet\.$", text, re.MULTILINE)
+        assert "\n  greet" not in text.partition("Commands of plugins:")[0]
+    assert "greet" not in nxdt("--help").stdout
+
+
+def test_a_group_that_the_core_does_not_have_is_made(nxdt, dist):
+    contribute(dist, "acme", "herd greet", "herd wave")
+    assert nxdt("herd", "wave").stdout == "hello from acme\n"
+    assert re.search(r"^  herd +Commands of plugins: greet, wave\.$", nxdt("--help").stdout, re.MULTILINE)
+    assert "Did you mean 'wave'" in nxdt("herd", "wav").stderr
+
+
+def test_nobody_replaces_a_verb_in_a_group(nxdt, dist):
+    contribute(dist, "acme", "checkpoint list", "herd greet")
+    contribute(dist, "bolt", "herd greet", "herd")
+    assert nxdt("acme:list").returncode == 2
+    assert nxdt("checkpoint", "acme:list").stdout == "hello from acme\n"
+    assert "URI" in nxdt("checkpoint", "list", "--help").stdout
+    assert nxdt("herd", "bolt:greet").stdout == nxdt("bolt:herd").stdout == "hello from bolt\n"
+    assert nxdt("herd", "greet").returncode == 2
+
+
+def test_a_verb_of_the_core_asks_no_plugin(nxdt, dist):
+    dist("broken", "import sys\nprint('asked', file=sys.stderr)")
+    assert "asked" in nxdt("--help").stderr
+    assert "asked" not in nxdt("checkpoint", "list", "--help").stderr

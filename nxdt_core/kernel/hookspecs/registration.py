@@ -217,7 +217,8 @@ def nxdt_components() -> Mapping[str, Iterable[Component]]:  # type: ignore[empt
 
 @hookspec
 def nxdt_cli() -> Iterable[CliCommand]:  # type: ignore[empty-body]
-    """Add commands under ``nxdt``. The target, a :class:`click.Command`, is imported when it is called.
+    """Add commands under ``nxdt``. The target, a :class:`click.Command`, is imported when it is called. A name of two
+    words is a verb in a group, one of the core's or the plugin's own.
 
     Example::
 
