@@ -1,4 +1,4 @@
-"""Cross-entropy over the vocabulary, summed and weighted, in bounded memory."""
+"""Cross-entropy over the vocabulary, a token or summed and weighted, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from nxdt_core.protocols.batch import IGNORE_INDEX
 
 __all__ = [
     "VocabularyLoss",
+    "cross_entropies",
     "cross_entropy_sum",
     "row_chunks",
     "row_gradients",
     "row_sums",
     "row_weights",
     "vocabulary_loss",
-    "whole_vocabulary_cross_entropy_sum",
+    "whole_vocabulary_cross_entropies",
 ]
 
 _CHUNK_ELEMENTS_IN_CACHE = 1 << 18
@@ -33,22 +34,18 @@ _CHUNK_ELEMENTS = 1 << 26
 
 
 class VocabularyLoss(Protocol):
-    """The slot: :func:`cross_entropy_sum`, or what an engine puts there for logits that are sharded by vocabulary."""
+    """The slot: :func:`cross_entropies`, or what an engine puts there for logits that are sharded by vocabulary."""
 
-    def __call__(
-        self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :func:`cross_entropy_sum`."""
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """As :func:`cross_entropies`."""
         ...
 
 
 _INSTALLED: ContextVar[VocabularyLoss | None] = ContextVar("nxdt_vocabulary_loss", default=None)
 
 
-def cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum of the cross-entropies, and the sum of the weights: their quotient is the mean loss.
+def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of each label, which is its negative log-probability; means nothing where the label is −100.
 
     Computed in float32 (float64 for float64 logits), some rows at a time, and the gradient comes out in the logits'
     dtype: beside the logits only their gradient is held whole, where ``F.cross_entropy`` holds full-precision
@@ -58,22 +55,36 @@ def cross_entropy_sum(
         logits: [..., vocab], any floating dtype; inside :func:`vocabulary_loss` whatever that loss takes; or the losses
             of a head that computes these itself (:class:`~nxdt_core.nn.token_losses.TokenLosses`).
         labels: int64 [...]; −100 takes no part.
+
+    Returns:
+        [...], in the dtype of accumulation.
+    """
+    if isinstance(logits, TokenLosses):
+        return logits.of(labels)
+    return (_INSTALLED.get() or whole_vocabulary_cross_entropies)(logits, labels)
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of the :func:`cross_entropies`, and the sum of the weights: their quotient is the mean loss.
+
+    Args:
+        logits: as there.
+        labels: as there.
         weights: float [...], or None for 1 everywhere.
 
     Returns:
         ``(loss_sum, weight)``, scalars in the dtype of accumulation.
     """
-    if isinstance(logits, TokenLosses):
-        losses = logits.of(labels)
-        counts, _ = row_weights(losses, labels, weights)
-        return (losses.flatten() * counts).sum(), counts.sum()
-    loss = _INSTALLED.get() or whole_vocabulary_cross_entropy_sum
-    return loss(logits, labels, weights)
+    losses = cross_entropies(logits, labels).flatten()
+    counts, _ = row_weights(losses, labels, weights)
+    return (losses * counts).sum(), counts.sum()
 
 
 @contextmanager
 def vocabulary_loss(loss: VocabularyLoss) -> Iterator[None]:
-    """Within the block :func:`cross_entropy_sum` is ``loss``: an engine puts one for sharded logits around the
+    """Within the block :func:`cross_entropies` is ``loss``: an engine puts one for sharded logits around the
     objective."""
     token = _INSTALLED.set(loss)
     try:
@@ -82,14 +93,12 @@ def vocabulary_loss(loss: VocabularyLoss) -> Iterator[None]:
         _INSTALLED.reset(token)
 
 
-def whole_vocabulary_cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`cross_entropy_sum` where nothing is installed: each row of ``logits`` is whole."""
-    kept, targets = row_weights(logits, labels, weights)
+def whole_vocabulary_cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """:func:`cross_entropies` where nothing is installed: each row of ``logits`` is whole."""
     rows = logits.reshape(-1, logits.shape[-1])
-    loss_sum: torch.Tensor = _CrossEntropySum.apply(rows, targets, kept)  # type: ignore[no-untyped-call]
-    return loss_sum, kept.sum()
+    _, targets = row_weights(rows, labels, None)
+    losses: torch.Tensor = _CrossEntropies.apply(rows, targets)  # type: ignore[no-untyped-call]
+    return losses.view(labels.shape)
 
 
 def row_weights(
@@ -103,27 +112,27 @@ def row_weights(
     return counts, targets.masked_fill(~kept, 0)
 
 
-class _CrossEntropySum(torch.autograd.Function):
+class _CrossEntropies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, targets, weights)
-        losses = torch.empty_like(weights)
+    def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, targets)
+        losses = rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
         for part in row_chunks(rows):
-            log_probabilities = functional.log_softmax(rows[part], dim=1, dtype=weights.dtype)
+            log_probabilities = functional.log_softmax(rows[part], dim=1, dtype=losses.dtype)
             losses[part] = log_probabilities.gather(1, targets[part, None]).squeeze(1)
-        return losses.neg_().mul_(weights).sum()
+        return losses.neg_()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        rows, targets, weights = ctx.saved_tensors
-        scale = (weights * grad)[:, None]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        rows, targets = ctx.saved_tensors
+        scale = grad[:, None]
         grad_rows = torch.empty_like(rows)
         for part in row_chunks(rows):
-            probabilities = functional.softmax(rows[part], dim=1, dtype=weights.dtype)
+            probabilities = functional.softmax(rows[part], dim=1, dtype=grad.dtype)
             probabilities.scatter_add_(1, targets[part, None], -torch.ones_like(scale[part]))
             grad_rows[part] = probabilities.mul_(scale[part])
-        return grad_rows, None, None
+        return grad_rows, None
 
 
 def row_chunks(rows: torch.Tensor) -> list[slice]:

@@ -55,7 +55,7 @@ def wanted_labels() -> torch.Tensor | None:
 
 
 class TokenLosses(torch.Tensor):
-    """Cross-entropies [batch, seq] of one micro-batch, which only :func:`nxdt_core.nn.loss.cross_entropy_sum` takes.
+    """Cross-entropies [batch, seq] of one micro-batch, which only :func:`nxdt_core.nn.loss.cross_entropies` takes.
 
     Any other use fails instead of being wrong in silence.
     """

@@ -15,7 +15,7 @@ from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.stochastic import masters_rounded
-from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
@@ -80,7 +80,7 @@ class GlobalBatch:
             stack.enter_context(aux_loss_scale(1 / self._divisor))
             stack.enter_context(losses_wanted())
             if self._mesh.sizes.tp > 1:
-                stack.enter_context(vocabulary_loss(vocabulary_parallel_cross_entropy_sum))
+                stack.enter_context(vocabulary_loss(vocabulary_parallel_cross_entropies))
             yield
 
     def on_device(self) -> Iterator[Batch]:

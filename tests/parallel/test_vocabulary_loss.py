@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nxdt_core.nn import loss as nn_loss
 from nxdt_core.nn.loss import cross_entropy_sum, vocabulary_loss
-from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.testing.ranks import process_group
 
 VOCAB, ROWS = 12, (3, 5)
@@ -38,7 +38,7 @@ def sharded_loss(dtype: torch.dtype, weighted: bool, chunk_rows: int | None):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
         logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
-        with vocabulary_loss(vocabulary_parallel_cross_entropy_sum):
+        with vocabulary_loss(vocabulary_parallel_cross_entropies):
             loss_sum, weight = cross_entropy_sum(logits, labels_of(), weights_of(weighted))
         (loss_sum / 3).backward()
         return loss_sum.detach(), weight, part.grad
@@ -64,7 +64,8 @@ def no_loss_token() -> tuple[float, float, bool]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         part = torch.randn(1, 4, VOCAB // 2, requires_grad=True)
         logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
-        loss_sum, weight = vocabulary_parallel_cross_entropy_sum(logits, torch.full((1, 4), -100))
+        with vocabulary_loss(vocabulary_parallel_cross_entropies):
+            loss_sum, weight = cross_entropy_sum(logits, torch.full((1, 4), -100))
         loss_sum.backward()
         return loss_sum.item(), weight.item(), bool(part.grad.any())
 
@@ -81,8 +82,8 @@ def complaints(label: int) -> list[str]:
         cut, whole = (DTensor.from_local(local, mesh, [p], run_check=False) for p in (Shard(-1), Replicate()))
         found = []
         for loss, logits, targets in (
-            (vocabulary_parallel_cross_entropy_sum, cut, labels),
-            (vocabulary_parallel_cross_entropy_sum, whole, labels),
+            (vocabulary_parallel_cross_entropies, cut, labels),
+            (vocabulary_parallel_cross_entropies, whole, labels),
             (cross_entropy_sum, cut, labels.clamp(max=0)),  # the slot is empty
         ):
             with pytest.raises((RuntimeError, IndexError, ValueError)) as raised:
@@ -100,13 +101,13 @@ def test_wrong_labels_and_layouts_fail_on_all_ranks(ranks) -> None:
 
 def test_whole_logits_take_the_usual_loss_inside_the_slot() -> None:
     logits, labels = torch.randn(2, 3, VOCAB), torch.tensor([[1, -100, 2], [0, 3, -100]])
-    with vocabulary_loss(vocabulary_parallel_cross_entropy_sum):
+    with vocabulary_loss(vocabulary_parallel_cross_entropies):
         inside = cross_entropy_sum(logits, labels)
     assert inside == cross_entropy_sum(logits, labels)
 
 
 def test_slot_is_emptied_after_the_block() -> None:
-    with pytest.raises(KeyError), vocabulary_loss(lambda *_: (torch.ones(()), torch.ones(()))):
+    with pytest.raises(KeyError), vocabulary_loss(lambda logits, labels: torch.ones(labels.shape)):
         raise KeyError
     loss_sum, _ = cross_entropy_sum(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long))
     assert loss_sum.item() == pytest.approx(0.6931, abs=1e-4)

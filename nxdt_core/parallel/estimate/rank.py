@@ -23,7 +23,7 @@ from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.placement import local_of
-from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 
 __all__ = ["MeasuredRank", "measure_rank"]
 
@@ -74,7 +74,7 @@ def _trace(
     module.train()
     views = _localise(module)
     with (
-        vocabulary_loss(vocabulary_parallel_cross_entropy_sum),
+        vocabulary_loss(vocabulary_parallel_cross_entropies),
         losses_wanted(),
         token_labels(batch.labels),
         _values_refused(),

@@ -12,55 +12,49 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.nn.loss import row_gradients, row_sums, row_weights, whole_vocabulary_cross_entropy_sum
+from nxdt_core.nn.loss import row_gradients, row_sums, row_weights, whole_vocabulary_cross_entropies
 from nxdt_core.parallel.tensor.vocabulary_layers import rows_here
 
-__all__ = ["over_ranks", "vocabulary_parallel_cross_entropy_sum"]
+__all__ = ["over_ranks", "vocabulary_parallel_cross_entropies"]
 
 
-def vocabulary_parallel_cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`nxdt_core.nn.loss.cross_entropy_sum`, and equal on all ranks.
+def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As :func:`nxdt_core.nn.loss.cross_entropies`, and equal on all ranks.
 
     Args:
         logits: [..., vocab], a DTensor with ``Shard(-1)`` on a one-dimensional mesh, cut evenly; whole logits (a plain
             tensor) take the loss for those.
         labels: int64 [...], whole; −100 takes no part.
-        weights: float [...], whole, or None for 1 everywhere.
     """
     if not isinstance(logits, DTensor):
-        return whole_vocabulary_cross_entropy_sum(logits, labels, weights)
+        return whole_vocabulary_cross_entropies(logits, labels)
     mesh, placements = logits.device_mesh, logits.placements
     if len(placements) != 1 or not placements[0].is_shard(logits.ndim - 1):
         raise ValueError(f"logits must be sharded by vocabulary on one mesh dimension, not {placements}")
     local: torch.Tensor = logits.to_local()
-    kept, targets = row_weights(local, labels, weights)
     rows = local.reshape(-1, local.shape[-1])
-    loss_sum: torch.Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
-        rows, targets, kept, mesh.get_group()
-    )
-    return loss_sum, kept.sum()
+    _, targets = row_weights(rows, labels, None)
+    losses: torch.Tensor = _CrossEntropies.apply(rows, targets, mesh.get_group())  # type: ignore[no-untyped-call]
+    return losses.view(labels.shape)
 
 
-class _CrossEntropySum(torch.autograd.Function):
+class _CrossEntropies(torch.autograd.Function):
     """As the function of that name for whole rows; the same chunks, so the same bound on memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         columns, elsewhere = rows_here(targets, rows.shape[1], group)
-        log_sums, at_target = over_ranks(*row_sums(rows, columns, weights.dtype), elsewhere, group)
-        ctx.save_for_backward(rows, columns, elsewhere, weights, log_sums)
-        return (log_sums - at_target).mul_(weights).sum()
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        log_sums, at_target = over_ranks(*row_sums(rows, columns, dtype), elsewhere, group)
+        ctx.save_for_backward(rows, columns, elsewhere, log_sums)
+        return log_sums - at_target
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        rows, columns, elsewhere, weights, log_sums = ctx.saved_tensors
-        hits = torch.where(elsewhere, 0.0, -1.0).to(weights.dtype)
-        return row_gradients(rows, columns, log_sums, hits, weights * grad, torch.empty_like(rows)), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        rows, columns, elsewhere, log_sums = ctx.saved_tensors
+        hits = torch.where(elsewhere, 0.0, -1.0).to(log_sums.dtype)
+        return row_gradients(rows, columns, log_sums, hits, grad, torch.empty_like(rows)), None, None
 
 
 def over_ranks(

@@ -15,7 +15,7 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.placement import local_of, piece_of
 from nxdt_core.parallel.tensor import apply
 from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
-from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy_sum
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.piece import Box, Piece
@@ -139,7 +139,7 @@ def on_ranks(cases: Sequence[Case]) -> list[Outcome]:
     with process_group():
         outcomes = []
         for case in cases:
-            with MUTANTS[case.mutant](), vocabulary_loss(vocabulary_parallel_cross_entropy_sum):
+            with MUTANTS[case.mutant](), vocabulary_loss(vocabulary_parallel_cross_entropies):
                 outcomes.append(many_processes(case))
         return outcomes
 
