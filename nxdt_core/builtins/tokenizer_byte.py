@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.builtins.tokenizer_config import ByteTokenizerConfig
+from nxdt_core.protocols.tokenizer import LocatedIds
 
 __all__ = ["ByteTokenizer"]
 
 _BYTES = 256
+_SPELLED = {_BYTES: "<bos>", _BYTES + 1: "<eos>", _BYTES + 2: "<pad>"}
 
 
 class ByteTokenizer:
@@ -40,6 +43,28 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
         return bytes(i for i in ids if 0 <= i < _BYTES).decode("utf-8", "replace")
+
+    def chat_template(self) -> str | None:
+        """None: there are no files to bring one."""
+        return None
+
+    def special_tokens(self) -> Mapping[str, str]:
+        """Empty: no text becomes one of the special tokens."""
+        return {}
+
+    def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
+        """As :meth:`encode`; the bytes of a character share its place."""
+        return [self._located(text) for text in texts]
+
+    def _located(self, text: str) -> LocatedIds:
+        widths = [len(character.encode("utf-8", "replace")) for character in text]
+        places = np.repeat(np.arange(len(text), dtype=np.int64), widths)
+        return LocatedIds(ids=self.encode_to_array(text).astype(np.int64), starts=places, ends=places + 1)
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """As :meth:`decode`, with special tokens as ``<bos>``, ``<eos>`` and ``<pad>``."""
+        runs = groupby(ids, _SPELLED.__contains__)
+        return "".join("".join(_SPELLED[id_] for id_ in run) if special else self.decode(run) for special, run in runs)
 
     def fingerprint(self) -> str:
         """Names the rule; there is no vocabulary to digest."""

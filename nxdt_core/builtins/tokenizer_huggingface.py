@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_files import import_library
+from nxdt_core.builtins.tokenizer_huggingface_chat import chat_template, special_tokens
 from nxdt_core.builtins.tokenizer_huggingface_files import pretrained_files
 from nxdt_core.builtins.tokenizer_huggingface_sources import Loaded, load_named, load_pair, load_path, local_path
 from nxdt_core.data.digest import digest
 from nxdt_core.errors import BadTokenizerConfig
+from nxdt_core.protocols.tokenizer import LocatedIds
 
 __all__ = ["HuggingFaceTokenizer"]
 
@@ -64,9 +68,28 @@ class HuggingFaceTokenizer:
 
     def hf_files(self) -> Mapping[str, bytes]:
         """The files it was made of, with the special tokens that the configuration names."""
+        return pretrained_files(self._loaded, self._named())
+
+    def chat_template(self) -> str | None:
+        """What lies beside the tokenizer; of several templates, the one named ``default``."""
+        return chat_template(self._loaded)
+
+    def special_tokens(self) -> Mapping[str, str]:
+        """What its files name, and what the configuration names instead."""
+        return special_tokens(self._loaded, self._named())
+
+    def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
+        """As :meth:`encode_batch`, with the library's offsets."""
+        return [_located(found) for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """As :meth:`decode`, special tokens included."""
+        text: str = self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
+        return text
+
+    def _named(self) -> dict[str, str | None]:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        tokens = {key: None if id_ is None else self._tokenizer.id_to_token(id_) for key, id_ in ids.items()}
-        return pretrained_files(self._loaded, tokens)
+        return {key: None if id_ is None else self._tokenizer.id_to_token(id_) for key, id_ in ids.items()}
 
     def _special(self, key: str, configured: str | None, loaded: Loaded) -> int | None:
         token = configured if configured is not None else loaded.special_tokens.get(key)
@@ -78,6 +101,11 @@ class HuggingFaceTokenizer:
                 key=f"data.tokenizer.{key}", reason=f"{configured!r} is not in the vocabulary of {loaded.origin}"
             )
         return token_id
+
+
+def _located(encoding: Any) -> LocatedIds:
+    places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    return LocatedIds(ids=np.array(encoding.ids, dtype=np.int64), starts=places[:, 0], ends=places[:, 1])
 
 
 def _load(config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:

@@ -11,11 +11,21 @@ from typing import Any
 from nxdt_core.builtins.tokenizer_files import import_library, not_found
 from nxdt_core.errors import BadTokenizerFile, TokenizerFileNotFound
 
-__all__ = ["FILE", "Loaded", "load_named", "load_pair", "load_path", "local_path", "read_record"]
+__all__ = [
+    "FILE",
+    "Loaded",
+    "load_named",
+    "load_pair",
+    "load_path",
+    "local_path",
+    "read_json",
+    "read_record",
+    "token_text",
+]
 
 FILE = "tokenizer.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
-_PATTERNS = ("*.json", "*.model", "*.txt", "*.tiktoken")
+_PATTERNS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")
 """Files of a repository on the hub that a tokenizer may consist of; all small."""
 
 
@@ -139,24 +149,24 @@ def read_record(directory: Path) -> dict[str, Any]:
     It writes ``special_tokens_map.json`` no more; where an old one lies, it counts, unless the newer file is
     complete, that is, lists its added tokens too.
     """
-    newer = _json_object(directory / "tokenizer_config.json")
-    older = {} if "added_tokens_decoder" in newer else _json_object(directory / "special_tokens_map.json")
+    newer = read_json(directory / "tokenizer_config.json")
+    older = {} if "added_tokens_decoder" in newer else read_json(directory / "special_tokens_map.json")
     return {**newer, **older}
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
     record = read_record(directory)
-    named = {key: _content(record.get(key)) for key in _SPECIAL}
+    named = {key: token_text(record.get(key)) for key in _SPECIAL}
     return {key: token for key, token in named.items() if token is not None}
 
 
-def _content(token: object) -> str | None:
+def token_text(token: object) -> str | None:
     """A token stands as a string, or as an object with its ``content``."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Content of a JSON file; empty where there is none."""
     if not path.is_file():
         return {}

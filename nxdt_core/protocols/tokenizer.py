@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-__all__ = ["HFTokenizer", "Tokenizer"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["ChatTokenizer", "HFTokenizer", "LocatedIds", "Tokenizer"]
 
 
 @runtime_checkable
@@ -43,4 +48,36 @@ class HFTokenizer(Protocol):
 
     def hf_files(self) -> Mapping[str, bytes]:
         """The files, by name, that ``AutoTokenizer.from_pretrained`` makes the same tokenizer of."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocatedIds:
+    """Ids of a text and where in it each lies. Of [tokens] each; places count characters and never descend."""
+
+    ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    """Place of a token's first character."""
+    ends: NDArray[np.int64]
+    """Place behind its last; tokens that share a character have both in common."""
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """Optional for a tokenizer: what chat data need of it."""
+
+    def chat_template(self) -> str | None:
+        """The Jinja template that its files bring; None where they bring none."""
+        ...
+
+    def special_tokens(self) -> Mapping[str, str]:
+        """``bos_token``, ``eos_token`` and what else a template may name → the token as it is written."""
+        ...
+
+    def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
+        """As ``encode_batch``, with places; a special token that a text spells out is that token."""
+        ...
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """Text of ``ids`` with special tokens as they are written; for people to read."""
         ...

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_text.files import documents, expand, read_bytes
+from nxdt_plugin_text.files import documents
 
+from nxdt_core.data.files import expand, read_bytes
 from nxdt_core.errors import (
     BadJsonLine,
     DataFileNotFound,

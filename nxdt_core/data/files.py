@@ -1,0 +1,108 @@
+"""From the paths and patterns of a configuration to files, and from a file to text or JSON objects.
+
+Formats of records do not live here: a dataset plugin knows what its objects hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.config.paths import PackageNotFound, resolve_path
+from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable, TextNotUtf8
+
+__all__ = ["JSON_LINES", "decode", "expand", "json_objects", "read_bytes"]
+
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files with an object a line."""
+
+_BOM = "\ufeff"
+
+
+def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
+    """Files that ``patterns`` name, in their order, the matches of each sorted by name.
+
+    Args:
+        patterns: paths, patterns (``corpus/*.txt``) and ``package://`` paths.
+        key: of the configuration, for errors.
+
+    Raises:
+        DataFileNotFound: a path or pattern matches no file; names what lies nearby.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        try:
+            path = resolve_path(pattern)
+        except PackageNotFound as error:
+            raise DataFileNotFound(key=key, path=str(pattern)) from error
+        found = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
+        found = [p for p in found if p.is_file()]
+        if not found:
+            raise DataFileNotFound(key=key, path=str(pattern), candidates=_near(path))
+        files += found
+    return files
+
+
+def read_bytes(path: Path) -> bytes:
+    """Content of a file, decompressed where its name ends in ``.gz``.
+
+    Raises:
+        DataFileUnreadable: no permission, an error of the disk, or damaged compressed data.
+    """
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataFileUnreadable(path=str(path), reason=reason) from error
+
+
+def decode(path: Path, content: bytes) -> str:
+    """The text of ``content``, which is UTF-8 and may begin with a byte order mark.
+
+    Raises:
+        TextNotUtf8: names the byte and the line.
+    """
+    try:
+        return content.decode("utf-8").removeprefix(_BOM)
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = content[error.start]
+        raise TextNotUtf8(path=str(path), position=error.start, line=line, byte=byte) from error
+
+
+def json_objects(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The object of each line that is not blank, with the line's number.
+
+    Raises:
+        BadJsonLine: a line is no JSON, or no object.
+    """
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold U+2028
+        if line.strip():
+            yield number, _json_object(path, number, line)
+
+
+def _json_object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadJsonLine(path=str(path), line=number, reason=str(error)) from error
+    if not isinstance(record, dict):
+        raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}")
+    return record
+
+
+def _near(path: Path) -> tuple[str, ...]:
+    """Files with a similar name beside ``path``, or those in it where it is a directory."""
+    if path.is_dir():
+        return tuple(sorted(str(path / p.name) for p in path.iterdir() if p.is_file()))
+    if not path.parent.is_dir():
+        return ()
+    names = sorted(p.name for p in path.parent.iterdir())
+    return tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3))
