@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
-from nxdt_core.data.tokens import TokenStream
+from nxdt_core.data.tokens import TokenArray, TokenStream
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 
 __all__ = ["PackedDataset", "Packing"]
@@ -40,13 +40,21 @@ class PackedDataset:
         packing: see there. The numbering and the positions are left out (None) where the stream is a single
             document, for which they say nothing.
         source: digest of what the stream was made of; part of the fingerprint. None digests the tokens.
+        labels: [tokens] what is learnt at each token where that is not the token itself; −100 is nothing.
     """
 
     def __init__(
-        self, stream: TokenStream, *, seq_length: int, packing: Packing | None = None, source: str | None = None
+        self,
+        stream: TokenStream,
+        *,
+        seq_length: int,
+        packing: Packing | None = None,
+        source: str | None = None,
+        labels: TokenArray | None = None,
     ) -> None:
         self._tokens = stream.tokens
         self._starts = stream.starts
+        self._labels = labels
         self._seq_length = seq_length
         self._packing = packing or Packing()
         self._many = len(stream.starts) > 1
@@ -61,6 +69,8 @@ class PackedDataset:
         begin = index * self._seq_length
         window = self._tokens[begin : begin + self._seq_length + 1].astype(np.int64)
         inputs, labels = window[:-1], window[1:]
+        if self._labels is not None:
+            labels = self._labels[begin + 1 : begin + self._seq_length + 1].astype(np.int64)
         document_ids = position_ids = None
         if self._many:
             inner = self._inner_starts(begin)
@@ -76,7 +86,9 @@ class PackedDataset:
     def fingerprint(self) -> str:
         """Digest of the source, the sequence length and the packing."""
         if self._source is None:
-            self._source = digest(self._tokens.dtype.str, self._tokens, self._starts)
+            tokens = self._tokens[:]
+            labels = None if self._labels is None else self._labels[:]
+            self._source = digest(tokens.dtype.str, tokens, self._starts, labels)
         packing = self._packing
         settings = (packing.reset_attention_mask, packing.reset_position_ids, packing.eod_id)
         return digest(self._source, self._seq_length, len(self), settings)

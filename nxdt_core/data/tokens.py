@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["ArrayTokenizer", "TokenStream", "compact_dtype", "tokenize"]
+__all__ = ["ArrayTokenizer", "TokenArray", "TokenStream", "compact_dtype", "encode_documents", "tokenize"]
 
 _BATCH = 256
 """Documents given to a tokenizer at once: enough for the threads of its library."""
@@ -27,12 +27,20 @@ class ArrayTokenizer(Protocol):
         ...
 
 
+class TokenArray(Protocol):
+    """Integers that are sliced like a numpy array, which is one; others may read files piece by piece."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice, /) -> NDArray[Any]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStream:
     """Documents in order, without gaps."""
 
-    tokens: NDArray[np.unsignedinteger]
-    """[tokens], of the smallest of uint8, uint16 and uint32 that holds the vocabulary."""
+    tokens: TokenArray
+    """[tokens]; of :func:`tokenize`: the smallest of uint8, uint16 and uint32 that holds the vocabulary."""
     starts: NDArray[np.int64]
     """[documents] places of the first token of each document; ascending, the first is 0. Empty for no tokens."""
 
@@ -64,7 +72,7 @@ def tokenize(
     tail = np.array([] if eos_id is None else [eos_id], dtype)
     parts: list[NDArray[np.unsignedinteger]] = []
     lengths: list[int] = []
-    for ids in _encoded(documents, tokenizer, dtype):
+    for ids in encode_documents(documents, tokenizer):
         if len(ids):
             parts += (head, ids, tail)
             lengths.append(len(head) + len(ids) + len(tail))
@@ -73,9 +81,9 @@ def tokenize(
     return TokenStream(tokens=tokens, starts=starts)
 
 
-def _encoded(
-    documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger]
-) -> Iterator[NDArray[np.unsignedinteger]]:
+def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.unsignedinteger]]:
+    """The ids of each document, of :func:`compact_dtype`, an empty array where it has none."""
+    dtype = compact_dtype(tokenizer.vocab_size)
     if isinstance(tokenizer, ArrayTokenizer):
         yield from map(tokenizer.encode_to_array, documents)
         return

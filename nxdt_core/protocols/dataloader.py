@@ -37,6 +37,10 @@ class DataContext:
     """None where the configuration names none (pre-tokenised data)."""
     cache_dir: Path | None = None
     """Directory of the run for indices; None means: keep them in memory."""
+    vocab_size: int | None = None
+    """Rows of the model's vocabulary: tokenised data may hold the ids below; None where it is not known."""
+    shuffle: bool = True
+    """``data.shuffle``, for datasets whose order is their own; the core shuffles map-style ones."""
 
 
 @runtime_checkable

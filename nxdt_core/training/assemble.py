@@ -69,9 +69,16 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
     return made
 
 
-def dataloader(config: ResolvedConfig, tokenizer: Tokenizer | None) -> Dataloader:
-    """The source of samples."""
-    context = DataContext(seq_length=config.run.data.seq_length, seed=config.run.seed, tokenizer=tokenizer)
+def dataloader(config: ResolvedConfig, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> Dataloader:
+    """The source of samples, for a model of ``vocab_size`` rows."""
+    data = config.run.data
+    context = DataContext(
+        seq_length=data.seq_length,
+        seed=config.run.seed,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        shuffle=data.shuffle,
+    )
     return cast(Dataloader, _construct(config, "data", context))
 
 

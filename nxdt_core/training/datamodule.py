@@ -73,7 +73,7 @@ class NxdtDataModule(pl.LightningDataModule):
             return
         vocab_size = assemble.model_builder(self.config).vocab_size
         self.tokenizer = assemble.tokenizer(self.config, vocab_size)
-        source = assemble.dataloader(self.config, self.tokenizer)
+        source = assemble.dataloader(self.config, self.tokenizer, vocab_size)
         for name in ("train", "validation"):
             self._datasets[name] = source.split(name)
         if self._datasets["train"] is None:
