@@ -30,6 +30,25 @@ class Packing:
     eod_id: int | None = None
     """Where given, positions whose *input* is this end-of-document token have no label."""
 
+    def sample(self, inputs: NDArray[np.int64], labels: NDArray[np.int64], starts: NDArray[np.int64] | None) -> Sample:
+        """A sample of tokens and what follows each.
+
+        Args:
+            inputs: [seq]
+            labels: [seq], shifted.
+            starts: places at which documents begin, ascending from 1 to seq (there, the last label is a document's
+                first token). None where the data are a single document: its samples have no numbers and positions.
+        """
+        document_ids = position_ids = None
+        if starts is not None and self.reset_attention_mask:
+            document_ids = _numbered(starts, len(inputs))
+            labels = _without(labels, starts - 1)
+        if starts is not None and self.reset_position_ids:
+            position_ids = _restarted(starts, len(inputs))
+        if self.eod_id is not None:
+            labels = np.where(inputs == self.eod_id, IGNORE_INDEX, labels)
+        return Sample(input_ids=inputs, labels=labels, position_ids=position_ids, document_ids=document_ids)
+
 
 class PackedDataset:
     """A map-style dataset over a :class:`TokenStream`.
@@ -71,17 +90,7 @@ class PackedDataset:
         inputs, labels = window[:-1], window[1:]
         if self._labels is not None:
             labels = self._labels[begin + 1 : begin + self._seq_length + 1].astype(np.int64)
-        document_ids = position_ids = None
-        if self._many:
-            inner = self._inner_starts(begin)
-            if self._packing.reset_attention_mask:
-                document_ids = _numbered(inner, self._seq_length)
-                labels = _without(labels, inner - 1)
-            if self._packing.reset_position_ids:
-                position_ids = _restarted(inner, self._seq_length)
-        if self._packing.eod_id is not None:
-            labels = np.where(inputs == self._packing.eod_id, IGNORE_INDEX, labels)
-        return Sample(input_ids=inputs, labels=labels, position_ids=position_ids, document_ids=document_ids)
+        return self._packing.sample(inputs, labels, self._inner_starts(begin) if self._many else None)
 
     def fingerprint(self) -> str:
         """Digest of the source, the sequence length and the packing."""
