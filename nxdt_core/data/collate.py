@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ __all__ = ["blank_like", "collate", "count_loss_tokens"]
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Stack samples into tensors [len(samples), seq].
+    """Stack samples into tensors [len(samples), seq]; those of several rows [len(samples) × rows, seq].
 
     An optional field that only some samples have is filled with what its absence means, so that a batch is the
     same whichever samples it is made of. Labels stay as the dataset shifted them.
@@ -25,27 +27,24 @@ def collate(samples: Sequence[Sample]) -> Batch:
     """
     if not samples:
         raise EmptyDataset()
-    lengths = [sample.input_ids.shape[0] for sample in samples]
-    if min(lengths) != max(lengths):
-        raise MixedSamples(lengths=tuple(lengths))
-    labels = _stack([sample.labels for sample in samples], np.int64)
+    shapes = [sample.input_ids.shape for sample in samples]
+    if min(shapes) != max(shapes):
+        raise MixedSamples(lengths=tuple(shape[-1] for shape in shapes))
+    optional = {name: _optional(samples, name, dtype, absent) for name, (dtype, absent) in _OPTIONAL.items()}
     return Batch(
         input_ids=_stack([sample.input_ids for sample in samples], np.int64),
-        labels=labels,
-        loss_weights=_weights(samples, labels),
-        position_ids=_positions(samples, lengths[0]),
-        document_ids=_documents(samples, lengths[0]),
+        labels=_stack([sample.labels for sample in samples], np.int64),
+        **optional,
+        rows_per_sample=1 if len(shapes[0]) == 1 else shapes[0][0],
     )
 
 
 def blank_like(sample: Sample) -> Sample:
     """A sample of the same shape that takes no part in the loss; fills up the last batch of a pass."""
-    return Sample(
-        input_ids=sample.input_ids,
+    return replace(
+        sample,
         labels=np.full_like(sample.labels, IGNORE_INDEX),
         loss_weights=None if sample.loss_weights is None else np.zeros_like(sample.loss_weights),
-        position_ids=sample.position_ids,
-        document_ids=sample.document_ids,
     )
 
 
@@ -54,32 +53,31 @@ def count_loss_tokens(batches: Iterable[Batch]) -> int:
     return sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
 
 
+_OPTIONAL: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]] = {
+    "loss_weights": (np.float32, lambda sample: sample.labels != IGNORE_INDEX),
+    "position_ids": (
+        np.int64,
+        lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
+    ),
+    "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
+    "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
+}
+"""By field: its dtype, and what its absence means."""
+
+
+def _optional(
+    samples: Sequence[Sample], name: str, dtype: type[np.generic], absent: Callable[[Sample], np.ndarray]
+) -> Any:
+    values = [getattr(sample, name) for sample in samples]
+    if all(value is None for value in values):
+        return None
+    filled = [absent(sample) if value is None else value for sample, value in zip(samples, values, strict=True)]
+    return _stack(filled, dtype)
+
+
 def _stack(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
+    """[len(arrays) × rows, seq]"""
     out = np.empty((len(arrays), *arrays[0].shape), dtype)
-    for row, array in zip(out, arrays, strict=True):
-        row[:] = array
-    return torch.from_numpy(out)
-
-
-def _weights(samples: Sequence[Sample], labels: torch.Tensor) -> torch.Tensor | None:
-    if all(sample.loss_weights is None for sample in samples):
-        return None
-    weights = (labels != IGNORE_INDEX).float()
-    for row, sample in zip(weights, samples, strict=True):
-        if sample.loss_weights is not None:
-            row.copy_(torch.from_numpy(np.ascontiguousarray(sample.loss_weights)))
-    return weights
-
-
-def _positions(samples: Sequence[Sample], length: int) -> torch.Tensor | None:
-    if all(sample.position_ids is None for sample in samples):
-        return None
-    default = np.arange(length, dtype=np.int64)
-    return _stack([default if s.position_ids is None else s.position_ids for s in samples], np.int64)
-
-
-def _documents(samples: Sequence[Sample], length: int) -> torch.Tensor | None:
-    if all(sample.document_ids is None for sample in samples):
-        return None
-    default = np.zeros(length, dtype=np.int64)
-    return _stack([default if s.document_ids is None else s.document_ids for s in samples], np.int64)
+    for part, array in zip(out, arrays, strict=True):
+        part[:] = array
+    return torch.from_numpy(out.reshape(-1, out.shape[-1]))

@@ -32,5 +32,5 @@ class LossesAreNotLogits(NxdtError):
 
     code = "NXDT-M092"
     happened = "The model's head returns losses (model.loss_chunk_tokens), and what got them needs logits: {use}."
-    remedy = "Set model.loss_chunk_tokens to null; only objectives that pass logits to cross_entropies (or its sum) work with it."
+    remedy = "Set model.loss_chunk_tokens to null; it works with objectives that take cross_entropies alone."
     use: str

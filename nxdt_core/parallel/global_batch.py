@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from nxdt_core.nn.aux_loss import aux_loss_scale
 from nxdt_core.nn.loss import vocabulary_loss
+from nxdt_core.nn.sequence_sums import SequenceShards, shared_sequences
 from nxdt_core.nn.token_losses import losses_wanted
+from nxdt_core.parallel.collectives import copy_to_group, reduce_from_group
 from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
@@ -64,8 +66,10 @@ class GlobalBatch:
         self._objective = objective
         self._mesh = mesh
         self._numerics = numerics
-        self.weight = self._global_weight(micro_batches)
-        self._divisor = torch.where(self.weight > 0, self.weight, torch.ones_like(self.weight))
+        weights = self._global_weights(micro_batches)
+        self.weight = weights[0]
+        divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
+        self._divisors, self._tokens = divisors[:-1], divisors[-1]
         self.micro_batches = (
             micro_batches if mesh.sizes.cp == 1 else [shard_sequence(batch, mesh) for batch in micro_batches]
         )
@@ -77,10 +81,12 @@ class GlobalBatch:
     def running(self) -> Iterator[None]:
         """Around everything that runs forward: what auxiliary losses are divided by, and the loss of cut logits."""
         with ExitStack() as stack:
-            stack.enter_context(aux_loss_scale(1 / self._divisor))
+            stack.enter_context(aux_loss_scale(1 / self._tokens))
             stack.enter_context(losses_wanted())
             if self._mesh.sizes.tp > 1:
                 stack.enter_context(vocabulary_loss(vocabulary_parallel_cross_entropies))
+            if (group := self._mesh.group("cp")) is not None:
+                stack.enter_context(shared_sequences(_shards(group)))
             yield
 
     def on_device(self) -> Iterator[Batch]:
@@ -92,11 +98,15 @@ class GlobalBatch:
         """The share of one micro-batch in the loss of the global batch."""
         with self._numerics.autocast():
             output: ObjectiveOutput = self._objective(logits, batch)
-        loss = output.loss_sum / self._divisor
+        loss = self._mean(output.loss_sum)
         self._losses.append(loss.detach())
         for name, value in output.metrics.items():
-            self._metrics.setdefault(name, []).append(value.detach() / self._divisor)
+            self._metrics.setdefault(name, []).append(self._mean(value.detach()))
         return loss
+
+    def _mean(self, sums: torch.Tensor) -> torch.Tensor:
+        """The terms of ``sums``, each divided by its own weight, together."""
+        return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
 
     def result(self, routers: RouterFigures) -> StepLoss:
         """Loss and metrics of the global batch, equal on all ranks; ``routers`` have counted it."""
@@ -132,14 +142,26 @@ class GlobalBatch:
             self._metric_names[kind] = max(of_ranks, key=len)
         return self._metric_names[kind]
 
-    def _global_weight(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Sum over all data parallel ranks, on the device; one rank of those that read the same samples tells it."""
+    def _global_weights(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Those of the objective's terms, and behind them that of the tokens, by which auxiliary losses are divided.
+
+        Sums over all data parallel ranks, on the device; one rank of those that read the same samples tells them.
+        """
         # From the host's copy of the batch, so that no kernel is waited for.
-        weight = torch.stack([self._objective.weight(batch) for batch in micro_batches]).sum()
-        weight = weight.to(self._numerics.device)
+        of_batches = [
+            torch.cat([self._objective.weight(batch).reshape(-1), batch.weight().reshape(1)]) for batch in micro_batches
+        ]
+        weights = torch.stack(of_batches).sum(0).to(self._numerics.device)
         if self._mesh.group("world") is None:
-            return weight
+            return weights
         if any(self._mesh.rank(dim) for dim in ("pp", "cp", "tp")):
-            weight = torch.zeros_like(weight)
-        dist.all_reduce(weight)
-        return weight
+            weights = torch.zeros_like(weights)
+        dist.all_reduce(weights)
+        return weights
+
+
+def _shards(group: dist.ProcessGroup) -> SequenceShards:
+    def total(partial: torch.Tensor) -> torch.Tensor:
+        return copy_to_group(reduce_from_group(partial, group), group)
+
+    return SequenceShards(ranks=group.size(), total=total)

@@ -21,6 +21,7 @@ from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
 from nxdt_core.parallel.gradients import GradientSums, clip, global_norm
 from nxdt_core.parallel.layout import Stages
+from nxdt_core.parallel.log_probs import LabelLogProbs
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.parameters import StageParameters
 from nxdt_core.parallel.pipeline.runner import PipelineRunner
@@ -97,6 +98,11 @@ class TorchModel:
         return self._stages.plan
 
     @property
+    def added(self) -> frozenset[str]:
+        """Parameters of the whole model that adapters added."""
+        return self._stages.added
+
+    @property
     def precision(self) -> PrecisionPolicy:
         """The dtypes that it trains in."""
         return self._numerics.precision
@@ -149,6 +155,16 @@ class TorchModel:
                 logits = _whole(self._logits(batch.to(self._numerics.device)))
             logits = unshard_sequence(logits, self._mesh)
         return logits[:, :length]
+
+    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Log-probabilities of the labels; see :class:`nxdt_core.protocols.engine.ParallelModel`."""
+        passing = LabelLogProbs()
+        self.run_eval(micro_batches, passing)
+        kept = passing.kept
+        if self._pipeline is not None:
+            of_last = iter(kept)
+            kept = [self._pipeline.broadcast_from_last(next(of_last, None)) for _ in micro_batches]
+        return [unshard_sequence(values, self._mesh) for values in kept]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their global names; a tied one under its owner's."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ IGNORE_INDEX = -100
 class Sample:
     """One sequence as a dataset yields it; arrays of one length [seq], int64 unless said.
 
-    ``labels`` are already shifted: ``labels[i]`` is the token that follows ``input_ids[i]``, or −100.
+    ``labels`` are already shifted: ``labels[i]`` is the token that follows ``input_ids[i]``, or −100. Sequences that
+    belong together, such as the two answers of a preference, are one sample of several rows, [rows, seq]: no shuffling
+    and no layout comes between them, and a batch has them as adjacent rows.
     """
 
     input_ids: np.ndarray
@@ -30,11 +33,14 @@ class Sample:
     """None means 0, 1, 2, …; packed documents restart at 0."""
     document_ids: np.ndarray | None = None
     """None means one document; packed documents are numbered from 0, padding is −1."""
+    reference_log_probs: np.ndarray | None = None
+    """float32 [seq]: log-probability of each label under the model that the run began with; 0 where it is not needed.
+    None where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch; tensors [micro_batch, seq]."""
+    """One micro-batch; tensors [micro_batch, seq], or [micro_batch × rows, seq] of samples that have several rows."""
 
     input_ids: torch.Tensor
     """int64"""
@@ -46,20 +52,25 @@ class Batch:
     """int64; None means 0 … seq−1."""
     document_ids: torch.Tensor | None = None
     """int64; None means that each row is one document."""
+    reference_log_probs: torch.Tensor | None = None
+    """float32: of each label under the model that the run began with; None where nobody asks."""
+    rows_per_sample: int = 1
+    """Adjacent rows that are one sample."""
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """Copy to ``device``; returns a batch of the same fields."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-        def moved(value: torch.Tensor | None) -> torch.Tensor | None:
-            return None if value is None else value.to(device, non_blocking=non_blocking)
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """A batch whose tensors are those that ``change`` makes of this one's."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in held.items() if not isinstance(value, int | None)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
-        return Batch(
-            input_ids=self.input_ids.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            loss_weights=moved(self.loss_weights),
-            position_ids=moved(self.position_ids),
-            document_ids=moved(self.document_ids),
-        )
+    @property
+    def samples(self) -> int:
+        """Samples of the dataset that it holds, blank ones included."""
+        return self.input_ids.shape[0] // self.rows_per_sample
 
     def weight(self) -> torch.Tensor:
         """Sum of the loss weights: the number of loss tokens where they are all 1. Scalar, float32."""

@@ -78,6 +78,11 @@ class ParallelModel(Protocol):
         """Forward only, in evaluation mode, without gradients."""
         ...
 
+    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Log-probability of each label of these micro-batches, [rows, seq], 0 where there is none; in evaluation
+        mode, without gradients. Collective; equal on all ranks that read the same samples."""
+        ...
+
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under their global names; a tied parameter once, under its owner."""
         ...

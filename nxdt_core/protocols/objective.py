@@ -27,11 +27,12 @@ class ObjectiveOutput:
     """Loss of one micro-batch, not averaged: the step divides by the weight of the whole global batch."""
 
     loss_sum: torch.Tensor
-    """Scalar with gradient: weighted sum over this micro-batch."""
+    """With gradient: weighted sum over this micro-batch. A scalar, or [terms] of a loss that adds up means over
+    different things, such as one over tokens and one over pairs."""
     weight: torch.Tensor
-    """Scalar: what the sum would be divided by, mostly the number of loss tokens."""
+    """What the sum would be divided by, mostly the number of loss tokens; as many as ``loss_sum``."""
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Detached scalars, weighted sums like ``loss_sum``, logged after the same division."""
+    """Detached sums like ``loss_sum``, logged after the same division; a scalar is divided by the first weight."""
 
 
 @runtime_checkable
@@ -42,7 +43,8 @@ class Objective(Protocol):
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """The weight that ``__call__`` will report for ``batch``, known before the forward pass, so that each
-        micro-batch's loss can be divided by the global weight at once."""
+        micro-batch's loss can be divided by the global weight at once. Of the whole batch, also where ``__call__``
+        will get some tokens of each sequence (:mod:`nxdt_core.nn.sequence_sums`)."""
         ...
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:

@@ -145,7 +145,7 @@ def train_step(
     (apply or optimizer.step)()
     state.step += 1
     state.updates += any(group["lr"] != 0 for group in optimizer.inner.param_groups)
-    state.consumed_samples += dp_size * sum(batch.input_ids.shape[0] for batch in micro_batches)
+    state.consumed_samples += dp_size * sum(batch.samples for batch in micro_batches)
     state.consumed_tokens += dp_size * sum(batch.input_ids.numel() for batch in micro_batches)
     return StepResult(loss=loss, grad_norm=grad_norm, lr_factor=factor)
 

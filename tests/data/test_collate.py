@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,25 @@ def test_a_blank_sample_has_the_shape_but_no_weight():
     assert batch.weight() == 0
     assert batch.loss_weights.sum() == 0
     assert batch.position_ids.tolist() == [[0, 1, 2]]
+
+
+def test_rows_of_one_sample_are_adjacent_rows_of_the_batch():
+    pairs = [Sample(input_ids=np.array([[n, 1], [n, 2]]), labels=np.array([[1, -100], [2, -100]])) for n in (7, 8)]
+    weighted = replace(pairs[1], loss_weights=np.array([[0.0, 0.5], [1.0, 0.0]], np.float32))
+    batch = collate([pairs[0], weighted])
+    assert batch.input_ids.tolist() == [[7, 1], [7, 2], [8, 1], [8, 2]]
+    assert batch.loss_weights.tolist() == [[1, 0], [1, 0], [0, 0.5], [1, 0]]
+    assert (batch.samples, batch.rows_per_sample) == (2, 2)
+    assert collate([blank_like(pairs[0])]).weight() == 0
+    placed = collate([pairs[0], replace(pairs[1], position_ids=np.array([[0, 0], [0, 1]]))])
+    assert placed.position_ids.tolist() == [[0, 1], [0, 1], [0, 0], [0, 1]]
+
+
+def test_a_batch_that_moves_keeps_every_field():
+    log_probs = np.array([-1.0, -2.0, 0.0], np.float32)
+    batch = collate([sample(reference_log_probs=log_probs), sample()]).to("cpu")
+    assert batch.reference_log_probs.tolist() == [[-1, -2, 0], [0, 0, 0]]
+    assert collate([Sample(input_ids=np.zeros((2, 1)), labels=np.zeros((2, 1)))]).to("cpu").rows_per_sample == 2
 
 
 def test_samples_of_different_lengths_are_refused_with_the_lengths():

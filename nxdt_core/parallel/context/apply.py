@@ -8,6 +8,7 @@ parallelism cannot run without an accelerator: it has no sharding rule for the h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -52,20 +53,10 @@ def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
     length = batch.input_ids.shape[1]
     if length == 0 or length % (2 * ranks):
         raise ContextSequenceDoesNotDivide(length=length, ranks=ranks)
-    positions = batch.position_ids
-    if positions is None:
-        positions = torch.arange(length, device=batch.input_ids.device).expand_as(batch.input_ids)
-
-    def shard(value: torch.Tensor | None) -> torch.Tensor | None:
-        return None if value is None else shard_of(value, rank, ranks, dim=1)
-
-    return Batch(
-        input_ids=shard_of(batch.input_ids, rank, ranks, dim=1),
-        labels=shard_of(batch.labels, rank, ranks, dim=1),
-        loss_weights=shard(batch.loss_weights),
-        position_ids=shard(positions),
-        document_ids=shard(batch.document_ids),
-    )
+    if batch.position_ids is None:
+        positions = torch.arange(length, device=batch.input_ids.device)
+        batch = replace(batch, position_ids=positions.expand_as(batch.input_ids))
+    return batch.map(lambda tensor: shard_of(tensor, rank, ranks, dim=1))
 
 
 def unshard_sequence(tensor: torch.Tensor, mesh: ParallelMesh, dim: int = 1) -> torch.Tensor:

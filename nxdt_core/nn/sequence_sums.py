@@ -1,0 +1,50 @@
+"""Sums over whole sequences, of which a rank may hold only some tokens, for losses that are no sums over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["SequenceShards", "sequence_shards", "shared_sequences"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceShards:
+    """How the tokens of each sequence lie on ranks; by default one rank has them all.
+
+    A loss ``f(Σ over tokens)`` is computed on every rank from :attr:`total`, and each reports ``f × share``: the step
+    adds the ranks up.
+    """
+
+    ranks: int = 1
+    """That share each sequence."""
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda partial: partial
+    """The sum of all ranks' tensors, equal on them; differentiable. Collective."""
+
+    @property
+    def share(self) -> float:
+        """What a rank reports of a figure that all of them have."""
+        return 1 / self.ranks
+
+
+_WHOLE = SequenceShards()
+_SHARDS: ContextVar[SequenceShards] = ContextVar("nxdt_sequence_shards", default=_WHOLE)
+
+
+def sequence_shards() -> SequenceShards:
+    """How the sequences of the batch at hand lie."""
+    return _SHARDS.get()
+
+
+@contextmanager
+def shared_sequences(shards: SequenceShards) -> Iterator[None]:
+    """Within the block :func:`sequence_shards` is ``shards``: an engine puts it around the objective."""
+    token = _SHARDS.set(shards)
+    try:
+        yield
+    finally:
+        _SHARDS.reset(token)
