@@ -9,8 +9,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-DISTS := . plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugins/datasets/text \
-	plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral
+DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugins/datasets/sft_chat \
+	plugins/datasets/hf_data plugins/datasets/text plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral
 # Processes that share the files of tests; 0 runs all in one, as a debugger needs it.
 WORKERS ?= 2
 PYTEST_ARGS ?=

@@ -52,6 +52,10 @@ class ByteTokenizer:
         """Empty: no text becomes one of the special tokens."""
         return {}
 
+    def reserved_tokens(self) -> Sequence[str]:
+        """Empty, for the same reason."""
+        return ()
+
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """As :meth:`encode`; the bytes of a character share its place."""
         return [self._located(text) for text in texts]

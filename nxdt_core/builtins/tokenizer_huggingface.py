@@ -78,6 +78,11 @@ class HuggingFaceTokenizer:
         """What its files name, and what the configuration names instead."""
         return special_tokens(self._loaded, self._named())
 
+    def reserved_tokens(self) -> Sequence[str]:
+        """The added tokens that its file calls special."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """As :meth:`encode_batch`, with the library's offsets."""
         return [_located(found) for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]

@@ -13,15 +13,28 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["DataContext", "Dataloader", "IterableDataset", "MapDataset", "SplitName"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "DataContext",
+    "DataReport",
+    "Dataloader",
+    "IterableDataset",
+    "MapDataset",
+    "ReportingDataset",
+    "SplitName",
+    "TokenCount",
+]
 
 SplitName = Literal["train", "validation", "test"]
 
@@ -83,4 +96,43 @@ class Dataloader(Protocol):
 
     def split(self, name: SplitName) -> MapDataset | IterableDataset | None:
         """The samples of a split, or None where the configuration names no data for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCount:
+    """Tokens, and how many of them the loss is on."""
+
+    tokens: int = 0
+    trained: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """What a dataset knows of all its records."""
+
+    records: int
+    """Records that samples are made of."""
+    tokens: TokenCount
+    """Of these records."""
+    lengths: NDArray[np.int64]
+    """Tokens of each record."""
+    by_role: Mapping[str, TokenCount] = field(default_factory=dict)
+    """Role, or ``template`` for what is nobody's words → its tokens."""
+    by_turn: Sequence[TokenCount] = ()
+    """Tokens of the assistant's first, second, … turns."""
+    truncated: int = 0
+    """Records that were cut to fit."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Reason → records that no sample has."""
+    efficiency: float | None = None
+    """Share of the samples' positions that hold a token to predict from; the rest is padding."""
+
+
+@runtime_checkable
+class ReportingDataset(Protocol):
+    """Optional for a dataset: tells ``nxdt data preview`` more than its samples show."""
+
+    def report(self) -> DataReport:
+        """Of all records; not of the samples that a run takes."""
         ...

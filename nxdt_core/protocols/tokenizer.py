@@ -74,6 +74,10 @@ class ChatTokenizer(Protocol):
         """``bos_token``, ``eos_token`` and what else a template may name → the token as it is written."""
         ...
 
+    def reserved_tokens(self) -> Sequence[str]:
+        """Every special token as it is written: what becomes one token wherever a text spells it."""
+        ...
+
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """As ``encode_batch``, with places; a special token that a text spells out is that token."""
         ...

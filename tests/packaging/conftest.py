@@ -20,6 +20,8 @@ DISTS = (
     ".",
     "plugins/checkpoint_backends/fsx",
     "plugins/checkpoint_backends/s3",
+    "plugins/datasets/sft_chat",
+    "plugins/datasets/hf_data",
     "plugins/datasets/text",
     "plugins/models/gpt",
     "plugins/models/hf",

@@ -1,0 +1,124 @@
+"""Encoded conversations that fit into a sequence, end to end in compact arrays, and what there is to tell of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.data.tokens import compact_dtype
+from nxdt_core.protocols.dataloader import DataReport, TokenCount
+from nxdt_plugin_sft_chat.config import ROLES, Truncation
+from nxdt_plugin_sft_chat.encoding import Encoded
+from nxdt_plugin_sft_chat.errors import ChatTooLong
+
+__all__ = ["Chats", "gather"]
+
+_NAMES = (*ROLES, "template")
+_UNTRAINED = "nothing in them is trained"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chats:
+    """Conversations, each of at least two tokens and with at least one that is trained."""
+
+    tokens: NDArray[np.unsignedinteger]
+    """[tokens]"""
+    trained: NDArray[np.bool_]
+    """[tokens] whether the token is learnt where it comes next."""
+    starts: NDArray[np.int64]
+    """[conversations + 1] place of the first token of each, and the number of all tokens."""
+    report: DataReport
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[conversations] tokens of each."""
+        return np.diff(self.starts)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts, by what the report has them by."""
+
+    roles: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(_NAMES), np.int64))
+    roles_trained: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(_NAMES), np.int64))
+    turns: Counter[int] = field(default_factory=Counter)
+    turns_trained: Counter[int] = field(default_factory=Counter)
+    truncated: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def add(self, chat: Encoded) -> None:
+        self.roles += np.bincount(chat.roles, minlength=len(_NAMES))
+        self.roles_trained += np.bincount(chat.roles[chat.trained], minlength=len(_NAMES))
+        self.turns.update(_counted(chat.turns))
+        self.turns_trained.update(_counted(chat.turns[chat.trained]))
+
+
+def _counted(turns: NDArray[np.int16]) -> dict[int, int]:
+    """Turn, without the 0 of what is no turn → tokens."""
+    return {turn: int(count) for turn, count in enumerate(np.bincount(turns)) if turn and count}
+
+
+def gather(encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncation, vocab_size: int) -> Chats:
+    """Cut, drop or refuse what is too long, leave out what would train nothing, and put the rest end to end.
+
+    A conversation of n tokens takes n - 1 places of a sequence: nothing follows its last token.
+
+    Raises:
+        ChatTooLong: one does not fit, and that is refused; tells of all that do not.
+    """
+    tally = _Tally()
+    parts: list[NDArray[np.unsignedinteger]] = []
+    masks: list[NDArray[np.bool_]] = []
+    dtype = compact_dtype(vocab_size)
+    for chat in _fitting(encoded, seq_length + 1, truncation, tally):
+        if not chat.trained[1:].any():
+            tally.left_out[_UNTRAINED] += 1
+            continue
+        parts.append(chat.ids.astype(dtype))
+        masks.append(chat.trained)
+        tally.add(chat)
+    lengths = np.array([len(part) for part in parts], np.int64)
+    return Chats(
+        tokens=np.concatenate(parts) if parts else np.empty(0, dtype),
+        trained=np.concatenate(masks) if masks else np.empty(0, np.bool_),
+        starts=np.concatenate([[0], np.cumsum(lengths)]),
+        report=_report(tally, lengths),
+    )
+
+
+def _fitting(encoded: Iterable[Encoded], most: int, truncation: Truncation, tally: _Tally) -> Iterator[Encoded]:
+    first: Encoded | None = None
+    count = longest = 0
+    for chat in encoded:
+        if len(chat) <= most:
+            yield chat
+            continue
+        first, count, longest = first or chat, count + 1, max(longest, len(chat))
+        if truncation == "drop":
+            tally.left_out["longer than a sequence"] += 1
+        elif truncation != "refuse":
+            tally.truncated += 1
+            yield chat.cut(slice(0, most) if truncation == "keep_start" else slice(len(chat) - most, None))
+    if first is not None and truncation == "refuse":
+        raise ChatTooLong(place=str(first.place), tokens=len(first), seq_length=most - 1, count=count, longest=longest)
+
+
+def _report(tally: _Tally, lengths: NDArray[np.int64]) -> DataReport:
+    roles = zip(_NAMES, tally.roles.tolist(), tally.roles_trained.tolist(), strict=True)
+    turns = range(1, max(tally.turns, default=0) + 1)
+    return DataReport(
+        records=len(lengths),
+        tokens=TokenCount(tokens=int(lengths.sum()), trained=int(tally.roles_trained.sum())),
+        lengths=lengths,
+        by_role={name: TokenCount(tokens=count, trained=trained) for name, count, trained in roles if count},
+        by_turn=[TokenCount(tokens=tally.turns[turn], trained=tally.turns_trained[turn]) for turn in turns],
+        truncated=tally.truncated,
+        left_out=dict(tally.left_out),
+    )

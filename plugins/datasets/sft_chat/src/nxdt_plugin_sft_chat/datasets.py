@@ -1,0 +1,90 @@
+"""Conversations as samples of one length: packed, or each with padding behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.data.bins import first_fit_decreasing
+from nxdt_core.data.digest import digest
+from nxdt_core.data.permutation import Permutation
+from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.protocols.dataloader import DataReport
+from nxdt_plugin_sft_chat.chats import Chats
+
+__all__ = ["ChatDataset", "alone", "packed"]
+
+_PADDING = -1
+"""Document number of padding."""
+
+
+def alone(chats: Chats) -> list[NDArray[np.int64]]:
+    """Each conversation in a sample of its own."""
+    return list(np.arange(len(chats), dtype=np.int64)[:, None])
+
+
+def packed(chats: Chats, *, seq_length: int, seed: int) -> list[NDArray[np.int64]]:
+    """Numbers of the conversations of each sample, by first-fit decreasing on lengths.
+
+    Which of several equally long ones shares a sample with which others is drawn by ``seed``: neighbours in a file
+    are often alike.
+    """
+    drawn = Permutation(len(chats), seed=seed, epoch=0).take(np.arange(len(chats), dtype=np.int64))
+    return [drawn[places] for places in first_fit_decreasing(chats.lengths[drawn] - 1, seq_length)]
+
+
+class ChatDataset:
+    """A map-style dataset of samples [seq_length].
+
+    Args:
+        chats: the conversations.
+        samples: numbers of the conversations of each sample.
+        seq_length: tokens of a sample.
+        pad_id: token of places that hold none; they are a document of their own, and the loss is never on them.
+        source: digest of all that decides ``chats``.
+    """
+
+    def __init__(
+        self, chats: Chats, samples: Sequence[NDArray[np.int64]], *, seq_length: int, pad_id: int, source: str
+    ) -> None:
+        self._chats = chats
+        self._samples = samples
+        self._seq_length = seq_length
+        self._pad_id = pad_id
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        length = self._seq_length
+        ids = np.full(length, self._pad_id, np.int64)
+        labels = np.full(length, IGNORE_INDEX, np.int64)
+        positions = np.zeros(length, np.int64)
+        documents = np.full(length, _PADDING, np.int64)
+        at = 0
+        for number, chat in enumerate(self._samples[index]):
+            begin, end = self._chats.starts[chat], self._chats.starts[chat + 1]
+            tokens = self._chats.tokens[begin:end].astype(np.int64)
+            until = at + len(tokens) - 1
+            ids[at:until] = tokens[:-1]
+            labels[at:until] = np.where(self._chats.trained[begin + 1 : end], tokens[1:], IGNORE_INDEX)
+            positions[at:until] = np.arange(until - at)
+            documents[at:until] = number
+            at = until
+        return Sample(input_ids=ids, labels=labels, position_ids=positions, document_ids=documents)
+
+    def fingerprint(self) -> str:
+        """Of the conversations, and of how they are put into samples."""
+        sizes = np.array([len(sample) for sample in self._samples], np.int64)
+        return digest(self._source, self._seq_length, sizes, np.concatenate(self._samples))
+
+    def report(self) -> DataReport:
+        """Of the conversations, and of the places that they fill."""
+        filled = int(self._chats.lengths.sum()) - len(self._chats)
+        return replace(self._chats.report, efficiency=filled / (len(self) * self._seq_length))

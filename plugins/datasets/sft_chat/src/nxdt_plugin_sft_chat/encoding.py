@@ -1,0 +1,128 @@
+"""Conversations → token ids, which of them the loss is on, and whose words they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
+from nxdt_plugin_sft_chat.config import ROLES, ChatConfig
+from nxdt_plugin_sft_chat.conversation import Conversation, Place
+from nxdt_plugin_sft_chat.errors import SpecialTokenInContent
+from nxdt_plugin_sft_chat.rendering import Rendered, Renderer, Span
+
+__all__ = ["TEMPLATE", "Encoded", "Encoder", "trained_messages"]
+
+TEMPLATE = len(ROLES)
+"""In :attr:`Encoded.roles`: nobody's words."""
+
+_BATCH = 256
+"""Conversations that the tokenizer gets at once: enough for the threads of its library."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """One conversation; arrays of [tokens]."""
+
+    place: Place
+    ids: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+    """Whether the token is learnt where it comes next."""
+    roles: NDArray[np.int8]
+    """Index in :data:`ROLES` of who says it, or :data:`TEMPLATE`."""
+    turns: NDArray[np.int16]
+    """Of an assistant's token: the number of the turn, from 1; elsewhere 0."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def cut(self, part: slice) -> Encoded:
+        """The same with fewer tokens."""
+        return Encoded(
+            place=self.place,
+            ids=self.ids[part],
+            trained=self.trained[part],
+            roles=self.roles[part],
+            turns=self.turns[part],
+        )
+
+
+def trained_messages(conversation: Conversation, config: ChatConfig) -> list[int]:
+    """Numbers, from 0, of the messages that the loss is on."""
+    messages = conversation.messages
+    wanted = [i for i, message in enumerate(messages) if message.role in config.train_roles]
+    if config.train_turns == "last":
+        wanted = wanted[-1:]
+    return [i for i, message in enumerate(messages) if (i in wanted if message.train is None else message.train)]
+
+
+class Encoder:
+    """Encodes conversations with one template and one tokenizer."""
+
+    def __init__(self, renderer: Renderer, tokenizer: ChatTokenizer, config: ChatConfig) -> None:
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._config = config
+        reserved = () if config.special_tokens_in_text else tokenizer.reserved_tokens()
+        self._reserved = re.compile("|".join(map(re.escape, reserved))) if reserved else None
+
+    def encode(self, conversations: Iterable[Conversation]) -> Iterator[Encoded]:
+        """The conversations in their order.
+
+        Raises:
+            SpecialTokenInContent: a text would become a special token.
+            TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUnmarked: as they say.
+        """
+        remaining = iter(conversations)
+        while batch := list(islice(remaining, _BATCH)):
+            rendered = [self._rendered(conversation) for conversation in batch]
+            located = self._tokenizer.locate([each.text for each in rendered])
+            yield from map(_encoded, batch, rendered, located)
+
+    def _rendered(self, conversation: Conversation) -> Rendered:
+        for number, message in enumerate(conversation.messages, start=1):
+            found = self._reserved.search(message.content) if self._reserved is not None else None
+            if found:
+                raise SpecialTokenInContent(place=str(conversation.place), number=number, token=found[0])
+        return self._renderer.render(conversation, trained_messages(conversation, self._config))
+
+
+def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds) -> Encoded:
+    count = len(located.ids)
+    trained = np.zeros(count, np.bool_)
+    roles = np.full(count, TEMPLATE, np.int8)
+    turns = np.zeros(count, np.int16)
+    turn = 0
+    for number, span in enumerate(_spoken(conversation, rendered)):
+        part = _tokens(span, located)
+        role = conversation.messages[number].role
+        turn += role == "assistant"
+        trained[part] |= number in rendered.trained
+        roles[part] = ROLES.index(role)
+        turns[part] = turn if role == "assistant" else 0
+    return Encoded(place=conversation.place, ids=located.ids, trained=trained, roles=roles, turns=turns)
+
+
+def _spoken(conversation: Conversation, rendered: Rendered) -> Sequence[Span]:
+    """Where each message's words lie: exactly for trained ones, else where they are found in order."""
+    spans, place = [], 0
+    for number, message in enumerate(conversation.messages):
+        content = message.content.strip()
+        at = rendered.text.find(content, place) if content else -1
+        span = rendered.trained.get(number, (at, at + len(content)) if at >= 0 else (place, place))
+        spans.append(span)
+        place = max(place, span[1])
+    return spans
+
+
+def _tokens(span: Span, located: LocatedIds) -> slice:
+    """Tokens that have a character of ``span``, as transformers takes them for its mask of assistant tokens."""
+    if span[0] == span[1]:
+        return slice(0, 0)
+    first = np.searchsorted(located.ends, span[0], side="right")
+    return slice(int(first), int(np.searchsorted(located.starts, span[1], side="left")))

@@ -1,0 +1,311 @@
+"""Errors of chat data: codes ``NXDT-D300`` to ``NXDT-D329``."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import listing
+from nxdt_plugin_sft_chat.config import ROLES
+
+__all__ = [
+    "ArrowMissing",
+    "ArrowUnreadable",
+    "BadJsonFile",
+    "BadMessage",
+    "ChatTooLong",
+    "EmptySplit",
+    "EmptyTurn",
+    "EndOfTurnUnmarked",
+    "EverythingTrained",
+    "NoRecords",
+    "NotAChatTokenizer",
+    "NothingTrained",
+    "RolesOutOfOrder",
+    "SpecialTokenInContent",
+    "TemplateMissing",
+    "TemplateNeedsToken",
+    "TemplateRefuses",
+    "TemplateUnknown",
+    "TemplateUnreadable",
+    "TurnsInseparable",
+    "UnknownRecord",
+    "UnknownRole",
+]
+
+
+class UnknownRecord(NxdtError):
+    """A record in none of the forms."""
+
+    code = "NXDT-D300"
+    happened = "{place}: no conversation; the record's keys are {found}."
+    remedy = "A record needs 'messages', 'conversations' (ShareGPT), or 'input' and 'output'.{hint}"
+    place: str
+    keys: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        preferences = {"chosen", "rejected"} <= set(self.keys)
+        hint = " Chosen and rejected answers are data of an objective such as 'dpo'." if preferences else ""
+        return {**super()._view(), "found": listing(self.keys) or "none", "hint": hint}
+
+
+class BadMessage(NxdtError):
+    """A message whose parts are not what they must be."""
+
+    code = "NXDT-D301"
+    happened = "{place}{which}: {reason}."
+    remedy = 'A message is an object such as {{"role": "user", "content": "..."}}; correct or remove the record.'
+    place: str
+    number: int
+    """From 1; 0 where it is the record as a whole."""
+    reason: str
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "which": f", message {self.number}" if self.number else ""}
+
+
+class UnknownRole(NxdtError):
+    """A speaker that no template knows."""
+
+    code = "NXDT-D302"
+    happened = "{place}, message {number}: the role {role!r} is unknown."
+    remedy = "Roles are {roles}.{hint}"
+    place: str
+    number: int
+    role: str
+
+    def _view(self) -> dict[str, Any]:
+        close = difflib.get_close_matches(self.role.lower(), ROLES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return {**super()._view(), "roles": listing(ROLES), "hint": hint}
+
+
+class RolesOutOfOrder(NxdtError):
+    """A speaker whose turn it is not."""
+
+    code = "NXDT-D303"
+    happened = "{place}, message {number}: {role!r} {position}, where {wanted} must speak."
+    remedy = (
+        "After an optional system message, user and assistant take turns, the user first; tool messages answer an "
+        "assistant's tool calls. Correct or remove the record."
+    )
+    place: str
+    number: int
+    role: str
+    before: str
+    """Who spoke before; empty for nobody."""
+    allowed: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        position = f"follows {self.before!r}" if self.before else "speaks first"
+        return {**super()._view(), "position": position, "wanted": " or ".join(map(repr, self.allowed))}
+
+
+class EmptyTurn(NxdtError):
+    """An assistant's turn that teaches to say nothing."""
+
+    code = "NXDT-D304"
+    happened = "{place}, message {number}: the assistant's turn is empty."
+    remedy = "Fill it, give it tool calls, or remove the record."
+    place: str
+    number: int
+
+
+class NoRecords(NxdtError):
+    """A file without records."""
+
+    code = "NXDT-D305"
+    happened = "{path} holds no records."
+    remedy = "Take the file out of the data section, or fill it."
+    path: str
+
+
+class EmptySplit(NxdtError):
+    """A share of so few records that one side gets none."""
+
+    code = "NXDT-D306"
+    happened = "data.validation_fraction {fraction} of {records} records leaves none to {split}."
+    remedy = "Change the share, or name data.validation_files."
+    fraction: float
+    records: int
+    split: str
+
+
+class BadJsonFile(NxdtError):
+    """A JSON file that is no list of records."""
+
+    code = "NXDT-D307"
+    happened = "{path}: no list of JSON objects: {reason}."
+    remedy = "Write a list of objects, or one object a line in a file whose name ends in .jsonl."
+    path: str
+    reason: str
+
+
+class ArrowMissing(NxdtError):
+    """Arrow files without the library that reads them."""
+
+    code = "NXDT-D308"
+    happened = "{path} needs the package 'pyarrow', which cannot be imported: {reason}."
+    remedy = "Run: pip install nxdt-plugin-sft-chat[arrow]"
+    path: str
+    reason: str
+
+
+class ArrowUnreadable(NxdtError):
+    """A file that Arrow does not accept."""
+
+    code = "NXDT-D309"
+    happened = "{path} is no Arrow or Parquet file: {reason}."
+    remedy = "Replace it with a whole one, as 'save_to_disk' of Hugging Face's datasets writes it."
+    path: str
+    reason: str
+
+
+class ChatTooLong(NxdtError):
+    """Conversations that do not fit into a sequence, where that is refused."""
+
+    code = "NXDT-D310"
+    happened = (
+        "{place}: the conversation has {tokens} tokens; sequences of {seq_length} hold {longest_held}. It is the first "
+        "of {count} so long; the longest has {longest}."
+    )
+    remedy = (
+        "Raise data.seq_length, or set data.truncation: drop leaves them out, keep_start and keep_end cut their end "
+        "or their start off."
+    )
+    place: str
+    tokens: int
+    seq_length: int
+    count: int
+    longest: int
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "longest_held": self.seq_length + 1}
+
+
+class NothingTrained(NxdtError):
+    """A split without a token that the loss is on."""
+
+    code = "NXDT-D311"
+    happened = "Nothing of the {split} data would be trained: {reason}."
+    remedy = "See what is rendered with 'nxdt data preview'; data.train_roles, data.train_turns and 'train' decide."
+    split: str
+    reason: str
+
+
+class EverythingTrained(NxdtError):
+    """A split whose prompts would be trained too."""
+
+    code = "NXDT-D312"
+    happened = "All {tokens} tokens of the {split} data would be trained, prompts included."
+    remedy = "Take a template that tells turns apart, or narrow data.train_roles; plain text is data of another plugin."
+    split: str
+    tokens: int
+
+
+class TemplateMissing(NxdtError):
+    """No template to render conversations with."""
+
+    code = "NXDT-D313"
+    happened = "The tokenizer brings no chat template, and data.chat_template names none."
+    remedy = (
+        "Set data.chat_template to one of {names}, as the model was or shall be tuned, or data.chat_template_file. "
+        "('plain' puts the output right behind the input, as NxD Training does.)"
+    )
+    known: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "names": listing(self.known, limit=len(self.known))}
+
+
+class TemplateUnknown(NxdtError):
+    """A name that no shipped template has."""
+
+    code = "NXDT-D314"
+    happened = "data.chat_template: there is no template {name!r}."
+    remedy = "Templates are {names}.{hint} A file is named by data.chat_template_file."
+    name: str
+    known: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        close = difflib.get_close_matches(self.name, self.known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return {**super()._view(), "names": listing(self.known, limit=len(self.known)), "hint": hint}
+
+
+class TemplateUnreadable(NxdtError):
+    """A template that is no Jinja, or does what the sandbox forbids."""
+
+    code = "NXDT-D315"
+    happened = "The chat template ({origin}) is no template: {reason}."
+    remedy = "Correct it, or set data.chat_template to one that this package brings."
+    origin: str
+    reason: str
+
+
+class TemplateRefuses(NxdtError):
+    """A conversation that the template does not render."""
+
+    code = "NXDT-D316"
+    happened = "{place}: the chat template ({origin}) refuses the conversation: {reason}."
+    remedy = "Correct or remove the record, or take a template that renders it (data.chat_template)."
+    place: str
+    origin: str
+    reason: str
+
+
+class TemplateNeedsToken(NxdtError):
+    """A template that writes a token which the tokenizer does not have, so that no turn would end."""
+
+    code = "NXDT-D317"
+    happened = "The chat template ({origin}) writes {name}, and the tokenizer has none{found}."
+    remedy = "Name it under data.tokenizer ({name}), or set data.chat_template to one that does not write it."
+    origin: str
+    name: str
+    found: str = ""
+
+
+class TurnsInseparable(NxdtError):
+    """A conversation in whose rendering a trained message cannot be found."""
+
+    code = "NXDT-D318"
+    happened = "{place}, message {number}: the chat template ({origin}) does not show where it lies: {reason}."
+    remedy = (
+        "Mark what the assistant says with generation blocks in the template, set data.train_turns to last, or take "
+        "another data.chat_template."
+    )
+    place: str
+    number: int
+    origin: str
+    reason: str
+
+
+class EndOfTurnUnmarked(NxdtError):
+    """Generation markers that leave out what ends a turn; the model would never learn to stop."""
+
+    code = "NXDT-D319"
+    happened = "The generation blocks of the chat template ({origin}) leave out {left_out!r}, which ends a turn."
+    remedy = "Move the block's end behind it."
+    origin: str
+    left_out: str
+
+
+class NotAChatTokenizer(NxdtError):
+    """A tokenizer that cannot tell where in a text its tokens lie."""
+
+    code = "NXDT-D320"
+    happened = "The tokenizer ({tokenizer}) cannot tell where in a text its tokens lie; chat data need that."
+    remedy = "Take data.tokenizer.library: huggingface, with the tokenizer.json of the same model."
+    tokenizer: str
+
+
+class SpecialTokenInContent(NxdtError):
+    """A text that spells a special token, which would become one: a turn could end or begin within it."""
+
+    code = "NXDT-D321"
+    happened = "{place}, message {number}: its text spells the special token {token!r}, and would be taken for it."
+    remedy = "Remove or rewrite it there, or allow it with data.special_tokens_in_text: true."
+    place: str
+    number: int
+    token: str

@@ -1,0 +1,137 @@
+"""The dataloader ``sft-chat``: reads, renders and tokenises a split's conversations once and keeps the tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import date
+from typing import cast
+
+import numpy as np
+
+from nxdt_core.data.digest import digest
+from nxdt_core.data.permutation import Permutation
+from nxdt_core.errors import DataNeedsTokenizer
+from nxdt_core.protocols.dataloader import DataContext, SplitName
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_plugin_sft_chat.chats import Chats, gather
+from nxdt_plugin_sft_chat.config import ChatConfig
+from nxdt_plugin_sft_chat.datasets import ChatDataset, alone, packed
+from nxdt_plugin_sft_chat.encoding import Encoder
+from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NotAChatTokenizer, NothingTrained
+from nxdt_plugin_sft_chat.records import read_record
+from nxdt_plugin_sft_chat.rendering import Renderer
+from nxdt_plugin_sft_chat.sources import Record, read_files
+from nxdt_plugin_sft_chat.templates import find_template
+
+__all__ = ["ChatDataloader"]
+
+_log = logging.getLogger(__name__)
+
+
+class ChatDataloader:
+    """Samples of conversations.
+
+    Raises:
+        DataNeedsTokenizer: the run has no tokenizer.
+        NotAChatTokenizer: it cannot tell where its tokens lie.
+        TemplateMissing, TemplateUnknown, TemplateNeedsToken: of the chat template.
+    """
+
+    def __init__(self, config: ChatConfig, context: DataContext) -> None:
+        if context.tokenizer is None:
+            raise DataNeedsTokenizer(dataloader="sft-chat")
+        if not isinstance(context.tokenizer, ChatTokenizer):
+            raise NotAChatTokenizer(tokenizer=type(context.tokenizer).__name__)
+        chat_tokenizer: ChatTokenizer = context.tokenizer
+        self._config = config
+        self._context = context
+        self._tokenizer = cast(Tokenizer, context.tokenizer)
+        template = find_template(config, chat_tokenizer)
+        named = chat_tokenizer.special_tokens()
+        template.check_tokens(named)
+        day = date.fromisoformat(config.template_date)
+        renderer = Renderer(template, named, config.template_options, day)
+        self._encoder = Encoder(renderer, chat_tokenizer, config)
+        self._settings = (template.on(day), sorted(named.items()), sorted(config.template_options.items()))
+        self._divided: tuple[dict[SplitName, list[Record]], str] | None = None
+
+    def split(self, name: SplitName) -> ChatDataset | None:
+        """The samples of a split; None where no files and no fraction are named for it.
+
+        Raises:
+            NxdtError: of the files, their records and what the template makes of them; each names the place.
+            NothingTrained, EverythingTrained: the loss would be on no token, or on all.
+        """
+        config, context = self._config, self._context
+        records, source = self._records(name)
+        if not records:
+            return None
+        chats = gather(
+            self._encoder.encode(read_record(record, place) for place, record in records),
+            seq_length=context.seq_length,
+            truncation=config.truncation,
+            vocab_size=self._tokenizer.vocab_size,
+        )
+        _check_trained(chats, name)
+        _tell(chats, name)
+        decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
+        return ChatDataset(
+            chats,
+            packed(chats, seq_length=context.seq_length, seed=context.seed) if config.packing else alone(chats),
+            seq_length=context.seq_length,
+            pad_id=self._pad_id,
+            source=digest(source, self._tokenizer.fingerprint(), self._settings, decided),
+        )
+
+    @property
+    def _pad_id(self) -> int:
+        """The loss is never on padding, nor does a token see it: any id does where the tokenizer has none."""
+        found = (self._tokenizer.pad_id, self._tokenizer.eos_id)
+        return next((id_ for id_ in found if id_ is not None), 0)
+
+    def _records(self, name: SplitName) -> tuple[Sequence[Record], str]:
+        """The records of a split, and a digest of what decides them."""
+        if self._config.validation_fraction and name != "test":
+            divided, source = self._division()
+            return divided[name], digest(source, name)
+        paths = self._config.files(name)
+        return self._read(name) if paths else ([], "")
+
+    def _read(self, name: SplitName) -> tuple[list[Record], str]:
+        records, source = read_files(self._config.files(name), f"data.{name}_files")
+        return records[: self._config.dev_choose_samples], digest(source, self._config.dev_choose_samples)
+
+    def _division(self) -> tuple[dict[SplitName, list[Record]], str]:
+        """Training records in two, drawn by the seed of the split; each part keeps the order of the files."""
+        if self._divided is None:
+            fraction, seed = self._config.validation_fraction, self._config.split_seed
+            records, source = self._read("train")
+            order = Permutation(len(records), seed=seed, epoch=0).take(np.arange(len(records), dtype=np.int64))
+            cut = round(len(records) * fraction)
+            parts: dict[SplitName, list[Record]] = {
+                "validation": [records[i] for i in sorted(order[:cut].tolist())],
+                "train": [records[i] for i in sorted(order[cut:].tolist())],
+            }
+            for split, part in parts.items():
+                if not part:
+                    raise EmptySplit(fraction=fraction, records=len(records), split=split)
+            self._divided = parts, digest(source, fraction, seed)
+        return self._divided
+
+
+def _check_trained(chats: Chats, split: SplitName) -> None:
+    trained, labels = int(chats.trained.sum()), len(chats.tokens) - len(chats)
+    if not len(chats):
+        reasons = [f"of {count} records, {reason}" for reason, count in chats.report.left_out.items()]
+        raise NothingTrained(split=split, reason="; ".join(reasons))
+    if trained >= labels:
+        raise EverythingTrained(split=split, tokens=labels)
+
+
+def _tell(chats: Chats, split: SplitName) -> None:
+    report = chats.report
+    for reason, count in report.left_out.items():
+        _log.warning("%s data: %d records are left out: %s", split, count, reason)
+    if report.truncated:
+        _log.warning("%s data: %d records are cut to the sequence length", split, report.truncated)

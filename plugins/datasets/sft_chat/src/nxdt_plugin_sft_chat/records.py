@@ -1,0 +1,155 @@
+"""One record of a file → a conversation, from the three forms in which chat data are published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nxdt_plugin_sft_chat.config import ROLES
+from nxdt_plugin_sft_chat.conversation import Conversation, Message, Place, check_order
+from nxdt_plugin_sft_chat.errors import BadMessage, UnknownRecord, UnknownRole
+
+__all__ = ["read_record"]
+
+_SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Speakers of ShareGPT's records → roles."""
+_OWN = frozenset({"role", "content", "train", "tool_calls"})
+
+
+def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
+    """The conversation of a record with ``messages``, ``conversations`` or ``input`` and ``output``.
+
+    A ``system`` text beside them comes first, ``tools`` beside them are the functions that may be called.
+
+    Raises:
+        UnknownRecord: it has none of these keys.
+        BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: each names the place and the message.
+    """
+    if _given(record, "messages"):
+        messages = [_message(entry, place, i) for i, entry in _entries(record["messages"], "messages", place)]
+    elif _given(record, "conversations"):
+        entries = _entries(record["conversations"], "conversations", place)
+        messages = [_sharegpt(entry, place, i) for i, entry in entries]
+    elif _given(record, "input") and _given(record, "output"):
+        pairs = (("user", "input"), ("assistant", "output"))
+        messages = [_made(role, record[key], place, i) for i, (role, key) in enumerate(pairs, start=1)]
+    else:
+        raise UnknownRecord(place=str(place), keys=tuple(record))
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and not (messages and messages[0].role == "system"):
+        messages.insert(0, Message(role="system", content=system))
+    conversation = Conversation(place=place, messages=messages, tools=_tools(record.get("tools"), place))
+    check_order(conversation)
+    return conversation
+
+
+def _given(record: Mapping[str, Any], key: str) -> bool:
+    """Arrow tables have every column in every record."""
+    return record.get(key) is not None
+
+
+def _entries(value: Any, key: str, place: Place) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    if not isinstance(value, list) or not value:
+        raise BadMessage(place=str(place), number=0, reason=f"'{key}' must be a list of at least one message")
+    for number, entry in enumerate(value, start=1):
+        if not isinstance(entry, dict):
+            raise BadMessage(place=str(place), number=number, reason=f"it is a {type(entry).__name__}, not an object")
+        yield number, entry
+
+
+def _message(entry: Mapping[str, Any], place: Place, number: int) -> Message:
+    role = entry.get("role")
+    if not isinstance(role, str):
+        raise BadMessage(place=str(place), number=number, reason="it has no text under 'role'")
+    fields = {key: value for key, value in entry.items() if key not in _OWN and value is not None}
+    calls = entry.get("tool_calls")
+    if calls:
+        fields["tool_calls"] = [_call(call, place, number) for call in _listed(calls, place, number)]
+    return _made(role, entry.get("content"), place, number, fields, entry.get("train"))
+
+
+def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
+    if "from" not in entry and "role" in entry:
+        return _message(entry, place, number)
+    speaker, value = entry.get("from"), entry.get("value")
+    if not isinstance(speaker, str):
+        raise BadMessage(place=str(place), number=number, reason="it has no text under 'from'")
+    role = _SHAREGPT.get(speaker, speaker)
+    if speaker == "function_call":
+        calls = _parsed(value, place, number, "a function call")
+        fields = {"tool_calls": [_call(call, place, number) for call in _listed(calls, place, number)]}
+        return _made(role, "", place, number, fields, entry.get("train"))
+    return _made(role, value, place, number, {}, entry.get("train"))
+
+
+def _made(
+    role: str, content: Any, place: Place, number: int, fields: Mapping[str, Any] | None = None, train: Any = None
+) -> Message:
+    if role not in ROLES:
+        raise UnknownRole(place=str(place), number=number, role=role)
+    if train is not None and not isinstance(train, bool):
+        raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")
+    return Message(role=role, content=_text(content, place, number), fields=fields or {}, train=train)
+
+
+def _text(content: Any, place: Place, number: int) -> str:
+    """Text, nothing, or a list of parts that are all text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = {part.get("type") for part in content}
+        texts = [part.get("text") for part in content]
+        if kinds <= {"text"} and all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+        found = f"parts of type {', '.join(sorted(map(str, kinds)))}"
+    else:
+        found = f"a {type(content).__name__}"
+    raise BadMessage(place=str(place), number=number, reason=f"its content is {found}; only text can be trained on")
+
+
+def _call(call: Any, place: Place, number: int) -> dict[str, Any]:
+    """A tool call with its arguments as an object, which is how templates expect them."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadMessage(place=str(place), number=number, reason="a tool call has no function with a name")
+    arguments = function.get("arguments")
+    arguments = {} if arguments is None else _parsed(arguments, place, number, f"arguments of {function['name']}")
+    if not isinstance(arguments, dict):
+        raise BadMessage(place=str(place), number=number, reason=f"arguments of {function['name']} are no object")
+    named = {key: value for key, value in call.items() if key == "id" and value is not None}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _listed(value: Any, place: Place, number: int) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list):
+        raise BadMessage(place=str(place), number=number, reason="its tool calls are no list")
+    return value
+
+
+def _parsed(value: Any, place: Place, number: int, what: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise BadMessage(place=str(place), number=number, reason=f"{what}: no JSON: {error}") from error
+
+
+def _tools(value: Any, place: Place) -> Sequence[Mapping[str, Any]] | None:
+    tools = _parsed(value, place, 0, "'tools'")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadMessage(place=str(place), number=0, reason="'tools' must be a list of JSON schemas")
+    return tools

@@ -1,0 +1,88 @@
+"""From files to raw records, each with its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.data.digest import digest
+from nxdt_core.data.files import JSON_LINES, decode, expand, json_objects, read_bytes
+from nxdt_plugin_sft_chat.conversation import Place
+from nxdt_plugin_sft_chat.errors import ArrowMissing, ArrowUnreadable, BadJsonFile, NoRecords
+
+__all__ = ["Record", "read_files"]
+
+Record = tuple[Place, dict[str, Any]]
+
+_ARROW, _PARQUET = ".arrow", ".parquet"
+
+
+def read_files(patterns: Iterable[Path], key: str) -> tuple[list[Record], str]:
+    """The records of all files, in order, and a digest of the files' content.
+
+    Args:
+        patterns: paths and patterns; a directory stands for its Arrow files.
+        key: of the configuration, for errors.
+
+    Raises:
+        DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, BadJsonFile, NoRecords, ArrowMissing,
+        ArrowUnreadable: each names the file, and the line where there are lines.
+    """
+    records: list[Record] = []
+    digests: list[str] = []
+    for path in expand(map(_within, patterns), key):
+        content = read_bytes(path)
+        before = len(records)
+        records.extend((Place(path=str(path), number=number), record) for number, record in _records(path, content))
+        if len(records) == before:
+            raise NoRecords(path=str(path))
+        digests.append(digest(content))
+    return records, digest(*digests)
+
+
+def _within(path: Path) -> Path:
+    return path / f"*{_ARROW}" if path.is_dir() else path
+
+
+def _records(path: Path, content: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    name = path.name.removesuffix(".gz")
+    if name.endswith((_ARROW, _PARQUET)):
+        return enumerate(_table(path, content), start=1)
+    text = decode(path, content)
+    if name.endswith(JSON_LINES) or not text.lstrip().startswith("["):
+        return json_objects(path, text)
+    return enumerate(_listed(path, text), start=1)
+
+
+def _listed(path: Path, text: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadJsonFile(path=str(path), reason=str(error)) from error
+    if not all(isinstance(record, dict) for record in found):
+        raise BadJsonFile(path=str(path), reason="an entry is no object")
+    records: list[dict[str, Any]] = found
+    return records
+
+
+def _table(path: Path, content: bytes) -> list[dict[str, Any]]:
+    """Rows of an Arrow file, of the streaming form that ``datasets`` writes or the other, or of a Parquet file."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ArrowMissing(path=str(path), reason=str(error)) from error
+    buffer = pyarrow.py_buffer(content)
+    try:
+        if path.name.endswith(_PARQUET):
+            table = pyarrow.parquet.read_table(pyarrow.BufferReader(buffer))
+        elif content.startswith(b"ARROW1"):
+            table = pyarrow.ipc.open_file(buffer).read_all()
+        else:
+            table = pyarrow.ipc.open_stream(buffer).read_all()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ArrowUnreadable(path=str(path), reason=str(error).partition("\n")[0].rstrip(".")) from error
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
