@@ -13,6 +13,7 @@ OURS = {
     "nxdt_core": ("nxdt-core", ("nxdt_core/api.py", "nxdt_core/cli/app.py")),
     "nxdt_plugin_fsx": ("nxdt-plugin-fsx", ("nxdt_plugin_fsx/lfs.py",)),
     "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),
+    "nxdt_plugin_hf_data": ("nxdt-plugin-hf-data", ("nxdt_plugin_hf_data/loader.py",)),
     "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
     "nxdt_plugin_gpt": ("nxdt-plugin-gpt", ("nxdt_plugin_gpt/recipes/gpt-tiny.yaml",)),
     "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/configs/qwen3-tiny/config.json",)),
@@ -61,6 +62,7 @@ def test_each_plugin_has_one_entry_point_of_its_own_package(wheels):
     [
         "plugins/checkpoint_backends/fsx",
         "plugins/checkpoint_backends/s3",
+        "plugins/datasets/hf_data",
         "plugins/datasets/text",
         "plugins/models/gpt",
         "plugins/models/hf",

@@ -12,15 +12,6 @@ from nxdt_core.api import AdapterComponent, DataloaderComponent, ObjectiveCompon
 
 
 @dataclass(kw_only=True)
-class ArrowConfig:
-    """Directories of tokenised samples."""
-
-    train_dir: str
-    val_dir: str | None = None
-    test_dir: str | None = None
-
-
-@dataclass(kw_only=True)
 class ChatConfig:
     """Records of prompts and answers."""
 
@@ -90,7 +81,7 @@ def declared(kind: type, name: str, config: type) -> Any:
 
 @hookimpl
 def nxdt_dataloaders():
-    parts = {"hf-data": ArrowConfig, "sft-chat": ChatConfig, "megatron-data": MegatronConfig}
+    parts = {"sft-chat": ChatConfig, "megatron-data": MegatronConfig}
     return [declared(DataloaderComponent, name, config) for name, config in parts.items()]
 
 

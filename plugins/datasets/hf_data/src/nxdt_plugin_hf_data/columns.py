@@ -1,0 +1,163 @@
+"""Columns of Arrow tables: tokens as flat arrays without a copy, texts one batch after the other.
+
+Memory-mapped tables stay on the disk: what is kept here of a row is where its tokens begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from nxdt_core.data.tokens import TokenStream
+from nxdt_plugin_hf_data.errors import ColumnMissing, ColumnsDisagree, NullValue, WrongColumnType
+
+__all__ = ["Chunks", "TokenColumn", "TokenColumns", "check_text", "texts", "token_columns"]
+
+INPUT_IDS, LABELS, ATTENTION_MASK = "input_ids", "labels", "attention_mask"
+
+
+class Chunks:
+    """Arrays end to end, sliced like one; a slice within one of them is a view."""
+
+    def __init__(self, arrays: list[NDArray[np.integer]]) -> None:
+        self._arrays = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
+        self._ends = np.cumsum([len(array) for array in self._arrays], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, places: slice, /) -> NDArray[np.integer]:
+        begin, end, _ = places.indices(len(self))
+        first, last = np.searchsorted(self._ends, (begin, max(begin, end - 1)), side="right").tolist()
+        before = self._ends[first - 1] if first else 0
+        if first >= last:
+            found: NDArray[np.integer] = self._arrays[min(first, len(self._arrays) - 1)]
+            return found[begin - before : max(begin, end) - before]
+        parts = self._arrays[first : last + 1]
+        head, tail = parts[0][begin - before :], parts[-1][: end - int(self._ends[last - 1])]
+        return np.concatenate([head, *parts[1:-1], tail])
+
+    def all(self) -> bool:
+        """Whether none of the values is 0."""
+        return all(array.all() for array in self._arrays if len(array))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumn:
+    """A column with a list of integers a row."""
+
+    values: Chunks
+    """[tokens] of all rows, in their order."""
+    offsets: NDArray[np.int64]
+    """[rows + 1] where each row begins in them, and the end."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @classmethod
+    def of_stream(cls, stream: TokenStream) -> TokenColumn:
+        """The documents of a stream as rows."""
+        tokens = stream.tokens[:]
+        return cls(values=Chunks([tokens]), offsets=np.append(stream.starts, len(tokens)))
+
+    def row(self, index: int) -> NDArray[np.integer]:
+        """The values of one row."""
+        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumns:
+    """What a tokenised dataset says of each token."""
+
+    input_ids: TokenColumn
+    labels: TokenColumn | None = None
+    """Of the same token, not of the next; −100 where it is not learnt. None: every token is."""
+    attention_mask: TokenColumn | None = None
+    """1 for a token, 0 for padding. None: there is no padding."""
+
+
+def token_columns(table: pa.Table, path: str) -> TokenColumns | None:
+    """The columns of a tokenised dataset; None where it has no ``input_ids``.
+
+    Raises:
+        WrongColumnType, NullValue: a column has no list of integers in each row.
+        ColumnsDisagree: lists of one row differ in length.
+    """
+    if INPUT_IDS not in table.column_names:
+        return None
+    ids, labels, mask = (
+        _token_column(table.column(name), name, path) if name in table.column_names else None
+        for name in (INPUT_IDS, LABELS, ATTENTION_MASK)
+    )
+    assert ids is not None
+    for name, other in ((LABELS, labels), (ATTENTION_MASK, mask)):
+        if other is not None and not np.array_equal(other.offsets, ids.offsets):
+            row = int(np.argmax(np.diff(other.offsets) != np.diff(ids.offsets)))
+            tokens, found = len(ids.row(row)), len(other.row(row))
+            raise ColumnsDisagree(path=path, row=row, column=name, tokens=tokens, found=found)
+    return TokenColumns(input_ids=ids, labels=labels, attention_mask=mask)
+
+
+def check_text(schema: pa.Schema, text_key: str, path: str) -> None:
+    """See that the text column is there.
+
+    Raises:
+        ColumnMissing, WrongColumnType: as they say.
+    """
+    if text_key not in schema.names:
+        raise ColumnMissing(path=path, text_key=text_key, columns=tuple(schema.names))
+    found = schema.field(text_key).type
+    if not (pa.types.is_string(found) or pa.types.is_large_string(found)):
+        raise WrongColumnType(path=path, column=text_key, found=str(found), wanted="text")
+
+
+def texts(column: pa.ChunkedArray, name: str, path: str) -> Iterator[str]:
+    """The texts of a column that :func:`check_text` has accepted.
+
+    Raises:
+        NullValue: a row has none.
+    """
+    _refuse_nulls(column, name, path)
+    for batch in column.chunks:
+        for begin in range(0, len(batch), _BATCH):
+            yield from batch.slice(begin, _BATCH).to_pylist()
+
+
+_BATCH = 1024
+"""Texts that are Python strings at one time."""
+
+
+def _token_column(column: pa.ChunkedArray, name: str, path: str) -> TokenColumn:
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not pa.types.is_integer(kind.value_type):
+        raise WrongColumnType(path=path, column=name, found=str(kind), wanted="a list of integers in each row")
+    _refuse_nulls(column, name, path)
+    arrays, lengths = [], []
+    for chunk in column.chunks:
+        values = chunk.flatten()
+        lengths.append(_lengths(chunk))
+        if values.null_count:
+            within = np.searchsorted(np.cumsum(lengths[-1]), int(np.argmax(values.is_null())), side="right")
+            row = sum(map(len, lengths[:-1])) + int(within)
+            raise NullValue(path=path, column=name, count=values.null_count, row=row)
+        arrays.append(values.to_numpy(zero_copy_only=True))
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]) if lengths else np.zeros(1)
+    return TokenColumn(values=Chunks(arrays), offsets=offsets.astype(np.int64))
+
+
+def _lengths(chunk: pa.Array) -> NDArray[np.int64]:
+    if pa.types.is_fixed_size_list(chunk.type):
+        return np.full(len(chunk), chunk.type.list_size, np.int64)
+    offsets: NDArray[np.integer] = chunk.offsets.to_numpy(zero_copy_only=True)
+    return np.diff(offsets).astype(np.int64)
+
+
+def _refuse_nulls(column: pa.ChunkedArray, name: str, path: str) -> None:
+    if column.null_count:
+        row = int(np.argmax(column.is_null().to_numpy()))
+        raise NullValue(path=path, column=name, count=column.null_count, row=row)

@@ -1,0 +1,91 @@
+"""The keys of ``data:`` that belong to ``name: hf-data``. Importing this costs nothing: no numpy, no Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
+
+__all__ = ["HfDataConfig", "SourceConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """One of several sources of a mixture."""
+
+    train_dir: Path | None = None
+    """As ``data.train_dir``."""
+    val_dir: Path | None = None
+    """As ``data.val_dir``."""
+    test_dir: Path | None = None
+    """As ``data.test_dir``."""
+    weight: NonNegativeFloat = 1.0
+    """Its share of the training samples, in relation to the other sources' weights."""
+    text_key: str | None = None
+    """As ``data.text_key``, for this source; null takes that one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfDataConfig:
+    """Datasets that ``datasets`` has saved, or files that are read from their beginning to their end.
+
+    A column ``input_ids`` holds tokens, with ``labels`` and ``attention_mask`` beside it where the dataset has them;
+    without that column the one that ``text_key`` names holds text, which the run's tokenizer turns into tokens.
+    """
+
+    train_dir: Path | None = None
+    """What to train on: a directory as ``Dataset.save_to_disk`` writes it. With ``streaming`` also one with Parquet,
+    JSONL or Arrow files, such a file, or a pattern of them."""
+    val_dir: Path | None = None
+    """What to validate on."""
+    test_dir: Path | None = None
+    """What to test on."""
+    sources: Mapping[str, SourceConfig] = field(default_factory=dict)
+    """Several sources, by names of your own, instead of the three keys above."""
+    streaming: bool = False
+    """Read files in order and keep nothing of them in memory, instead of drawing samples from all of the data."""
+    shuffle_block: PositiveInt = 512
+    """Of a stream with ``data.shuffle``: samples that are read ahead and taken in a random order. (The files, too, come
+    in another order each pass.)"""
+    text_key: str = "text"
+    """Column that holds the text, where there is no column ``input_ids``."""
+    packing: bool | None = None
+    """Whether rows are documents that follow each other and are cut into samples (``true``), or each row is a sample,
+    padded where it is shorter (``false``). ``null``: rows of tokens that all have the length of a sample are samples,
+    others and texts are documents."""
+    add_bos: bool = False
+    """Put the tokenizer's begin-of-text token before each text."""
+    add_eos: bool = True
+    """Put the tokenizer's end-of-text token behind each text."""
+    reset_attention_mask: bool = True
+    """Keep documents apart that share a sample: attention does not reach from one into another."""
+    reset_position_ids: bool = True
+    """Let positions restart at 0 with each document of a sample."""
+    eod_mask_loss: bool = False
+    """Leave the positions out of the loss whose input is the end-of-text token."""
+    cache_dir: Path | None = None
+    """Where the tokens of texts are kept for the next run and shared by the processes of a machine; ``null`` keeps them
+    in the memory of each. Of no effect for tokens and for streams."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """What cannot work whatever the files hold, as (key, message)."""
+        alone = [key for key in ("train_dir", "val_dir", "test_dir") if getattr(self, key) is not None]
+        if self.sources and alone:
+            yield alone[0], "the sources name the data already; move it into one of them"
+        elif not self.sources and not alone:
+            yield "train_dir", "no data is named; give a directory that datasets has saved"
+        for name, source in self.sources.items():
+            if source.train_dir is source.val_dir is source.test_dir is None:
+                yield f"sources.{name}", "it names no data; give it a train_dir, val_dir or test_dir"
+            if source.train_dir is not None and source.weight == 0:
+                yield f"sources.{name}.weight", "a weight of 0 takes nothing of it; take its train_dir out"
+        if self.eod_mask_loss and not self.add_eos:
+            yield "eod_mask_loss", "there is no end-of-text token to mask; set add_eos to true"
+
+    def named_sources(self) -> Mapping[str, SourceConfig]:
+        """The sources by name; the only one of a file that names none is called ``data``."""
+        if self.sources:
+            return self.sources
+        return {"data": SourceConfig(train_dir=self.train_dir, val_dir=self.val_dir, test_dir=self.test_dir)}

@@ -1,0 +1,101 @@
+"""Directories that ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` have written, as one Arrow table."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.errors import DataFileNotFound, DataFileUnreadable
+from nxdt_core.protocols.dataloader import SplitName
+from nxdt_plugin_hf_data.errors import DamagedDataset, NoDataset, SplitMissing
+
+__all__ = ["Saved", "is_saved", "not_found", "open_saved"]
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A dataset on a disk."""
+
+    path: str
+    table: pa.Table
+    """Mapped into memory, not read."""
+    content: str
+    """Digest of its files."""
+
+
+def is_saved(path: Path) -> bool:
+    """Whether the library has saved a dataset there."""
+    return (path / _STATE).is_file() or (path / _SPLITS).is_file()
+
+
+def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
+    """Open the dataset at ``path``, of several splits the one called ``split``.
+
+    Raises:
+        DataFileNotFound: nothing lies there.
+        NoDataset: something else lies there.
+        SplitMissing: it has splits, none of that name.
+        DamagedDataset, DataFileUnreadable: its files cannot be read.
+    """
+    if not path.exists():
+        raise not_found(path, key)
+    if not is_saved(path):
+        raise _other(path, key)
+    import datasets  # takes seconds; nobody else needs it
+
+    try:
+        found = datasets.load_from_disk(str(path))
+        if isinstance(found, datasets.DatasetDict):
+            if split not in found:
+                raise SplitMissing(key=key, path=str(path), wanted=split, splits=tuple(found))
+            found = found[split]
+        return Saved(path=str(path), table=_table(found), content=_content(found))
+    except PermissionError as error:
+        raise DataFileUnreadable(path=error.filename or str(path), reason=error.strerror or str(error)) from error
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise DamagedDataset(path=str(path), reason=_first_line(error)) from error
+
+
+def not_found(path: Path, key: str) -> DataFileNotFound:
+    """The error that ``path`` is not there, with names that lie beside it and look alike."""
+    beside = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, n=3))
+    return DataFileNotFound(key=key, path=str(path), candidates=near)
+
+
+def _table(dataset: Any) -> pa.Table:
+    """Its rows. A selection, which the library keeps as indices beside the table, is made."""
+    return (dataset if dataset._indices is None else dataset.flatten_indices(keep_in_memory=True)).data.table
+
+
+def _content(dataset: Any) -> str:
+    files = [file_digest(Path(file["filename"])) for file in dataset.cache_files]
+    indices = dataset._indices
+    return digest(*files, None if indices is None else indices.column(0).to_numpy())
+
+
+def _other(path: Path, key: str) -> NoDataset:
+    if path.is_file():
+        found, name = "it is a file", path.name
+    else:
+        inside = sorted(child.name for child in path.iterdir())
+        saved = [child for child in inside if is_saved(path / child)]
+        if saved:
+            return NoDataset(key=key, path=str(path), found=f"but {path / saved[0]} is", advice="Name that directory.")
+        found = f"it holds {', '.join(inside[:3])}" if inside else "it is empty"
+        name = next(iter(inside), "")
+    if name.endswith((".parquet", ".jsonl", ".ndjson", ".arrow", ".gz")):
+        advice = "Set data.streaming to true to read such files as they are, or save them with datasets' save_to_disk."
+        return NoDataset(key=key, path=str(path), found=found, advice=advice)
+    return NoDataset(key=key, path=str(path), found=found)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

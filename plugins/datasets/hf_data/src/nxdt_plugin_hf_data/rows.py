@@ -1,0 +1,85 @@
+"""Each row a sample: tokens that somebody has cut to the length of the run, or records that are padded to it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.data.digest import digest
+from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_plugin_hf_data.columns import TokenColumns
+from nxdt_plugin_hf_data.errors import RowTooLong
+
+__all__ = ["RowDataset", "row_sample"]
+
+
+class RowDataset:
+    """A map-style dataset over rows of at most ``seq_length`` + 1 tokens.
+
+    Args:
+        columns: of the dataset.
+        seq_length: tokens of a sample.
+        path: names the dataset in errors.
+        source: digest of the dataset.
+
+    Raises:
+        RowTooLong: a row has more tokens.
+    """
+
+    def __init__(self, columns: TokenColumns, *, seq_length: int, path: str, source: str) -> None:
+        lengths = np.diff(columns.input_ids.offsets)
+        if lengths.max(initial=0) > seq_length + 1:
+            row = int(np.argmax(lengths > seq_length + 1))
+            raise RowTooLong(path=path, row=row, found=int(lengths[row]), seq_length=seq_length)
+        self._columns = columns
+        self._seq_length = seq_length
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._columns.input_ids)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        columns = self._columns
+        return row_sample(
+            columns.input_ids.row(index),
+            None if columns.labels is None else columns.labels.row(index),
+            None if columns.attention_mask is None else columns.attention_mask.row(index),
+            seq_length=self._seq_length,
+        )
+
+    def fingerprint(self) -> str:
+        """Digest of the source and the sequence length."""
+        return digest("rows", self._source, self._seq_length)
+
+
+def row_sample(
+    ids: NDArray[np.integer],
+    labels: NDArray[np.integer] | None,
+    mask: NDArray[np.integer] | None,
+    *,
+    seq_length: int,
+) -> Sample:
+    """A sample of one row's columns, each of at most ``seq_length`` + 1 tokens.
+
+    Labels of a row stand at their own token, as transformers has them, and move to the token before. What a row is
+    short of is padding: token 0, seen by nothing and without a label.
+    """
+    count = len(ids)
+    inputs = np.zeros(seq_length, np.int64)
+    inputs[: min(count, seq_length)] = ids[:seq_length]
+    real = np.zeros(seq_length + 1, bool)
+    real[:count] = True if mask is None else mask != 0
+    targets = np.full(seq_length, IGNORE_INDEX, np.int64)
+    targets[: max(count - 1, 0)] = (ids if labels is None else labels)[1:]
+    targets[~(real[1:] & real[:-1])] = IGNORE_INDEX
+    if real[:seq_length].all():
+        return Sample(input_ids=inputs, labels=targets)
+    within = real[:-1]
+    return Sample(
+        input_ids=inputs,
+        labels=targets,
+        position_ids=np.maximum(np.cumsum(within) - 1, 0),
+        document_ids=np.where(within, 0, -1),
+    )

@@ -1,0 +1,64 @@
+"""Tokens that the model has no row for are told before they reach it, with their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_plugin_hf_data.errors import TokenOutOfVocabulary
+
+__all__ = ["Guarded", "check_ids"]
+
+
+class Guarded:
+    """The samples of ``dataset``, each looked at when it is read; those at both ends and some between at once.
+
+    Args:
+        dataset: whose samples these are.
+        vocab_size: rows of the model's vocabulary; None where they are not known.
+        path: names the dataset in errors.
+
+    Raises:
+        TokenOutOfVocabulary: a sample holds a token from there on, or a negative one.
+    """
+
+    def __init__(self, dataset: MapDataset, vocab_size: int | None, path: str) -> None:
+        self._dataset = dataset
+        self._limit = vocab_size
+        self._path = path
+        if vocab_size is not None and len(dataset):
+            for index in np.linspace(0, len(dataset) - 1, _PROBES, dtype=np.int64).tolist():
+                self[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        sample = self._dataset[index]
+        for ids in (sample.input_ids, np.where(sample.labels == IGNORE_INDEX, 0, sample.labels)):
+            check_ids(ids, self._limit, lambda: f"Sample {index} of {self._path}")
+        return sample
+
+    def fingerprint(self) -> str:
+        """That of the dataset."""
+        return self._dataset.fingerprint()
+
+
+_PROBES = 16
+
+
+def check_ids(ids: NDArray[np.integer], limit: int | None, place: Callable[[], str]) -> None:
+    """See that all of ``ids`` lie from 0 to ``limit`` - 1.
+
+    Raises:
+        TokenOutOfVocabulary: one does not; ``place`` names where.
+    """
+    if limit is None or not len(ids):
+        return
+    lowest, highest = int(ids.min()), int(ids.max())
+    if highest >= limit or lowest < 0:
+        raise TokenOutOfVocabulary(place=place(), token=highest if highest >= limit else lowest, vocab_size=limit)
