@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from nxdt_core.nn.dropout import Dropout
 from nxdt_core.nn.mlp import GatedSiLU
+from nxdt_core.nn.updates import unchanged
 
 __all__ = ["SwiGLUExperts", "grouped_linear"]
 
@@ -37,7 +38,9 @@ class SwiGLUExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, ffn_hidden_size))
         self.activation = GatedSiLU()
         self.dropout = Dropout(dropout)
-        self.local: Callable[[torch.Tensor], torch.Tensor] = _whole
+        self.updates = nn.ModuleDict()
+        """A slot: what adapters add, an :class:`~nxdt_core.nn.updates.Update` by name of the matrix."""
+        self.local: Callable[[torch.Tensor], torch.Tensor] = unchanged
         """A slot: this process's part of a parameter. Engines that shard the parameters put its counterpart here."""
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,9 +53,13 @@ class SwiGLUExperts(nn.Module):
         Returns:
             The shape of ``rows``.
         """
-        gate, up, down = (self.local(matrix) for matrix in (self.gate_proj, self.up_proj, self.down_proj))
-        activated = self.activation(grouped_linear(rows, gate, counts), grouped_linear(rows, up, counts))
-        return grouped_linear(self.dropout(activated), down, counts)
+        gate, up = self._product("gate_proj", rows, counts), self._product("up_proj", rows, counts)
+        return self._product("down_proj", self.dropout(self.activation(gate, up)), counts)
+
+    def _product(self, name: str, rows: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+        matrix = self.local(getattr(self, name))
+        product = grouped_linear(rows, matrix, counts)
+        return self.updates[name](rows, product, matrix, counts) if name in self.updates else product
 
     def extra_repr(self) -> str:
         """Number and widths, for ``print(model)``."""
@@ -90,7 +97,3 @@ def _grouped_mm_takes(weights: torch.Tensor) -> bool:
     dtypes = _TRACED_GROUPED_DTYPES if torch.compiler.is_compiling() else _GROUPED_DTYPES
     sides_bytes = [side * weights.element_size() for side in weights.shape[1:]]
     return weights.dtype in dtypes and not any(size % _GROUPED_ALIGNMENT_BYTES for size in sides_bytes)
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter

@@ -48,7 +48,7 @@ def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int) -> None:
     for path, head in module.named_modules():
         if not matches_any(heads, path) or isinstance(head, nn.Identity):
             continue
-        if type(head) not in (nn.Linear, VocabularyHead):
+        if type(head) not in (nn.Linear, VocabularyHead) or getattr(head, "update", None) is not None:
             raise HeadNotLinear(path=path, kind=type(head).__qualname__)
         head.forward = _ChunkedForward(head, head.forward, tokens)
 

@@ -70,7 +70,8 @@ class TorchEngine:
         adapters: Sequence[Adapter] = (),
         materialise: bool = True,
     ) -> TorchModel:
-        """Build this rank's part on the device; ``materialise=False`` leaves its values undefined for a load.
+        """Build this rank's part on the device; ``materialise=False`` leaves its values undefined for a load, but for
+        those that adapters added.
 
         Raises:
             NxdtError: the model's plan does not allow the layout.
@@ -84,7 +85,7 @@ class TorchEngine:
             self.mesh = ParallelMesh.build(self._sizes, self.device.type)
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
         stages = lay_out(builder, self.mesh, options, precision, adapters)
-        materialise_stages(stages, self.device, seed=seed if materialise else None)
+        materialise_stages(stages, self.device, seed=seed, base=materialise)
         return TorchModel(stages, self.mesh, Numerics(precision, self.device, seed), micro_batches=micro_batches)
 
     def initialize_optimizer(

@@ -86,6 +86,8 @@ class Stages:
     plan: ParallelPlan
     """With what adapters changed."""
     rules: tuple[InitRule, ...]
+    added: frozenset[str]
+    """Parameters of the whole model that adapters added."""
     tensor_partial: frozenset[str]
     """Parameters whose gradient is a partial sum on each tensor parallel rank."""
     replica_partial: frozenset[str]
@@ -117,11 +119,12 @@ def lay_out(
     with torch.device("meta"):
         whole = builder.build()
         plan, rules = builder.plan(), list(builder.init_rules())
+        base = _names(whole)
         for adapter in adapters:
             plan = adapter.apply(whole, plan)
             rules = [*adapter.init_rules(), *rules]
     _check_refused(whole, plan, mesh)
-    whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
+    _set_dtypes(whole, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     modules = tuple(_cut(whole, plan, mesh, number, options.pipeline_cuts) for number in numbers)
     tensor_partial: set[str] = set()
@@ -145,6 +148,7 @@ def lay_out(
         numbers=numbers,
         plan=plan,
         rules=tuple(rules),
+        added=_names(whole) - base,
         tensor_partial=frozenset(tensor_partial),
         replica_partial=frozenset(replica_partial),
         padded=padded,
@@ -152,6 +156,19 @@ def lay_out(
         sequence_parallel=options.sequence_parallel,
         routers=routers_of(whole, plan),
     )
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+
+
+def _set_dtypes(whole: nn.Module, precision: PrecisionPolicy) -> None:
+    """Masters are what is stored of trained parameters; a frozen one is stored as it is computed with."""
+    compute = getattr(torch, precision.parameters)
+    whole.to(torch.float32 if precision.master_weights else compute)
+    for parameter in whole.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute)
 
 
 def _check_refused(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
@@ -185,8 +202,9 @@ def _apply_rest(
         apply_data_parallel(module, plan, mesh, precision, experts)
 
 
-def materialise(stages: Stages, device: torch.device, *, seed: int | None) -> None:
-    """Give the stages memory on ``device`` and draw their weights; ``seed`` None leaves these undefined for a load.
+def materialise(stages: Stages, device: torch.device, *, seed: int, base: bool = True) -> None:
+    """Give the stages memory on ``device`` and draw their weights; without ``base`` only those that adapters added,
+    the others are left undefined for a load.
 
     Every rank draws its own shards alone, bit-equal to those elements of the whole.
     """
@@ -197,14 +215,15 @@ def materialise(stages: Stages, device: torch.device, *, seed: int | None) -> No
             reset = getattr(part, "reset_buffers", None)
             if callable(reset):
                 reset()
-        if seed is not None:
-            _draw(module, stages, seed)
+        _draw(module, stages, seed, base=base)
 
 
 @torch.no_grad()
-def _draw(module: nn.Module, stages: Stages, seed: int) -> None:
+def _draw(module: nn.Module, stages: Stages, seed: int, *, base: bool) -> None:
     owners = {user: owner for owner, user in stages.plan.tied}
     for name, parameter in module.named_parameters():
+        if not base and name not in stages.added:
+            continue
         name = owners.get(name, name)  # a stage that has the user of a tied pair alone draws the owner's elements
         piece = piece_of(parameter)
         if name in stages.padded:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nxdt_core.errors import ExpertsDoNotDivide, ModelWithoutExperts, ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.nn.updates import Update
 from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher
 from nxdt_core.parallel.expert.tokens import token_shards
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
@@ -78,32 +79,47 @@ def _paths(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
 def _shard(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
     for name, parameter in list(experts.named_parameters()):
-        cuts = dict(_cuts(path, name, parameter, plan, mesh))
+        cuts = dict(_cuts(path, name, experts, plan, mesh))
         if cuts:
             owner, _, leaf = name.rpartition(".")
             setattr(experts.get_submodule(owner), leaf, _cut(parameter, cuts, mesh))
     experts.local = local_part  # type: ignore[assignment]
+    for update in (part for part in experts.modules() if isinstance(part, Update)):
+        update.local = local_part
 
 
 def _cuts(
-    path: str, name: str, parameter: torch.Tensor, plan: ParallelPlan, mesh: ParallelMesh
+    path: str, name: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
 ) -> Iterator[tuple[Dimension, int]]:
     """Along which mesh dimensions a parameter is cut, and which of its own."""
-    ep, tp = mesh.size("ep"), mesh.size("tp")
+    ep, tp, parameter = mesh.size("ep"), mesh.size("tp"), experts.get_parameter(name)
     if ep > 1:
         if len(parameter) % ep:
             raise ExpertsDoNotDivide(module=path, experts=len(parameter), ep=ep)
         yield "ep", 0
     if tp > 1:
-        full_name = f"{path}.{name}"
+        matrix, follows = _followed(experts, name)
+        full_name = f"{path}.{matrix}"
         side = next((side for pattern, side in plan.expert_tensor.items() if matches(pattern, full_name)), None)
         if side is None:
             raise TensorPlanUnusable(problem=f"expert_tensor does not say how '{full_name}' is cut")
         dim = _SHARDED_DIM[side]
+        if follows not in (None, dim):
+            return
         if parameter.shape[dim] % tp:
             features = "output features" if side == "column" else "input features"
             raise ShardDoesNotDivide(module=full_name, size=parameter.shape[dim], features=features, tp=tp)
         yield "tp", dim
+
+
+def _followed(experts: nn.Module, name: str) -> tuple[str, int | None]:
+    """The matrix that a parameter is or belongs to, and the dimension that it shares with it: None for all, -1 for
+    none."""
+    owner, _, leaf = name.rpartition(".")
+    update = experts.get_submodule(owner)
+    if not isinstance(update, Update):
+        return name, None
+    return owner.rpartition(".")[2], update.follows.get(leaf, -1)
 
 
 def _cut(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: ParallelMesh) -> nn.Parameter:

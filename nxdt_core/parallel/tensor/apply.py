@@ -68,18 +68,21 @@ def apply_tensor_parallel(
 def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parallel: bool) -> frozenset[str]:
     """Names of parameters whose gradients are partial sums over ``tp``, after :func:`apply_tensor_parallel`.
 
-    Those that tensor parallelism does not shard, where they lie in a tensor block (except what comes after a ``row``'s
-    sum: its bias, and ``replicate`` modules), or anywhere under sequence parallelism.
+    Those that tensor parallelism does not shard, where they lie in a tensor block or are of the update of a vocabulary
+    embedding (except what comes after a ``row``'s sum: its bias, and ``replicate`` modules), or anywhere under sequence
+    parallelism.
     """
-    blocks = _blocks(module, plan)
-    whole_after_sum = {path for path, style in _styled(module, plan) if style in ("row", "row_split", "replicate")}
+    styles = dict(_styled(module, plan))
+    partials = [*_blocks(module, plan), *(f"{p}.update" for p, style in styles.items() if style == "vocab_embedding")]
+    rows = {path for path, style in styles.items() if style in ("row", "row_split")}
+    replicated = [path for path, style in styles.items() if style == "replicate"]
 
     def partial(name: str) -> bool:
         if sequence_parallel:
             return True
         owner = name.rpartition(".")[0]
-        after_sum = any(_inside(owner, path) for path in whole_after_sum)
-        return not after_sum and any(_inside(owner, block) for block in blocks)
+        after_sum = owner in rows or any(_inside(owner, path) for path in replicated)
+        return not after_sum and any(_inside(owner, path) for path in partials)
 
     return frozenset(
         name

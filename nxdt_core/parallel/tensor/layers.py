@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from nxdt_core.nn.updates import updated_linear
 from nxdt_core.parallel.collectives import copy_to_group, gather_along, reduce_from_group, scatter_sum_along
 from nxdt_core.parallel.tensor.padding import PaddedDim
 
@@ -55,12 +56,22 @@ class BlockEntry:
 class ColumnLinear(nn.Module):
     """Each rank computes its own output features; what it is fed is whole (:class:`BlockEntry`)."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, spread: PaddedDim, part: int) -> None:
-        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``, of which this rank has ``part``."""
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        spread: PaddedDim,
+        part: int,
+        update: nn.Module | None = None,
+    ) -> None:
+        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``, of which this rank has ``part``;
+        ``update`` is cut likewise."""
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.padded = {} if not spread.padded else {"weight": spread} | ({} if bias is None else {"bias": spread})
+        self.update = update
+        self.padded = _padded(spread, self)
         """Parameters with zeros at the end."""
         self.real = spread.counts[part]
         self.zeros = spread.block - self.real
@@ -70,25 +81,35 @@ class ColumnLinear(nn.Module):
         weight = local_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias)
         if self.zeros == 0:
-            return functional.linear(hidden, weight, bias)
-        real = functional.linear(hidden, weight[: self.real], None if bias is None else bias[: self.real])
-        return functional.pad(real, (0, self.zeros))
+            return updated_linear(hidden, weight, bias, self.update)
+        product = functional.pad(functional.linear(hidden, weight[: self.real]), (0, self.zeros))
+        if self.update is not None:
+            product = self.update(hidden, product, weight)
+        return product if bias is None else product + functional.pad(bias[: self.real], (0, self.zeros))
 
 
 class GatheredColumnLinear(nn.Module):
     """As :class:`ColumnLinear`, with the features of all ranks as output, whose gradients are partial sums."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup) -> None:
-        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``, cut evenly."""
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: dist.ProcessGroup,
+        *,
+        update: nn.Module | None = None,
+    ) -> None:
+        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``, cut evenly; ``update`` likewise."""
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.update = update
         self.group = group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out]."""
         bias = None if self.bias is None else local_part(self.bias)
-        return gather_along(functional.linear(hidden, local_part(self.weight), bias), -1, self.group)
+        return gather_along(updated_linear(hidden, local_part(self.weight), bias, self.update), -1, self.group)
 
 
 class RowLinear(nn.Module):
@@ -102,14 +123,17 @@ class RowLinear(nn.Module):
         *,
         sequence_parallel: bool,
         spread: PaddedDim,
+        update: nn.Module | None = None,
     ) -> None:
-        """``weight`` [out, in]: a DTensor with ``Shard(1)``; ``bias`` [out] is whole on each rank."""
+        """``weight`` [out, in]: a DTensor with ``Shard(1)``; ``bias`` [out] is whole on each rank; ``update`` is cut as
+        ``weight`` is, and gives parts of the same sum."""
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.update = update
         self.group = group
         self.sequence_parallel = sequence_parallel
-        self.padded = {"weight": spread} if spread.padded else {}
+        self.padded = _padded(spread, self)
         """Parameters with zeros at the end."""
         self.real = spread.counts[group.rank()]
         self.zeros = spread.block - self.real
@@ -117,9 +141,11 @@ class RowLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in / tp] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
         weight = local_part(self.weight)
-        if self.zeros:
-            hidden, weight = hidden[..., : self.real], weight[:, : self.real]
-        total = sum_over_ranks(functional.linear(hidden, weight), self.group, sequence_parallel=self.sequence_parallel)
+        real = slice(self.real if self.zeros else None)
+        product = functional.linear(hidden[..., real], weight[:, real])
+        if self.update is not None:
+            product = self.update(hidden, product, weight)
+        total = sum_over_ranks(product, self.group, sequence_parallel=self.sequence_parallel)
         return total if self.bias is None else total + self.bias
 
 
@@ -139,6 +165,14 @@ def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, se
     if sequence_parallel:
         return scatter_sum_along(partial, SEQUENCE_DIM, group)
     return reduce_from_group(partial, group)
+
+
+def _padded(spread: PaddedDim, layer: nn.Module) -> dict[str, PaddedDim]:
+    """The parameters of ``layer`` that are cut as ``spread`` says, where that has zeros."""
+    if not spread.padded:
+        return {}
+    named = dict(layer.named_parameters())
+    return {name: spread for name, parameter in named.items() if isinstance(parameter, DTensor)}
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,9 +12,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nxdt_core.errors import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.nn.updates import Update, UpdatedEmbedding, UpdatedLinear
+from nxdt_core.parallel.collectives import reduce_from_group
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.heads import HeadLayout
-from nxdt_core.parallel.tensor.layers import ColumnLinear, GatheredColumnLinear, RowLinear, SplitRowLinear
+from nxdt_core.parallel.tensor.layers import ColumnLinear, GatheredColumnLinear, RowLinear, SplitRowLinear, local_part
 from nxdt_core.parallel.tensor.padding import PaddedDim
 from nxdt_core.parallel.tensor.vocabulary_layers import SequenceEmbedding, VocabularyEmbedding, VocabularyHead
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
@@ -68,7 +71,8 @@ class TensorSharder:
             if not self._sequence_parallel or not isinstance(module, nn.Embedding):
                 return None
             table = _table(path, module, style)
-            return SequenceEmbedding(table.weight, self._group, padding_idx=table.padding_idx)
+            update = self._update(table, None)
+            return SequenceEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
         if style == "vocab_embedding":
             return self._embedding(path, module)
         linear = _linear(path, module, style)
@@ -76,17 +80,19 @@ class TensorSharder:
             return self._column(path, linear)
         if style == "column_gathered":
             cut = self._even(path, 0, linear.out_features, "output features")
-            return GatheredColumnLinear(self._shard(linear.weight, cut), self._shard_bias(linear, cut), self._group)
+            weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
+            return GatheredColumnLinear(weight, bias, self._group, update=self._update(linear, cut))
         if style in ("row", "row_split"):
             return self._row(path, linear, split=style == "row_split")
         cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")
-        return VocabularyHead(self._shard(linear.weight, cut), self._shard_bias(linear, cut), cut.mesh)
+        weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
+        return VocabularyHead(weight, bias, cut.mesh, update=self._update(linear, cut))
 
     def _column(self, path: str, linear: nn.Linear) -> ColumnLinear:
         size = linear.out_features
         cut = self._of_heads(path, 0, size) or self._even(path, 0, size, "output features")
         weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
-        return ColumnLinear(weight, bias, spread=cut.spread, part=cut.part)
+        return ColumnLinear(weight, bias, spread=cut.spread, part=cut.part, update=self._update(linear, cut))
 
     def _row(self, path: str, linear: nn.Linear, *, split: bool) -> RowLinear:
         size = linear.in_features
@@ -98,6 +104,7 @@ class TensorSharder:
             self._group,
             sequence_parallel=self._sequence_parallel,
             spread=cut.spread,
+            update=self._update(linear, cut),
         )
 
     def _embedding(self, path: str, module: nn.Module) -> VocabularyEmbedding:
@@ -108,7 +115,21 @@ class TensorSharder:
             self._group,
             padding_idx=table.padding_idx,
             sequence_parallel=self._sequence_parallel,
+            update=self._update(table, cut),
         )
+
+    def _update(self, layer: nn.Module, cut: _Cut | None) -> Update | None:
+        """The update of ``layer``, cut with it; ``cut`` None leaves it whole."""
+        update: Update | None = getattr(layer, "update", None)
+        if update is None or cut is None:
+            return update
+        for name, dim in update.follows.items():
+            if dim == cut.spread.dim:
+                setattr(update, name, self._shard(getattr(update, name), cut))
+        update.local = local_part
+        if cut.spread.dim == 1:
+            update.over_inputs = partial(reduce_from_group, group=self._group)
+        return update
 
     def _even(self, path: str, dim: int, size: int, features: str) -> _Cut:
         """Equal parts without padding."""
@@ -151,13 +172,14 @@ class TensorSharder:
 
 
 def _linear(path: str, module: nn.Module, style: TensorStyle) -> nn.Linear:
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, UpdatedLinear.forward):
         return module
     raise TensorPlanUnusable(problem=f"'{path}' is {style} and no torch.nn.Linear, but {type(module).__name__}")
 
 
 def _table(path: str, module: nn.Module, style: TensorStyle) -> nn.Embedding:
-    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+    known = (nn.Embedding.forward, UpdatedEmbedding.forward)
+    if not isinstance(module, nn.Embedding) or type(module).forward not in known:
         raise TensorPlanUnusable(problem=f"'{path}' is {style} and no torch.nn.Embedding, but {type(module).__name__}")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise TensorPlanUnusable(

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from nxdt_core.errors import SequenceDoesNotDivide
+from nxdt_core.nn.updates import updated_linear
 from nxdt_core.parallel.tensor.layers import local_part, sum_over_ranks
 
 __all__ = ["SequenceEmbedding", "VocabularyEmbedding", "VocabularyHead", "rows_here"]
@@ -28,10 +29,12 @@ class VocabularyEmbedding(nn.Module):
         *,
         padding_idx: int | None = None,
         sequence_parallel: bool = False,
+        update: nn.Module | None = None,
     ) -> None:
-        """``weight`` [vocab, hidden]: a DTensor with ``Shard(0)``, cut evenly."""
+        """``weight`` [vocab, hidden]: a DTensor with ``Shard(0)``, cut evenly; ``update`` likewise."""
         super().__init__()
         self.weight = weight
+        self.update = update
         self.group = group
         self.padding_idx = padding_idx
         self.sequence_parallel = sequence_parallel
@@ -50,17 +53,28 @@ class VocabularyEmbedding(nn.Module):
         padding = None if self.padding_idx is None else self.padding_idx - self.group.rank() * len(table)
         if padding is not None and not 0 <= padding < len(table):
             padding = None
-        found = functional.embedding(rows, table, padding_idx=padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+        found = functional.embedding(rows, table, padding_idx=padding)
+        if self.update is not None:
+            found = self.update(rows, found, table)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         return sum_over_ranks(found, self.group, sequence_parallel=self.sequence_parallel)
 
 
 class SequenceEmbedding(nn.Module):
     """A whole table, such as learned positions, that looks up this rank's part of the sequence."""
 
-    def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, *, padding_idx: int | None = None) -> None:
-        """``weight`` [rows, hidden]: a parameter, whole on each rank."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        padding_idx: int | None = None,
+        update: nn.Module | None = None,
+    ) -> None:
+        """``weight`` [rows, hidden]: a parameter, whole on each rank, as ``update`` is."""
         super().__init__()
         self.weight = weight
+        self.update = update
         self.group = group
         self.padding_idx = padding_idx
 
@@ -68,24 +82,29 @@ class SequenceEmbedding(nn.Module):
         """int64 [..., seq] to [..., seq / tp, hidden]."""
         length = check_sequence(ids.shape[-1], self.group)
         part = ids.narrow(-1, self.group.rank() * length, length)
-        return functional.embedding(part, self.weight, padding_idx=self.padding_idx)
+        found = functional.embedding(part, self.weight, padding_idx=self.padding_idx)
+        return found if self.update is None else self.update(part, found, self.weight)
 
 
 class VocabularyHead(nn.Module):
     """Each rank computes the logits of its own rows of the vocabulary, from whole hidden states."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: DeviceMesh) -> None:
-        """``weight`` [vocab, hidden] and ``bias`` [vocab]: DTensors with ``Shard(0)`` on ``mesh``."""
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: DeviceMesh, *, update: nn.Module | None = None
+    ) -> None:
+        """``weight`` [vocab, hidden] and ``bias`` [vocab]: DTensors with ``Shard(0)`` on ``mesh``; ``update``
+        likewise."""
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.update = update
         self.mesh = mesh
 
     def forward(self, hidden: torch.Tensor) -> DTensor:
         """[..., hidden] to logits [..., vocab], a DTensor with ``Shard(-1)``: an objective that takes them for whole
         fails instead of being wrong in silence."""
         bias = None if self.bias is None else local_part(self.bias)
-        logits = functional.linear(hidden, local_part(self.weight), bias)
+        logits = updated_linear(hidden, local_part(self.weight), bias, self.update)
         return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
 
 

@@ -60,7 +60,12 @@ class Report:
     held: Held
 
 
-def configuration(layout: Layout, numbers: Numbers, model: Mapping[str, Any] | None = None) -> ResolvedConfig:
+def configuration(
+    layout: Layout,
+    numbers: Numbers,
+    model: Mapping[str, Any] | None = None,
+    adapter: Mapping[str, Any] | None = None,
+) -> ResolvedConfig:
     """The matrix's run in ``layout``; ``model`` is another architecture than the matrix's."""
     run = {
         "name": "matrix",
@@ -79,6 +84,7 @@ def configuration(layout: Layout, numbers: Numbers, model: Mapping[str, Any] | N
             "optim": {**_OPTIMIZER[numbers], "sched": {"name": "constant"}},
         },
         "precision": {"type": numbers},
+        "adapter": adapter or {},
     }
     return load(run, layout.overrides())
 
@@ -87,9 +93,15 @@ def _own_model(layout: Layout) -> Mapping[str, Any]:
     return _EXPERTS if layout.moe else {**_LLAMA, "share_embeddings_and_output_weights": layout.tied}
 
 
-def train(layout: Layout, numbers: Numbers, steps: int = STEPS, model: Mapping[str, Any] | None = None) -> Report:
+def train(
+    layout: Layout,
+    numbers: Numbers,
+    steps: int = STEPS,
+    model: Mapping[str, Any] | None = None,
+    adapter: Mapping[str, Any] | None = None,
+) -> Report:
     """Train ``layout`` on this rank. A function of a pool of ``layout.world`` ranks."""
-    config = configuration(layout, numbers, model)
+    config = configuration(layout, numbers, model, adapter)
     engine = assemble.engine(config)
     engine.start()
     before = live_bytes()

@@ -1,0 +1,90 @@
+"""Layers with a slot for an update: what an adapter adds to a linear layer, an embedding or experts.
+
+A layer keeps its path and the names of its parameters; those of the update lie below ``update`` (``q_proj.update.…``;
+of experts below ``updates.<matrix>``). Engines shard an update with its layer, by what it says in ``follows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["Update", "UpdatedEmbedding", "UpdatedLinear", "unchanged", "updated_linear"]
+
+
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """What fills a slot of :class:`Update` in one process."""
+    return tensor
+
+
+class Update(nn.Module):
+    """Base of updates. ``forward(inputs, product, weight)`` returns what the layer gives instead of ``product``.
+
+    Of a linear layer ``inputs`` are [..., in] and ``product`` [..., out], without the bias; of an embedding ``inputs``
+    are row numbers; of experts it is called as ``(rows, product, weight, counts)``, as
+    :func:`nxdt_core.nn.experts.grouped_linear` is. Where a layer is cut, all these are this process's parts: of one
+    cut by input features, ``product`` and what is returned are parts of a sum over the processes.
+    """
+
+    follows: Mapping[str, int] = {}
+    """Parameter → the dimension that it shares with the layer's weight, at the same place in both; where the weight is
+    cut along that, so is the parameter. One that is named nowhere is never cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        """A slot: this process's part of a parameter."""
+        self.over_inputs: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        """A slot: the sum over the processes that share the input features of the layer; not differentiable."""
+
+
+class UpdatedLinear(nn.Linear):
+    """A linear layer with the parameters of another one and an update."""
+
+    def __init__(self, linear: nn.Linear, update: Update) -> None:
+        with torch.device("meta"):
+            super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.weight = linear.weight
+        if linear.bias is not None:
+            self.bias = linear.bias
+        self.update = update
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
+        """[..., in] to [..., out]."""
+        return updated_linear(input, self.weight, self.bias, self.update)
+
+
+class UpdatedEmbedding(nn.Embedding):
+    """An embedding with the table of another one and an update."""
+
+    def __init__(self, embedding: nn.Embedding, update: Update) -> None:
+        with torch.device("meta"):
+            super().__init__(
+                embedding.num_embeddings,
+                embedding.embedding_dim,
+                embedding.padding_idx,
+                embedding.max_norm,
+                embedding.norm_type,
+                embedding.scale_grad_by_freq,
+                embedding.sparse,
+            )
+        self.weight = embedding.weight
+        self.update = update
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
+        """int64 [...] to [..., width]."""
+        return cast(torch.Tensor, self.update(input, super().forward(input), self.weight))
+
+
+def updated_linear(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, update: nn.Module | None
+) -> torch.Tensor:
+    """``functional.linear`` with an update before the bias; ``None`` is none."""
+    if update is None:
+        return functional.linear(hidden, weight, bias)
+    product: torch.Tensor = update(hidden, functional.linear(hidden, weight), weight)
+    return product if bias is None else product + bias

@@ -1,0 +1,110 @@
+"""The component ``lora``: freezes a model, gives layers their updates, and says how these start."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from nxdt_core.nn.experts import SwiGLUExperts
+from nxdt_core.nn.updates import UpdatedEmbedding, UpdatedLinear
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_plugin_lora.config import LoraConfig
+from nxdt_plugin_lora.errors import LayerNotAdaptable
+from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
+from nxdt_plugin_lora.updates import DoraUpdate, EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
+
+__all__ = ["LoraAdapter"]
+
+_log = logging.getLogger(__name__)
+
+
+class LoraAdapter:
+    """An :class:`~nxdt_core.protocols.adapter.Adapter`."""
+
+    def __init__(self, config: LoraConfig) -> None:
+        self.config = config
+        self._rules: list[InitRule] = []
+
+    def apply(self, module: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        """Freeze ``module`` and add updates, in place.
+
+        Raises:
+            TargetNotFound: a name in the configuration means nothing.
+            LayerNotAdaptable: an option does not fit a layer.
+        """
+        if not self.config.enable_lora:
+            return plan
+        targets = chosen_targets(module, plan, self.config.target_modules)
+        whole = chosen_modules(module, self.config.modules_to_save)
+        module.requires_grad_(False)
+        self._rules = []
+        for path, layer in targets.items():
+            self._adapt(module, path, layer)
+        for path in whole:
+            module.get_submodule(path).requires_grad_(True)
+        self._free_biases(module, targets)
+        if self.config.lora_verbose:
+            _log.warning("LoRA of rank %d on %d layers: %s", self.config.lora_rank, len(targets), ", ".join(targets))
+        return replace(plan, no_weight_decay=(*plan.no_weight_decay, "*.lora_magnitude"))
+
+    def init_rules(self) -> Sequence[InitRule]:
+        """For the parameters that :meth:`apply` has added: an update starts at zero. DoRA's norms are the weights' own,
+        and are set once those are there."""
+        return self._rules
+
+    def _adapt(self, module: nn.Module, path: str, layer: nn.Module) -> None:
+        config = self.config
+        rank, scaling, dropout = config.lora_rank, config.scaling, config.lora_dropout
+        if isinstance(layer, nn.Linear):
+            make = DoraUpdate if config.use_dora else LowRankUpdate
+            inputs, outputs = layer.in_features, layer.out_features
+            update = make(inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
+            module.set_submodule(path, UpdatedLinear(layer, update))
+            self._start(f"{path}.update", grows="lora_B", other=self._drawn("lora_A", inputs))
+            return
+        if config.use_dora:
+            what = "an embedding" if isinstance(layer, nn.Embedding) else "a matrix of experts"
+            raise LayerNotAdaptable(path=path, what=what, option="use_dora")
+        if isinstance(layer, nn.Embedding):
+            table = EmbeddingUpdate(layer.num_embeddings, layer.embedding_dim, rank=rank, scaling=scaling)
+            module.set_submodule(path, UpdatedEmbedding(layer, table))
+            other = InitRule(pattern="lora_B", distribution="normal", std=1.0)
+            self._start(f"{path}.update", grows="lora_A", other=other)
+            return
+        assert isinstance(layer, SwiGLUExperts)
+        owner, _, matrix = path.rpartition(".")
+        experts, outputs, inputs = getattr(layer, matrix).shape
+        layer.updates[matrix] = ExpertsUpdate(experts, inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
+        self._start(f"{owner}.updates.{matrix}", grows="lora_B", other=self._drawn("lora_A", inputs))
+
+    def _drawn(self, leaf: str, inputs: int) -> InitRule:
+        """As peft does: uniform as of a linear layer of torch (He et al. 2015 with a = sqrt 5), or normal."""
+        if self.config.init_lora_weights == "gaussian":
+            return InitRule(pattern=leaf, distribution="normal", std=1 / self.config.lora_rank)
+        return InitRule(pattern=leaf, distribution="uniform", std=1 / math.sqrt(inputs))
+
+    def _start(self, path: str, *, grows: str, other: InitRule) -> None:
+        """Rules of one update; layers that are alike share them."""
+        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        shared = (
+            replace(other, pattern=f"{pattern}.{other.pattern}"),
+            InitRule(pattern=f"{pattern}.{grows}", distribution="constant"),
+            InitRule(pattern=f"{pattern}.lora_magnitude", distribution="constant", mean=1.0),
+        )
+        known = {rule.pattern: rule for rule in self._rules}
+        if known.get(shared[0].pattern, shared[0]) != shared[0]:  # a layer of another size under the same pattern
+            self._rules.insert(0, replace(other, pattern=f"{path}.{other.pattern}"))
+        self._rules += [rule for rule in shared if rule.pattern not in known]
+
+    def _free_biases(self, module: nn.Module, targets: dict[str, nn.Module]) -> None:
+        if self.config.biases == "none":
+            return
+        for path, part in module.named_modules():
+            bias = getattr(part, "bias", None)
+            if isinstance(bias, nn.Parameter) and (self.config.biases == "all" or path in targets):
+                bias.requires_grad_(True)

@@ -1,0 +1,95 @@
+"""The keys of ``adapter:`` that belong to ``name: lora``. No torch here: ``nxdt config check`` reads this module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, PositiveInt
+
+__all__ = ["ALL_LINEAR", "Biases", "LoraConfig"]
+
+Biases = Literal["none", "all", "lora_only"]
+
+ALL_LINEAR = "all-linear"
+"""In ``target_modules``: every linear layer and expert but the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank updates of frozen weights (Hu et al. 2021, arXiv:2106.09685); the names of the keys are NxD Training's.
+
+    A layer with the weight W gives (W + s B A) x, where A has ``lora_rank`` rows, B as many columns and starts at zero,
+    and s is ``lora_alpha / lora_rank``.
+    """
+
+    enable_lora: bool = True
+    """``false``: the run trains all weights, as without this section."""
+    lora_rank: PositiveInt = 16
+    """Rank of the update."""
+    lora_alpha: NonNegativeFloat = 32.0
+    """Scale of the update, divided by the rank."""
+    lora_dropout: Fraction = 0.05
+    """Dropout of what the update is given; 0 saves its memory."""
+    lora_bias: Biases = "none"
+    """Biases that train beside: none, all of the model, or those of layers with an update."""
+    bias: Biases | None = None
+    """``lora_bias`` under the name that NxD Core gives it."""
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    """Layers that get an update: a part of their path (``q_proj``, ``attention``, ``layers.0``), or a pattern with
+    ``*`` and ``?`` for a whole path. ``all-linear``: all but embedding and head. ``qkv_proj`` and ``gate_up_proj`` mean
+    the separate matrices of a model that has no fused one."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that train whole and are saved with the adapter, named likewise."""
+    use_rslora: bool = False
+    """Divide ``lora_alpha`` by the root of the rank (Kalajdzievski 2023, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the norm of each output feature's weights apart from their direction (Liu et al. 2024, arXiv:2402.09353);
+    linear layers only."""
+    init_lora_weights: Literal["default", "gaussian"] = "default"
+    """How A starts: uniform within 1 / sqrt(inputs), or normal with the standard deviation 1 / ``lora_rank``."""
+    save_lora_base: bool = True
+    """Checkpoints hold the frozen weights too; ``false``: what trains, alone."""
+    merge_lora: bool = False
+    """Write the merged model as a Hugging Face directory, ``merged`` in the run's directory, when training ends; needs
+    ``save_lora_base``. Checkpoints stay as they are, so that the run can go on."""
+    save_lora_config_adapter: bool = True
+    """Keep this section in the checkpoints alone, which always have it; ``false``: also write
+    ``lora_adapter/adapter_config.json`` into the run's directory."""
+    load_lora_from_ckpt: bool = False
+    """Start from the adapter at ``lora_save_dir``."""
+    lora_save_dir: str | None = None
+    """A store of checkpoints of a LoRA run, or a directory that peft wrote."""
+    lora_load_tag: str | None = None
+    """The step to take at ``lora_save_dir``: ``step-00000100`` or ``100``; ``null``: the newest."""
+    lora_verbose: bool = False
+    """Print the layers that get an update."""
+    merge_sharded_lora: Annotated[bool, NoEffect("checkpoints are the same in every layout")] = False
+    """Merge the shards of an adapter on saving."""
+
+    @property
+    def biases(self) -> Biases:
+        """``lora_bias``, under either name."""
+        return self.lora_bias if self.bias is None else self.bias
+
+    @property
+    def scaling(self) -> float:
+        """What the product of B and A is multiplied with."""
+        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work together."""
+        if self.lora_dropout >= 1:
+            yield "lora_dropout", f"must be below 1, not {self.lora_dropout:g}: 1 leaves nothing to learn from"
+        if self.bias is not None and self.lora_bias not in ("none", self.bias):
+            yield "bias", f"is {self.bias} and lora_bias is {self.lora_bias}: they are one key; keep one"
+        if self.enable_lora and not self.target_modules:
+            yield "target_modules", f"names nothing; {ALL_LINEAR!r} means every linear layer"
+        if self.merge_lora and not self.save_lora_base:
+            yield "merge_lora", "needs save_lora_base: true, since a merged model holds the base's weights"
+        if self.load_lora_from_ckpt and self.lora_save_dir is None:
+            yield "load_lora_from_ckpt", "is true, and lora_save_dir does not say from where"
+        if self.lora_load_tag is not None and self.lora_save_dir is None:
+            yield "lora_load_tag", "is given without lora_save_dir, in which it would be looked for"

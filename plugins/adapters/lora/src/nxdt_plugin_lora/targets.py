@@ -1,0 +1,89 @@
+"""Which layers of a model a list of names means."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from nxdt_core.nn.experts import SwiGLUExperts
+from nxdt_core.nn.patterns import matches_any
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_plugin_lora.config import ALL_LINEAR
+from nxdt_plugin_lora.errors import TargetNotFound
+
+__all__ = ["adaptable", "chosen_modules", "chosen_targets"]
+
+_SEPARATE: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Fused matrices of NxD Training → what they are where a model keeps them apart."""
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""Of experts."""
+
+
+def adaptable(module: nn.Module) -> dict[str, nn.Module]:
+    """What can get an update, in the order of the model: paths of linear layers, embeddings and experts' matrices, with
+    the module that has the weight."""
+    found: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, SwiGLUExperts):
+            found |= {f"{path}.{matrix}": part for matrix in _MATRICES}
+        elif type(part).forward in (nn.Linear.forward, nn.Embedding.forward):
+            found[path] = part
+    return found
+
+
+def chosen_targets(module: nn.Module, plan: ParallelPlan, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Those of :func:`adaptable` that ``names`` mean.
+
+    Raises:
+        TargetNotFound: one of ``names`` means nothing.
+    """
+    candidates = adaptable(module)
+    heads = [pattern for pattern, style in plan.tensor.items() if style == "vocab_head"]
+    linear = [
+        path
+        for path, part in candidates.items()
+        if not isinstance(part, nn.Embedding) and not matches_any(heads, path) and path != "lm_head"
+    ]
+    wanted: set[str] = set()
+    for name in names:
+        wanted |= set(linear if name == ALL_LINEAR else _meant(name, candidates, "target_modules", "layer"))
+    return {path: part for path, part in candidates.items() if path in wanted}
+
+
+def chosen_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Paths of the modules with parameters that ``names`` mean.
+
+    Raises:
+        TargetNotFound: one of ``names`` means nothing.
+    """
+    candidates = [path for path, part in module.named_modules() if path and any(True for _ in part.parameters())]
+    return [path for name in names for path in _meant(name, candidates, "modules_to_save", "module")]
+
+
+def _meant(name: str, candidates: Iterable[str], key: str, kind: str) -> list[str]:
+    paths = list(candidates)
+    found = _matching(name, paths)
+    for separate in _SEPARATE.get(name, ()) if not found else ():
+        found += _matching(separate, paths)
+    if not found:
+        raise TargetNotFound(key=key, name=name, kind=kind, candidates=_nearest(name, paths))
+    return found
+
+
+def _matching(name: str, paths: Sequence[str]) -> list[str]:
+    """A pattern matches whole paths; a name whole components, or parts of them where it is no component anywhere."""
+    if any(sign in name for sign in "*?["):
+        return [path for path in paths if fnmatch.fnmatchcase(path, name)]
+    return [path for path in paths if f".{name}." in f".{path}."] or [path for path in paths if name in path]
+
+
+def _nearest(name: str, paths: Sequence[str]) -> list[str]:
+    leaves = list(dict.fromkeys(part for path in paths for part in path.split(".") if not part.isdigit()))
+    last = name.rpartition(".")[2].strip("*?")
+    return difflib.get_close_matches(last, leaves, n=3, cutoff=0.4) or leaves[:8]
