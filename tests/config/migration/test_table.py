@@ -111,6 +111,8 @@ def base_of(key: str) -> tuple[str, list[str]]:
         return "recipe:llama-tiny", ["precision.type=manual"]
     if key.startswith("data.tokenizer.") and readers:
         return "recipe:llama-tiny", [f"data.tokenizer.library={readers[-1]}"]
+    if key.startswith("data.") and readers and "text" not in readers:
+        return "recipe:llama-tiny", [f"data.name={readers[0]}"]
     if key.startswith("model.") and readers and "gpt" not in readers:
         return f"recipe:{RECIPES[next(name for name in readers if name in RECIPES)]}", []
     return ("recipe:gpt-tiny" if key.startswith("model.") else "recipe:llama-tiny"), []
