@@ -20,6 +20,7 @@ __all__ = [
     "JsonTextMissing",
     "MixedSamples",
     "SpecialTokenMissing",
+    "SplitMissing",
     "TextNotUtf8",
     "TokenizerFileNotFound",
     "TokenizerLibraryMissing",
@@ -173,6 +174,15 @@ class SpecialTokenMissing(NxdtError):
     )
     key: str
     token: str
+
+
+class SplitMissing(NxdtError):
+    """A split that is asked for and that the configuration names no data for."""
+
+    code = "NXDT-D014"
+    happened = "The configuration names no {split} data."
+    remedy = "Name files for them in the data section, or ask for another split."
+    split: str
 
 
 class TokenizerLibraryMissing(NxdtError):

@@ -1,0 +1,195 @@
+"""What a run would train on, for people to look at: samples as documents of trained and untrained text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.data.sampler import GlobalOrder
+from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.protocols.dataloader import DataReport, IterableDataset, MapDataset, ReportingDataset, TokenCount
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+
+__all__ = ["Part", "Preview", "ShownDocument", "ShownSample", "preview"]
+
+_COUNTED = 256
+"""Samples that are counted where a dataset does not report of itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Adjacent tokens of a document, all of which are trained or none."""
+
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    """Of each token by itself; a character that several tokens share shows in none of them."""
+    text: str
+    """Of all; empty where there is no tokenizer."""
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownDocument:
+    """What attends to itself only."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def count(self) -> TokenCount:
+        """Its tokens; the last one may be a label only."""
+        trained = sum(len(part.ids) for part in self.parts if part.trained)
+        return TokenCount(tokens=sum(len(part.ids) for part in self.parts), trained=trained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSample:
+    """One row of a sample."""
+
+    index: int
+    """Of the sample in the dataset; in an iterable one, its place from 0."""
+    row: int
+    documents: tuple[ShownDocument, ...]
+    padding: int
+    """Positions without a token."""
+    length: int
+    """All positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """The first samples of a run, and counts."""
+
+    samples: int | None
+    """In the dataset; None where it does not know."""
+    shown: tuple[ShownSample, ...]
+    report: DataReport
+    counted: int | None
+    """Samples that the report is of; None: the dataset's own, of all its records."""
+
+
+def preview(
+    dataset: MapDataset | IterableDataset, tokenizer: Tokenizer | None, *, count: int, seed: int, shuffle: bool
+) -> Preview:
+    """The first ``count`` samples of a run in the order in which it takes them, and counts of all or of the first ones.
+
+    Args:
+        dataset: a split.
+        tokenizer: writes the text; without one there are ids only.
+        count: samples to show.
+        seed, shuffle: of the run.
+    """
+    own = isinstance(dataset, ReportingDataset)
+    samples = list(islice(_in_order(dataset, seed, shuffle), count if own else max(count, _COUNTED)))
+    rows = [(index, row, one) for index, sample in samples for row, one in enumerate(_rows(sample))]
+    return Preview(
+        samples=len(dataset) if isinstance(dataset, MapDataset) else None,
+        shown=tuple(_shown(index, row, one, tokenizer) for index, row, one in rows if index in _first(samples, count)),
+        report=dataset.report() if isinstance(dataset, ReportingDataset) else _counted([one for _, _, one in rows]),
+        counted=None if own else len(samples),
+    )
+
+
+def _first(samples: Sequence[tuple[int, Sample]], count: int) -> set[int]:
+    return {index for index, _ in samples[:count]}
+
+
+def _in_order(dataset: MapDataset | IterableDataset, seed: int, shuffle: bool) -> Iterator[tuple[int, Sample]]:
+    if isinstance(dataset, MapDataset):
+        order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
+        for index in order.indices(0, len(dataset)).tolist():
+            yield index, dataset[index]
+    else:
+        yield from enumerate(dataset)
+
+
+def _rows(sample: Sample) -> list[Sample]:
+    """The rows of a sample, each as a sample of its own."""
+    if sample.input_ids.ndim == 1:
+        return [sample]
+
+    def of(values: np.ndarray | None, row: int) -> np.ndarray | None:
+        return None if values is None else values[row]
+
+    return [
+        Sample(
+            input_ids=sample.input_ids[row],
+            labels=sample.labels[row],
+            loss_weights=of(sample.loss_weights, row),
+            document_ids=of(sample.document_ids, row),
+        )
+        for row in range(len(sample.input_ids))
+    ]
+
+
+def _pieces(row: Sample) -> Iterator[slice]:
+    """The documents of a row, padding left out."""
+    if row.document_ids is None:
+        yield slice(0, len(row.input_ids))
+        return
+    borders = np.flatnonzero(np.diff(row.document_ids)) + 1
+    edges = [0, *borders.tolist(), len(row.document_ids)]
+    for begin, end in pairwise(edges):
+        if row.document_ids[begin] >= 0:
+            yield slice(begin, end)
+
+
+def _learnt(row: Sample) -> NDArray[np.bool_]:
+    """[seq] whether the loss is on what follows a position."""
+    learnt: NDArray[np.bool_] = row.labels != IGNORE_INDEX
+    return learnt if row.loss_weights is None else learnt & (row.loss_weights != 0)
+
+
+def _shown(index: int, row: int, sample: Sample, tokenizer: Tokenizer | None) -> ShownSample:
+    pieces = list(_pieces(sample))
+    learnt = _learnt(sample)
+    return ShownSample(
+        index=index,
+        row=row,
+        documents=tuple(ShownDocument(parts=tuple(_parts(sample, piece, learnt, tokenizer))) for piece in pieces),
+        padding=len(sample.input_ids) - sum(piece.stop - piece.start for piece in pieces),
+        length=len(sample.input_ids),
+    )
+
+
+def _parts(sample: Sample, piece: slice, learnt: NDArray[np.bool_], tokenizer: Tokenizer | None) -> Iterator[Part]:
+    """A document's tokens in order: its first input, then what each position is followed by.
+
+    That is the label where there is one, so that labels which are not shifted by one show as the nonsense they are.
+    """
+    inputs, labels, trained = sample.input_ids[piece], sample.labels[piece], learnt[piece]
+    following = np.append(inputs[1:], labels[-1])
+    ids = [int(inputs[0]), *np.where(trained, labels, following).tolist()]
+    flags = [False, *trained.tolist()]
+    if not trained[-1]:  # what follows the last position is not known, or nobody's business
+        ids, flags = ids[:-1], flags[:-1]
+    done, before = 0, ""
+    for flag, run in groupby(flags):
+        some = tuple(ids[done : done + sum(1 for _ in run)])
+        done += len(some)
+        whole = _spell(ids[:done], tokenizer)
+        text = whole[len(before) :] if whole.startswith(before) else _spell(some, tokenizer)
+        texts = tuple(_spell([id_], tokenizer) for id_ in some)
+        before = whole
+        yield Part(ids=some, texts=texts, text=text, trained=flag)
+
+
+def _spell(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return ""
+    return tokenizer.spell(ids) if isinstance(tokenizer, ChatTokenizer) else tokenizer.decode(ids)
+
+
+def _counted(rows: Sequence[Sample]) -> DataReport:
+    lengths = np.array([piece.stop - piece.start for row in rows for piece in _pieces(row)], np.int64)
+    trained = sum(int(_learnt(row).sum()) for row in rows)
+    places = sum(len(row.input_ids) for row in rows)
+    return DataReport(
+        records=len(lengths),
+        tokens=TokenCount(tokens=int(lengths.sum()), trained=trained),
+        lengths=lengths,
+        efficiency=int(lengths.sum()) / places if places else None,
+    )

@@ -1,0 +1,28 @@
+"""The data of a configuration, looked at before anything is trained."""
+
+from __future__ import annotations
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.preview import Preview
+from nxdt_core.data.preview import preview as look
+from nxdt_core.errors import SplitMissing
+from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.training import assemble
+
+__all__ = ["preview"]
+
+
+def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview:
+    """The first ``count`` samples of a split in the order of the run, and counts.
+
+    Raises:
+        SplitMissing: the configuration names no such data.
+        NxdtError: what training would refuse of tokenizer and data.
+    """
+    vocab_size = assemble.model_builder(config).vocab_size
+    tokenizer = assemble.tokenizer(config, vocab_size)
+    dataset = assemble.dataloader(config, tokenizer, vocab_size).split(split)
+    if dataset is None:
+        raise SplitMissing(split=split)
+    shuffle = config.run.data.shuffle and split == "train"
+    return look(dataset, tokenizer, count=count, seed=config.run.seed, shuffle=shuffle)
