@@ -17,7 +17,7 @@ from typing import Any
 from nxdt_core.config.paths import PackageNotFound, resolve_path
 from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable, TextNotUtf8
 
-__all__ = ["JSON_LINES", "decode", "expand", "json_objects", "read_bytes"]
+__all__ = ["JSON_LINES", "decode", "expand", "json_object", "json_objects", "near", "read_bytes"]
 
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with an object a line."""
@@ -44,7 +44,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
         found = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
         found = [p for p in found if p.is_file()]
         if not found:
-            raise DataFileNotFound(key=key, path=str(pattern), candidates=_near(path))
+            raise DataFileNotFound(key=key, path=str(pattern), candidates=near(path))
         files += found
     return files
 
@@ -85,10 +85,15 @@ def json_objects(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold U+2028
         if line.strip():
-            yield number, _json_object(path, number, line)
+            yield number, json_object(path, number, line)
 
 
-def _json_object(path: Path, number: int, line: str) -> dict[str, Any]:
+def json_object(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
+    """The object of one line.
+
+    Raises:
+        BadJsonLine: it is no JSON, or no object.
+    """
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -98,7 +103,7 @@ def _json_object(path: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
-def _near(path: Path) -> tuple[str, ...]:
+def near(path: Path) -> tuple[str, ...]:
     """Files with a similar name beside ``path``, or those in it where it is a directory."""
     if path.is_dir():
         return tuple(sorted(str(path / p.name) for p in path.iterdir() if p.is_file()))

@@ -31,7 +31,9 @@ __all__ = [
     "Dataloader",
     "IterableDataset",
     "MapDataset",
+    "NamedSources",
     "ReportingDataset",
+    "Split",
     "SplitName",
     "TokenCount",
 ]
@@ -88,14 +90,29 @@ class IterableDataset(Protocol):
         ...
 
 
+Split = MapDataset | IterableDataset | Mapping[str, MapDataset | IterableDataset] | None
+"""What a dataloader gives for a split."""
+
+
 @runtime_checkable
 class Dataloader(Protocol):
     """The target of the kind, called as ``Target(config, context)`` with the section's dataclass."""
 
     def __init__(self, config: Any, context: DataContext) -> None: ...
 
-    def split(self, name: SplitName) -> MapDataset | IterableDataset | None:
-        """The samples of a split, or None where the configuration names no data for it."""
+    def split(self, name: SplitName) -> Split:
+        """The samples of a split, or None where the configuration names no data for it.
+
+        Of validation and test also several sets by name, each of which is then judged by itself, too."""
+        ...
+
+
+@runtime_checkable
+class NamedSources(Protocol):
+    """Optional for a dataloader that has several sources: each alone, so that validation can tell them apart."""
+
+    def sources(self, name: SplitName) -> Mapping[str, MapDataset | IterableDataset]:
+        """The samples of a split by source; of those sources that have data for it."""
         ...
 
 

@@ -5,7 +5,7 @@ Memory-mapped tables stay on the disk: what is kept here of a row is where its t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from nxdt_core.data.tokens import TokenStream
 from nxdt_plugin_hf_data.errors import ColumnMissing, ColumnsDisagree, NullValue, WrongColumnType
 
-__all__ = ["Chunks", "TokenColumn", "TokenColumns", "check_text", "texts", "token_columns"]
+__all__ = ["Chunks", "TokenColumn", "TokenColumns", "chosen", "is_tokenised", "text_column", "token_columns"]
 
-INPUT_IDS, LABELS, ATTENTION_MASK = "input_ids", "labels", "attention_mask"
+_INPUT_IDS, _LABELS, _ATTENTION_MASK = "input_ids", "labels", "attention_mask"
 
 
 class Chunks:
@@ -80,48 +80,55 @@ class TokenColumns:
     """1 for a token, 0 for padding. None: there is no padding."""
 
 
-def token_columns(table: pa.Table, path: str) -> TokenColumns | None:
-    """The columns of a tokenised dataset; None where it has no ``input_ids``.
+def chosen(names: Sequence[str], text_key: str, path: str) -> list[str]:
+    """The columns that are read: those of tokens, or where there are none, the text.
+
+    Raises:
+        ColumnMissing: there is no text either.
+    """
+    found = [name for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK) if name in names]
+    if _INPUT_IDS in found:
+        return found
+    if text_key not in names:
+        raise ColumnMissing(path=path, text_key=text_key, columns=tuple(names))
+    return [text_key]
+
+
+def is_tokenised(table: pa.Table) -> bool:
+    """Whether the rows have tokens."""
+    return _INPUT_IDS in table.column_names
+
+
+def token_columns(table: pa.Table, path: str, first: int = 0) -> TokenColumns:
+    """The columns of a tokenised dataset, of which the table has the rows from ``first`` on.
 
     Raises:
         WrongColumnType, NullValue: a column has no list of integers in each row.
         ColumnsDisagree: lists of one row differ in length.
     """
-    if INPUT_IDS not in table.column_names:
-        return None
     ids, labels, mask = (
-        _token_column(table.column(name), name, path) if name in table.column_names else None
-        for name in (INPUT_IDS, LABELS, ATTENTION_MASK)
+        _token_column(table.column(name), name, path, first) if name in table.column_names else None
+        for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK)
     )
     assert ids is not None
-    for name, other in ((LABELS, labels), (ATTENTION_MASK, mask)):
+    for name, other in ((_LABELS, labels), (_ATTENTION_MASK, mask)):
         if other is not None and not np.array_equal(other.offsets, ids.offsets):
             row = int(np.argmax(np.diff(other.offsets) != np.diff(ids.offsets)))
             tokens, found = len(ids.row(row)), len(other.row(row))
-            raise ColumnsDisagree(path=path, row=row, column=name, tokens=tokens, found=found)
+            raise ColumnsDisagree(path=path, row=first + row, column=name, tokens=tokens, found=found)
     return TokenColumns(input_ids=ids, labels=labels, attention_mask=mask)
 
 
-def check_text(schema: pa.Schema, text_key: str, path: str) -> None:
-    """See that the text column is there.
+def text_column(table: pa.Table, text_key: str, path: str, first: int = 0) -> Iterator[str]:
+    """The texts of a dataset, of which the table has the rows from ``first`` on.
 
     Raises:
-        ColumnMissing, WrongColumnType: as they say.
+        WrongColumnType, NullValue: a row has no text.
     """
-    if text_key not in schema.names:
-        raise ColumnMissing(path=path, text_key=text_key, columns=tuple(schema.names))
-    found = schema.field(text_key).type
-    if not (pa.types.is_string(found) or pa.types.is_large_string(found)):
-        raise WrongColumnType(path=path, column=text_key, found=str(found), wanted="text")
-
-
-def texts(column: pa.ChunkedArray, name: str, path: str) -> Iterator[str]:
-    """The texts of a column that :func:`check_text` has accepted.
-
-    Raises:
-        NullValue: a row has none.
-    """
-    _refuse_nulls(column, name, path)
+    column = table.column(text_key)
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise WrongColumnType(path=path, column=text_key, found=str(column.type), wanted="text")
+    _refuse_nulls(column, text_key, path, first)
     for batch in column.chunks:
         for begin in range(0, len(batch), _BATCH):
             yield from batch.slice(begin, _BATCH).to_pylist()
@@ -131,19 +138,19 @@ _BATCH = 1024
 """Texts that are Python strings at one time."""
 
 
-def _token_column(column: pa.ChunkedArray, name: str, path: str) -> TokenColumn:
+def _token_column(column: pa.ChunkedArray, name: str, path: str, first: int) -> TokenColumn:
     kind = column.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_list or not pa.types.is_integer(kind.value_type):
         raise WrongColumnType(path=path, column=name, found=str(kind), wanted="a list of integers in each row")
-    _refuse_nulls(column, name, path)
+    _refuse_nulls(column, name, path, first)
     arrays, lengths = [], []
     for chunk in column.chunks:
         values = chunk.flatten()
         lengths.append(_lengths(chunk))
         if values.null_count:
             within = np.searchsorted(np.cumsum(lengths[-1]), int(np.argmax(values.is_null())), side="right")
-            row = sum(map(len, lengths[:-1])) + int(within)
+            row = first + sum(map(len, lengths[:-1])) + int(within)
             raise NullValue(path=path, column=name, count=values.null_count, row=row)
         arrays.append(values.to_numpy(zero_copy_only=True))
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]) if lengths else np.zeros(1)
@@ -157,7 +164,7 @@ def _lengths(chunk: pa.Array) -> NDArray[np.int64]:
     return np.diff(offsets).astype(np.int64)
 
 
-def _refuse_nulls(column: pa.ChunkedArray, name: str, path: str) -> None:
+def _refuse_nulls(column: pa.ChunkedArray, name: str, path: str, first: int) -> None:
     if column.null_count:
-        row = int(np.argmax(column.is_null().to_numpy()))
+        row = first + int(np.argmax(column.is_null().to_numpy()))
         raise NullValue(path=path, column=name, count=column.null_count, row=row)

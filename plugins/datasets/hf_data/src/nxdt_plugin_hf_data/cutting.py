@@ -44,6 +44,11 @@ class TextFraming:
         eos = _special("data.add_eos", tokenizer.eos_id, "end of text") if config.add_eos else None
         return cls(tokenizer=tokenizer, bos_id=bos, eos_id=eos)
 
+    def around(self, ids: NDArray[np.integer]) -> NDArray[np.integer]:
+        """The tokens of a text with those that belong before and behind it."""
+        ends = [[] if special is None else [special] for special in (self.bos_id, self.eos_id)]
+        return np.concatenate([ends[0], ids, ends[1]], dtype=np.int64, casting="unsafe")
+
     def fingerprint(self) -> str:
         """Digest of all that decides the tokens of a text."""
         return digest(self.tokenizer.fingerprint(), self.bos_id, self.eos_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import pyarrow as pa
 
 from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.files import near
 from nxdt_core.errors import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.errors import DamagedDataset, NoDataset, SplitMissing
 
-__all__ = ["Saved", "is_saved", "not_found", "open_saved"]
+__all__ = ["Saved", "is_saved", "open_saved", "saved_files"]
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -45,7 +46,7 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
         DamagedDataset, DataFileUnreadable: its files cannot be read.
     """
     if not path.exists():
-        raise not_found(path, key)
+        raise DataFileNotFound(key=key, path=str(path), candidates=near(path))
     if not is_saved(path):
         raise _other(path, key)
     import datasets  # takes seconds; nobody else needs it
@@ -63,11 +64,23 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
         raise DamagedDataset(path=str(path), reason=_first_line(error)) from error
 
 
-def not_found(path: Path, key: str) -> DataFileNotFound:
-    """The error that ``path`` is not there, with names that lie beside it and look alike."""
-    beside = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, n=3))
-    return DataFileNotFound(key=key, path=str(path), candidates=near)
+def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
+    """The Arrow files of the dataset at ``path``, in their order.
+
+    Raises:
+        SplitMissing: it has splits, none of that name.
+        DamagedDataset: what the library has noted of it cannot be read.
+    """
+    if (path / _SPLITS).is_file():
+        names = tuple(sorted(child.name for child in path.iterdir() if (child / _STATE).is_file()))
+        if split not in names:
+            raise SplitMissing(key=key, path=str(path), wanted=split, splits=names)
+        path = path / split
+    try:
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        return [path / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedDataset(path=str(path / _STATE), reason=_first_line(error)) from error
 
 
 def _table(dataset: Any) -> pa.Table:

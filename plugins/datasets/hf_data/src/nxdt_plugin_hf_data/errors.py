@@ -19,6 +19,7 @@ __all__ = [
     "NullValue",
     "PaddedDocuments",
     "RowTooLong",
+    "RowsDiffer",
     "SplitMissing",
     "TokenOutOfVocabulary",
     "UnknownDataFormat",
@@ -198,3 +199,15 @@ class EmptyData(NxdtError):
     remedy = "Name a dataset with rows; a filter that kept nothing, or an aborted download, looks like this."
     key: str
     path: str
+
+
+class RowsDiffer(NxdtError):
+    """A stream whose first rows have the length of a sample, and a later one has not."""
+
+    code = "NXDT-D215"
+    happened = "Row {row} of {path} has {found} tokens; the first rows have {seq_length}, as a sample has."
+    remedy = "Set data.packing: true packs rows end to end, false pads short ones."
+    path: str
+    row: int
+    found: int
+    seq_length: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,29 @@ import numpy as np
 from nxdt_core.data.digest import digest
 from nxdt_core.data.tokens import tokenize
 from nxdt_core.protocols.dataloader import DataContext, IterableDataset, MapDataset, SplitName
-from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, check_text, texts, token_columns
-from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
+from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
+from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.cutting import Cutting, TextFraming
 from nxdt_plugin_hf_data.directories import Saved, open_saved
 from nxdt_plugin_hf_data.errors import EmptyData, MixtureInSequence
+from nxdt_plugin_hf_data.formats import files_of
+from nxdt_plugin_hf_data.interleave import Blocks, Chain, Interleave
 from nxdt_plugin_hf_data.mixture import Mixture, series
+from nxdt_plugin_hf_data.stream import FileSource, FileStream
 from nxdt_plugin_hf_data.tokenised import cached
 
 __all__ = ["HfDataloader"]
 
 _KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """The data of one source for one split."""
+
+    key: str
+    path: Path
+    text_key: str
 
 
 class HfDataloader:
@@ -41,51 +54,85 @@ class HfDataloader:
 
         Raises:
             MixtureInSequence: several sources are to be taken in their order.
-            NxdtError: of the data, as :func:`open_saved` and :class:`Cutting` list them.
+            NxdtError: of the data.
         """
-        sources = self.sources(name)
-        if len(sources) < 2:
-            return next(iter(sources.values()), None)
-        if name != "train":
-            return series(sources)
+        having, trains = self._having(name), name == "train"
+        if not having:
+            return None
+        weights = [self._weights[label] for label in having]
+        if self._config.streaming:
+            return self._ordered([self._stream(named, name) for named in having.values()], weights, trains)
+        datasets = [self._saved(named, name) for named in having.values()]
+        if len(datasets) == 1:
+            return datasets[0]
+        if not trains:
+            return series(datasets)
         if not self._context.shuffle:
-            raise MixtureInSequence(sources=tuple(sources))
-        return Mixture(sources, self._weights)
+            raise MixtureInSequence(sources=tuple(having))
+        return Mixture(datasets, weights)
 
-    def sources(self, name: SplitName) -> Mapping[str, MapDataset]:
-        """The samples of a split by the sources that have data for it, so that each may be judged alone.
+    def sources(self, name: SplitName) -> Mapping[str, MapDataset | IterableDataset]:
+        """The samples of a split by source, each once and in order.
 
         Raises:
             NxdtError: of the data.
         """
-        named = self._config.named_sources()
-        return {label: found for label, source in named.items() if (found := self._source(label, source, name))}
+        read = self._stream if self._config.streaming else self._saved
+        return {label: read(named, name) for label, named in self._having(name).items()}
 
-    def _source(self, label: str, source: SourceConfig, split: SplitName) -> MapDataset | None:
-        path: Path | None = getattr(source, _KEYS[split])
-        if path is None:
-            return None
-        key = f"data.sources.{label}.{_KEYS[split]}" if self._config.sources else f"data.{_KEYS[split]}"
+    def _having(self, split: SplitName) -> dict[str, Named]:
+        """The sources that have data for a split, by name."""
+        config, having = self._config, {}
+        for label, source in config.named_sources().items():
+            path = getattr(source, _KEYS[split])
+            if path is not None:
+                key = f"data.sources.{label}.{_KEYS[split]}" if config.sources else f"data.{_KEYS[split]}"
+                having[label] = Named(key=key, path=path, text_key=source.text_key or config.text_key)
+        return having
+
+    def _ordered(self, streams: list[FileStream], weights: list[float], trains: bool) -> IterableDataset:
+        stream: IterableDataset = streams[0]
+        if len(streams) > 1:
+            stream = Interleave(streams, weights) if trains else Chain(streams)
+        if not (trains and self._context.shuffle):
+            return stream
+        return Blocks(stream, size=self._config.shuffle_block, seed=self._context.seed)
+
+    def _stream(self, named: Named, split: SplitName) -> FileStream:
+        trains = split == "train"
+        source = FileSource(
+            files=files_of(named.path, named.key, split),
+            key=named.key,
+            text_key=named.text_key,
+            framing=self._framing,
+            cutting=self._cutting,
+            split=split,
+        )
+        return FileStream(source, endless=trains, seed=self._context.seed if trains and self._context.shuffle else None)
+
+    def _framing(self) -> TextFraming:
+        return TextFraming.of(self._config, self._context.tokenizer)
+
+    def _saved(self, named: Named, split: SplitName) -> MapDataset:
+        key, path, text_key = named.key, named.path, named.text_key
         saved = open_saved(path, key=key, split=split)
         if not saved.table.num_rows:
             raise EmptyData(key=key, path=saved.path)
+        chosen(saved.table.column_names, text_key, saved.path)
+        if not is_tokenised(saved.table):
+            return self._of_text(saved, text_key, split)
         columns = token_columns(saved.table, saved.path)
-        if columns is None:
-            return self._of_text(saved, source.text_key or self._config.text_key, split)
         lengths = np.diff(columns.input_ids.offsets)
         return self._cut(columns, saved.path, saved.content, split, self._cutting.packs_rows_of(lengths, saved.path))
 
     def _of_text(self, saved: Saved, text_key: str, split: SplitName) -> MapDataset:
-        check_text(saved.table.schema, text_key, saved.path)
-        framing = TextFraming.of(self._config, self._context.tokenizer)
+        framing = self._framing()
         source = digest(saved.content, text_key, framing.fingerprint())
-        column = saved.table.column(text_key)
+        texts = text_column(saved.table, text_key, saved.path)
         stream = cached(
             self._config.cache_dir or self._context.cache_dir,
             source,
-            lambda: tokenize(
-                texts(column, text_key, saved.path), framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id
-            ),
+            lambda: tokenize(texts, framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id),
         )
         columns = TokenColumns(input_ids=TokenColumn.of_stream(stream))
         return self._cut(columns, saved.path, source, split, self._config.packing is not False)

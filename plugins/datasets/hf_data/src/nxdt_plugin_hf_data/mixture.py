@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,16 +21,19 @@ class Mixture:
     often as any other of it or once more. The samples of a dataset stand together: the order of the run mixes them.
 
     Args:
-        datasets: by name, none of them empty.
-        weights: by the same names, all above 0.
+        datasets: none of them empty.
+        weights: of each, above 0.
     """
 
-    def __init__(self, datasets: Mapping[str, MapDataset], weights: Mapping[str, float]) -> None:
-        total = math.fsum(weights.values())
-        longest = max(len(dataset) * total / weights[name] for name, dataset in datasets.items())
-        self._datasets = list(datasets.values())
-        counts = [max(len(dataset), round(longest * weights[name] / total)) for name, dataset in datasets.items()]
-        self._ends = np.cumsum(counts, dtype=np.int64)
+    def __init__(self, datasets: Sequence[MapDataset], weights: Sequence[float]) -> None:
+        total = math.fsum(weights)
+        lengths = [len(dataset) for dataset in datasets]
+        longest = max(length * total / weight for length, weight in zip(lengths, weights, strict=True))
+        self._datasets = datasets
+        self._ends = np.cumsum(
+            [max(length, round(longest * weight / total)) for length, weight in zip(lengths, weights, strict=True)],
+            dtype=np.int64,
+        )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -48,6 +51,6 @@ class Mixture:
         return digest("mixture", *(dataset.fingerprint() for dataset in self._datasets), self._ends)
 
 
-def series(datasets: Mapping[str, MapDataset]) -> Mixture:
+def series(datasets: Sequence[MapDataset]) -> Mixture:
     """The datasets one after the other, each once."""
-    return Mixture(datasets, {name: float(len(dataset)) for name, dataset in datasets.items()})
+    return Mixture(datasets, [float(len(dataset)) for dataset in datasets])

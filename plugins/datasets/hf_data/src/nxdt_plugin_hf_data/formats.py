@@ -1,0 +1,158 @@
+"""Rows of Parquet, Arrow and JSONL files, in their order, from any row on."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nxdt_core.data.files import json_object, near
+from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable
+from nxdt_core.protocols.dataloader import SplitName
+from nxdt_plugin_hf_data.columns import chosen
+from nxdt_plugin_hf_data.directories import is_saved, saved_files
+from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, UnknownDataFormat
+
+__all__ = ["Rows", "files_of", "read_rows"]
+
+Rows = tuple[int, pa.RecordBatch]
+"""Number of the first row within its file, and the rows."""
+
+_BATCH = 256
+"""Rows that are read at once: enough for the threads of a tokenizer."""
+
+
+def files_of(path: Path, key: str, split: SplitName) -> list[Path]:
+    """The files that ``path`` names, in the order in which they are read.
+
+    Args:
+        path: a directory that datasets has saved; one with files, whose names are sorted; a file; a pattern.
+        key: of the configuration, for errors.
+        split: which of several splits that datasets has saved in one directory.
+
+    Raises:
+        DataFileNotFound: nothing lies there, or no file matches.
+        EmptyData: a directory has no files of a known format.
+        UnknownDataFormat: a file is of none.
+        SplitMissing: the directory has splits, none of that name.
+    """
+    if is_saved(path):
+        return saved_files(path, key=key, split=split)
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.is_file() and _reader(file) is not None)
+        if not found:
+            raise EmptyData(key=key, path=f"{path} has no files that end in {_KNOWN}, so it")
+        return found
+    found = [path] if path.is_file() else sorted(path.parent.glob(path.name))
+    if not found:
+        raise DataFileNotFound(key=key, path=str(path), candidates=near(path))
+    for file in found:
+        if _reader(file) is None:
+            raise UnknownDataFormat(key=key, path=str(file), known=_KNOWN)
+    return found
+
+
+def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
+    """The rows of a file from ``start`` on, up to 256 at a time, and of their columns those that :func:`chosen` says.
+
+    Raises:
+        ColumnMissing: it has neither tokens nor text.
+        DamagedDataset, DataFileUnreadable, BadJsonLine: of the file.
+    """
+    reader = _reader(path)
+    assert reader is not None
+    try:
+        for first, batch in reader(path, text_key, start):
+            for begin in range(0, batch.num_rows, _BATCH):
+                yield first + begin, batch.slice(begin, _BATCH)
+    except PermissionError as error:
+        raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
+    except (pa.ArrowException, OSError, EOFError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise DamagedDataset(path=str(path), reason=reason) from error
+
+
+def _parquet(path: Path, text_key: str, start: int) -> Iterator[Rows]:
+    with pq.ParquetFile(path, memory_map=True) as file:
+        groups: list[int] = []
+        first = 0
+        for group in range(file.num_row_groups):  # whole groups before the start are not read
+            rows = file.metadata.row_group(group).num_rows
+            if groups or first + rows > start:
+                groups.append(group)
+            else:
+                first += rows
+        wanted = chosen(file.schema_arrow.names, text_key, str(path))
+        yield from _from(start, first, file.iter_batches(_BATCH, row_groups=groups, columns=wanted))
+
+
+def _arrow(path: Path, text_key: str, start: int) -> Iterator[Rows]:
+    with pa.memory_map(str(path)) as source:
+        magic = source.read(6)
+        source.seek(0)
+        if magic == b"ARROW1":
+            file = pa.ipc.open_file(source)
+            batches = (file.get_batch(number) for number in range(file.num_record_batches))
+        else:
+            batches = iter(pa.ipc.open_stream(source))
+        narrow = (batch.select(chosen(batch.schema.names, text_key, str(path))) for batch in batches)
+        yield from _from(start, 0, narrow)
+
+
+def _json_lines(path: Path, text_key: str, start: int) -> Iterator[Rows]:
+    rows: list[Mapping[str, object]] = []
+    seen = number = 0
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            seen += 1
+            if seen > start:
+                rows.append(_json_row(path, number, line, text_key))
+            if len(rows) == _BATCH:
+                yield seen - len(rows), _record_batch(path, number, rows)
+                rows = []
+    if rows:
+        yield seen - len(rows), _record_batch(path, number, rows)
+
+
+def _json_row(path: Path, number: int, line: bytes, text_key: str) -> Mapping[str, object]:
+    record = json_object(path, number, line)
+    return {name: record[name] for name in chosen(tuple(record), text_key, f"{path}:{number}")}
+
+
+def _record_batch(path: Path, number: int, rows: list[Mapping[str, object]]) -> pa.RecordBatch:
+    try:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return pa.RecordBatch.from_pydict({name: [row.get(name) for row in rows] for name in names})
+    except pa.ArrowException as error:
+        reason = f"a value of the lines before it or its own has another type than the rest ({error})"
+        raise BadJsonLine(path=str(path), line=number, reason=reason) from error
+
+
+def _from(start: int, first: int, batches: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
+    """Number the batches, the first of which begins at row ``first``, and leave out what lies before ``start``."""
+    for batch in batches:
+        skipped = min(max(start - first, 0), batch.num_rows)
+        if skipped < batch.num_rows:
+            yield first + skipped, batch.slice(skipped)
+        first += batch.num_rows
+
+
+_Reader = Callable[[Path, str, int], Iterator[Rows]]
+_READERS: Mapping[str, _Reader] = {
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".ndjson.gz": _json_lines,
+}
+_KNOWN = ", ".join(_READERS)
+
+
+def _reader(path: Path) -> _Reader | None:
+    return next((reader for ending, reader in _READERS.items() if path.name.endswith(ending)), None)

@@ -1,0 +1,228 @@
+"""Files read from their beginning to their end, cut into the samples that packing all of them would give.
+
+The position is a place in the files, not in what was read ahead: the pass, the file within it, the row, and how many
+of its tokens are behind. Going on from there reads that row again and nothing before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.permutation import Permutation
+from nxdt_core.data.tokens import encode_documents
+from nxdt_core.errors import DataFileUnreadable, TooFewTokens
+from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataloader import SplitName
+from nxdt_plugin_hf_data.columns import is_tokenised, text_column, token_columns
+from nxdt_plugin_hf_data.cutting import Cutting, TextFraming
+from nxdt_plugin_hf_data.errors import EmptyData, PaddedDocuments, RowsDiffer, RowTooLong
+from nxdt_plugin_hf_data.formats import read_rows
+from nxdt_plugin_hf_data.rows import row_sample
+from nxdt_plugin_hf_data.vocabulary import check_ids
+
+__all__ = ["FileSource", "FileStream"]
+
+Ids = NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSource:
+    """Files of one source, and what is made of them."""
+
+    files: Sequence[Path]
+    key: str
+    """Of the configuration, for errors."""
+    text_key: str
+    framing: Callable[[], TextFraming]
+    """Called where the files hold text."""
+    cutting: Cutting
+    split: SplitName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a sample begins."""
+
+    epoch: int = 0
+    file: int = 0
+    """Number within the order of the pass."""
+    row: int = 0
+    token: int = 0
+    """Of the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row and where it stands."""
+
+    place: Place
+    path: Path
+    ids: Ids
+    labels: Ids | None = None
+    mask: Ids | None = None
+
+
+class FileStream:
+    """An iterable dataset over a :class:`FileSource`.
+
+    Args:
+        source: the files.
+        endless: begin again at the end of a pass; else one pass.
+        seed: decides the order of the files in each pass; None takes them in theirs.
+
+    Raises:
+        NxdtError: the first rows are not as they should be.
+    """
+
+    def __init__(self, source: FileSource, *, endless: bool, seed: int | None) -> None:
+        self._source = source
+        self._endless = endless
+        self._seed = seed
+        self._place = Place()
+        self._packs = self._look()
+
+    def __iter__(self) -> Iterator[Sample]:
+        while True:
+            begun = self._place
+            left = yield from self._packed() if self._packs else self._whole()
+            if self._place == begun == Place(epoch=begun.epoch):
+                raise self._too_few(left)
+            if not self._endless:
+                self._place = Place(epoch=begun.epoch, file=len(self._source.files))
+                return
+            self._place = Place(epoch=begun.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last sample that was yielded."""
+        return asdict(self._place)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the place of ``state``."""
+        self._place = Place(**state)
+
+    def fingerprint(self) -> str:
+        """Digest of the files' content, of their order, and of all that makes samples of them."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        source, cutting = self._source, self._source.cutting
+        try:
+            files = [file_digest(path) for path in source.files]
+        except OSError as error:
+            raise DataFileUnreadable(path=str(error.filename), reason=error.strerror or str(error)) from error
+        text = (source.text_key, source.framing().fingerprint()) if self._text else None
+        return digest("stream", *files, self._seed, text, self._packs, cutting.seq_length, cutting.packing)
+
+    def _look(self) -> bool:
+        """Whether the rows are documents to pack, by the first of them."""
+        cutting = self._source.cutting
+        for path in self._source.files:
+            for _, batch in read_rows(path, self._source.text_key):
+                table = pa.Table.from_batches([batch])
+                self._text = not is_tokenised(table)
+                if self._text:
+                    return cutting.packs is not False
+                lengths = np.diff(token_columns(table, str(path)).input_ids.offsets)
+                return cutting.packs_rows_of(lengths, str(path))
+        raise EmptyData(key=self._source.key, path=", ".join(map(str, self._source.files[:3])))
+
+    def _packed(self) -> Generator[Sample, None, int]:
+        """Samples of rows end to end; returns the tokens that are left at the end of the pass."""
+        length = self._source.cutting.seq_length
+        held: deque[Row] = deque()  # rows that are not all behind
+        behind = self._place.token  # of the first of them
+        waiting = -behind
+        for row in self._rows():
+            if row.mask is not None and not row.mask.all():
+                raise PaddedDocuments(path=str(row.path))
+            if not len(row.ids):
+                continue
+            held.append(row)
+            waiting += len(row.ids)
+            while waiting > length:
+                sample = self._window(held, behind)
+                waiting -= length
+                behind += length
+                while behind >= len(held[0].ids):
+                    behind -= len(held.popleft().ids)
+                self._place = replace(held[0].place, token=behind)
+                yield sample
+        return waiting
+
+    def _window(self, rows: deque[Row], begin: int) -> Sample:
+        """The sample from token ``begin`` of the first row on."""
+        wanted = self._source.cutting.seq_length + 1
+        tokens: list[Ids] = []
+        labels: list[Ids] = []
+        starts: list[int] = []
+        filled = 0
+        for row in rows:
+            if filled:
+                starts.append(filled)
+            part = slice(begin, begin + wanted - filled)
+            tokens.append(row.ids[part])
+            labels.append((row.ids if row.labels is None else row.labels)[part])
+            filled += len(tokens[-1])
+            begin = 0
+            if filled == wanted:
+                break
+        inputs, targets = np.concatenate(tokens)[:-1], np.concatenate(labels)[1:]
+        packing = self._source.cutting.packing
+        return packing.sample(inputs.astype(np.int64), targets.astype(np.int64), np.array(starts, np.int64))
+
+    def _whole(self) -> Generator[Sample, None, int]:
+        """A sample a row."""
+        cutting = self._source.cutting
+        for row in self._rows():
+            found, length = len(row.ids), cutting.seq_length
+            if found > length + 1:
+                raise RowTooLong(path=str(row.path), row=row.place.row, found=found, seq_length=length)
+            if found < length and cutting.packs is None:
+                raise RowsDiffer(path=str(row.path), row=row.place.row, found=found, seq_length=length)
+            self._place = replace(row.place, row=row.place.row + 1)
+            yield row_sample(row.ids, row.labels, row.mask, seq_length=length)
+        return 0
+
+    def _rows(self) -> Iterator[Row]:
+        """The rows of the pass from the place on."""
+        begin, files = self._place, self._source.files
+        order = np.arange(len(files))
+        if self._seed is not None:
+            order = Permutation(len(files), seed=self._seed, epoch=begin.epoch).take(order)
+        for number in range(begin.file, len(files)):
+            path = files[order[number]]
+            start = begin.row if number == begin.file else 0
+            for first, batch in read_rows(path, self._source.text_key, start):
+                yield from self._documents(path, Place(epoch=begin.epoch, file=number, row=first), batch)
+
+    def _documents(self, path: Path, place: Place, batch: pa.RecordBatch) -> Iterator[Row]:
+        table, first = pa.Table.from_batches([batch]), place.row
+        if not is_tokenised(table):
+            framing = self._source.framing()
+            texts = text_column(table, self._source.text_key, str(path), first)
+            for row, own in zip(count(first), encode_documents(texts, framing.tokenizer), strict=False):
+                if len(own):
+                    yield Row(place=replace(place, row=row), path=path, ids=framing.around(own))
+            return
+        columns = token_columns(table, str(path), first)
+        check_ids(columns.input_ids.values[:], self._source.cutting.vocab_size, lambda: f"{path} (rows from {first})")
+        for row in range(batch.num_rows):
+            labels, mask = (c.row(row) if c is not None else None for c in (columns.labels, columns.attention_mask))
+            ids = columns.input_ids.row(row)
+            yield Row(place=replace(place, row=first + row), path=path, ids=ids, labels=labels, mask=mask)
+
+    def _too_few(self, found: int) -> TooFewTokens:
+        length = self._source.cutting.seq_length
+        return TooFewTokens(split=self._source.split, found=found, needed=length + 1, seq_length=length)
