@@ -40,9 +40,10 @@ class Message:
         """Whether a tool is to answer."""
         return bool(self.fields.get("tool_calls"))
 
-    def for_template(self) -> dict[str, Any]:
-        """As templates expect messages."""
-        return {"role": self.role, "content": self.content, **self.fields}
+    def for_template(self, nothing: str | None) -> dict[str, Any]:
+        """As templates expect messages; ``nothing`` is the content of a turn that only calls tools."""
+        content = nothing if self.calls_tools and not self.content else self.content
+        return {"role": self.role, "content": content, **self.fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ class Encoder:
 
         Raises:
             SpecialTokenInContent: a text would become a special token.
-            TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUnmarked: as they say.
+            TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
         """
         remaining = iter(conversations)
         while batch := list(islice(remaining, _BATCH)):

@@ -17,7 +17,7 @@ __all__ = [
     "ChatTooLong",
     "EmptySplit",
     "EmptyTurn",
-    "EndOfTurnUnmarked",
+    "EndOfTurnUntrained",
     "EverythingTrained",
     "NoRecords",
     "NotAChatTokenizer",
@@ -281,14 +281,17 @@ class TurnsInseparable(NxdtError):
     reason: str
 
 
-class EndOfTurnUnmarked(NxdtError):
-    """Generation markers that leave out what ends a turn; the model would never learn to stop."""
+class EndOfTurnUntrained(NxdtError):
+    """A template with which the model would never learn to stop."""
 
     code = "NXDT-D319"
-    happened = "The generation blocks of the chat template ({origin}) leave out {left_out!r}, which ends a turn."
-    remedy = "Move the block's end behind it."
+    happened = "With the chat template ({origin}) the end of a turn would not be trained: {reason}."
+    remedy = (
+        "Let a token end the assistant's turns, within the generation block where there are such blocks, or set "
+        "data.chat_template to one that does."
+    )
     origin: str
-    left_out: str
+    reason: str
 
 
 class NotAChatTokenizer(NxdtError):

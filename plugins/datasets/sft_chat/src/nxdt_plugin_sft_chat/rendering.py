@@ -7,19 +7,22 @@ the prompt to generate, and the rendering up to it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
 from nxdt_plugin_sft_chat.conversation import Conversation, Message
-from nxdt_plugin_sft_chat.errors import EndOfTurnUnmarked, TemplateRefuses, TemplateUnreadable, TurnsInseparable
+from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TemplateRefuses, TemplateUnreadable, TurnsInseparable
 from nxdt_plugin_sft_chat.templates import ChatTemplate
 
 __all__ = ["Rendered", "Renderer", "Span"]
 
 Span = tuple[int, int]
 """First character, and the one behind the last."""
+
+_OPENED = re.compile(r"[<\[][^>\]\s]*$")
 
 _CHECKED = 32
 """Conversations in which generation blocks are compared with prefixes: they tell of the template, not of the data."""
@@ -51,6 +54,7 @@ class Renderer:
         self._source = template.on(day)
         self._told = {**special_tokens, **options}
         self._to_check = _CHECKED
+        self._nothing: str | None = ""
 
     def render(self, conversation: Conversation, trained: Sequence[int]) -> Rendered:
         """Render ``conversation`` and find the messages ``trained`` in it.
@@ -59,12 +63,33 @@ class Renderer:
             TemplateUnreadable: the template is none.
             TemplateRefuses: it raises an exception for these messages.
             TurnsInseparable: where a message lies cannot be told.
-            EndOfTurnUnmarked: generation blocks end before the turn does.
+            EndOfTurnUntrained: what ends a turn is not part of what is trained.
         """
+        try:
+            return self._render(conversation, trained)
+        except TemplateRefuses:
+            # Some templates know a turn that only calls tools by its content being null; others cannot have that.
+            if self._nothing is None or not any(m.calls_tools and not m.content for m in conversation.messages):
+                raise
+            self._nothing = None
+            try:
+                return self._render(conversation, trained)
+            except TemplateRefuses:
+                self._nothing = ""
+            raise
+
+    def _render(self, conversation: Conversation, trained: Sequence[int]) -> Rendered:
+        if self._template.marks_generation:
+            text, found = self._marked(conversation, trained)
+        else:
+            text, _ = self._run(conversation, len(conversation.messages))
+            found = {number: self._between_prefixes(conversation, number, text) for number in trained}
+        for number, (start, end) in found.items():
+            self._check_span(conversation, number, text[start:end])
+        return Rendered(text=text, trained=found)
+
+    def _marked(self, conversation: Conversation, trained: Sequence[int]) -> tuple[str, dict[int, Span]]:
         messages = conversation.messages
-        if not self._template.marks_generation:
-            text, _ = self._run(conversation, len(messages))
-            return Rendered(text=text, trained={i: self._between_prefixes(conversation, i, text) for i in trained})
         text, blocks = self._run(conversation, len(messages), marks=True)
         spoken = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if len(blocks) != len(spoken):
@@ -73,9 +98,8 @@ class Renderer:
         marked = dict(zip(spoken, blocks, strict=True))
         if self._to_check:
             self._to_check -= 1
-            self._check_ends(conversation, marked, text)
-        found = {i: marked[i] if i in marked else self._between_prefixes(conversation, i, text) for i in trained}
-        return Rendered(text=text, trained=found)
+            self._check_blocks(conversation, marked, text)
+        return text, {i: marked[i] if i in marked else self._between_prefixes(conversation, i, text) for i in trained}
 
     def _run(
         self, conversation: Conversation, count: int, *, prompt: bool = False, marks: bool = False
@@ -84,7 +108,7 @@ class Renderer:
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        messages = [message.for_template() for message in conversation.messages[:count]]
+        messages = [message.for_template(self._nothing) for message in conversation.messages[:count]]
         tools = None if conversation.tools is None else [*conversation.tools]
         try:
             texts, blocks = render_jinja_template(
@@ -107,7 +131,7 @@ class Renderer:
         message = conversation.messages[number]
         start = self._start(conversation, number, text)
         through, _ = self._run(conversation, number + 1)
-        end = len(through) if text.startswith(through) else self._end_as_in(through, start, message, text)
+        end = len(through) if text.startswith(through) else _end_as_last(through, start, message, text)
         if end is None or end <= start:
             raise self._inseparable(conversation, number, "it renders earlier turns otherwise once later ones follow")
         if message.role != "assistant":  # what opens such a turn is no prompt, but nobody's words either
@@ -126,24 +150,26 @@ class Renderer:
             raise self._inseparable(conversation, number, "what precedes it is rendered otherwise once it follows")
         return shared
 
-    def _end_as_in(self, through: str, start: int, message: Message, text: str) -> int | None:
-        """Where a turn ends whose rendering changes with what follows (some templates drop older reasoning): behind
-        its content and what stands behind that where it is the last turn. None where the text has neither."""
-        content = message.content.strip()
-        if not content or not text.startswith(content, start):
-            return None
-        closing = through[through.rindex(content) + len(content) :] if content in through else ""
-        end = start + len(content)
-        return end + len(closing) if closing and text.startswith(closing, end) else None
-
-    def _check_ends(self, conversation: Conversation, marked: Mapping[int, Span], text: str) -> None:
+    def _check_blocks(self, conversation: Conversation, marked: Mapping[int, Span], text: str) -> None:
         for number, (_, end) in marked.items():
             try:
                 wanted = self._between_prefixes(conversation, number, text)[1]
             except (TurnsInseparable, TemplateRefuses):
                 continue
             if end < wanted:
-                raise EndOfTurnUnmarked(origin=self._template.origin, left_out=text[end:wanted])
+                reason = f"its generation blocks leave out {text[end:wanted]!r}"
+                raise EndOfTurnUntrained(origin=self._template.origin, reason=reason)
+
+    def _check_span(self, conversation: Conversation, number: int, said: str) -> None:
+        """Let a turn of the assistant pass that says what the record says, and ends."""
+        message = conversation.messages[number]
+        if message.role != "assistant":
+            return
+        if not _says(said, message):
+            reason = f"it leaves out what message {number + 1} says or calls"
+            raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
+        if said == said.rstrip() and message.content.strip() and said.endswith(message.content.strip()):
+            raise EndOfTurnUntrained(origin=self._template.origin, reason="nothing stands behind an answer")
 
     def _inseparable(self, conversation: Conversation, number: int, reason: str) -> TurnsInseparable:
         return TurnsInseparable(
@@ -159,7 +185,34 @@ def _without_trailing_space(text: str, start: int, end: int, message: Message) -
     return end if content and text.endswith(content, start, kept) else kept
 
 
+def _end_as_last(through: str, start: int, message: Message, text: str) -> int | None:
+    """Where a turn ends that is rendered otherwise where it is the last one; None where that cannot be told.
+
+    Args:
+        through: the conversation up to it, as if it were the last.
+        start: of the turn, in both.
+        message: what is said in it.
+        text: the whole conversation.
+    """
+    same = _shared(through, text)  # some templates end the conversation with a token of its own
+    if _says(text[start:same], message) and not text[:same].rstrip().endswith(message.content.strip() or " "):
+        return same
+    words = start + len(text[start:]) - len(text[start:].lstrip())
+    for cut in range(start, len(through)):  # others drop older reasoning
+        if text.startswith(through[cut:], words) and _says(through[cut:], message):
+            return words + len(through) - cut
+    return None
+
+
+def _says(text: str, message: Message) -> bool:
+    """Whether a rendering has a message's words, reasoning aside, and the functions that it calls."""
+    words = message.content.rpartition("</think>")[2].strip()
+    return words in text and all(call["function"]["name"] in text for call in message.fields.get("tool_calls", ()))
+
+
 def _shared(first: str, second: str) -> int:
-    """How many characters two texts begin with in common."""
+    """How many characters two texts begin with in common, a token's name that is not closed left out."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    count = next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    opened = _OPENED.search(second[:count])
+    return opened.start() if opened else count
