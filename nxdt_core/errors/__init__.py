@@ -6,6 +6,7 @@ carries its data as attributes; its sentences are built here and nowhere else. C
 ``P`` parallelism and launch, ``S`` checkpoints and storage, ``T`` training runs.
 """
 
+from nxdt_core.errors.adapters import AdapterOfAnotherBase
 from nxdt_core.errors.averages import CheckpointHasNoAverage
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import (
@@ -157,6 +158,7 @@ from nxdt_core.errors.ranks import (
     RanksMissing,
     WorldSizeMismatch,
 )
+from nxdt_core.errors.references import ReferenceLost, ReferenceNeedsAdapter, ReferenceNeedsLength
 from nxdt_core.errors.runs import (
     CannotCopyFile,
     LengthUnknown,
@@ -180,6 +182,7 @@ from nxdt_core.errors.training import (
 
 __all__ = [
     "AcceleratorMissing",
+    "AdapterOfAnotherBase",
     "AmbiguousComponent",
     "ArchitectureUnread",
     "AttentionCoreMissing",
@@ -291,6 +294,9 @@ __all__ = [
     "RankDied",
     "RanksDisagree",
     "RanksMissing",
+    "ReferenceLost",
+    "ReferenceNeedsAdapter",
+    "ReferenceNeedsLength",
     "RingNeedsPointToPoint",
     "RunAlreadyHasCheckpoints",
     "SameWeightsSaved",

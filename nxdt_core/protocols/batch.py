@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,9 +63,11 @@ class Batch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """A batch whose tensors are those that ``change`` makes of this one's."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: value for name, value in held.items() if not isinstance(value, int | None)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        kept: dict[str, Any] = {
+            name: value if isinstance(value, int | None) else change(value) for name, value in held.items()
+        }
+        return Batch(**kept)
 
     @property
     def samples(self) -> int:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from nxdt_core.protocols.batch import Batch
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Objective", "ObjectiveOutput"]
+__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "traits_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,25 @@ class ObjectiveOutput:
     """Detached sums like ``loss_sum``, logged after the same division; a scalar is divided by the first weight."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveTraits:
+    """What surrounds the steps of a run must know of a loss."""
+
+    unit: str = "tokens"
+    """What the loss is a mean over. Of tokens, its exponential is a perplexity."""
+    rows_per_sample: int = 1
+    """Rows of a sample that it takes."""
+    reference: Literal["before", "step"] | None = None
+    """Whether it wants the log-probabilities of the labels under another model: ``before`` the first step, under the
+    weights that the run begins with; or at each ``step``, under the frozen base of an adapter."""
+
+
 @runtime_checkable
 class Objective(Protocol):
-    """The target of the kind, called as ``Target(config)`` with the dataclass of ``objective``."""
+    """The target of the kind, called as ``Target(config)`` with the dataclass of ``objective``.
+
+    One that is no mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
+    """
 
     def __init__(self, config: Any) -> None: ...
 
@@ -50,3 +66,9 @@ class Objective(Protocol):
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab] in the compute dtype."""
         ...
+
+
+def traits_of(objective: Objective) -> ObjectiveTraits:
+    """Those of ``objective``; of one that says nothing, those of a mean over tokens."""
+    found: ObjectiveTraits = getattr(objective, "traits", ObjectiveTraits())
+    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -14,14 +14,24 @@ import torch
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.head import Head
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.errors import LengthUnknown, NoTrainingData, ShareOfUnknownLength
+from nxdt_core.errors import LengthUnknown, NoTrainingData, ReferenceNeedsLength, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, SplitName
+from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
 from nxdt_core.protocols.engine import RankInfo
+from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import assemble
+from nxdt_core.training.reference import with_reference
 
-__all__ = ["NxdtDataModule", "StepInput", "TrainLoader"]
+if TYPE_CHECKING:
+    from nxdt_core.training.module import NxdtModule
+
+__all__ = ["UNNAMED", "NxdtDataModule", "StepInput", "TrainLoader"]
+
+Dataset = MapDataset | IterableDataset
+
+UNNAMED = ""
+"""Of the only validation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +70,9 @@ class NxdtDataModule(pl.LightningDataModule):
         self.config = config
         self.tokenizer: Tokenizer | None = None
         self.train_loader: TrainLoader | None = None
-        self._datasets: dict[SplitName, MapDataset | IterableDataset | None] = {}
+        self._train: Dataset | None = None
+        self._validation: dict[str, Dataset] = {}
+        self._referenced = False
 
     def prepare(self) -> None:
         """Read tokenizer and data, so that what is wrong with them is said before a model is built.
@@ -69,27 +81,35 @@ class NxdtDataModule(pl.LightningDataModule):
             NoTrainingData: the loader has no training split.
             LengthUnknown: a limit of the training data, and they are a stream.
         """
-        if self._datasets:
+        if self._train is not None:
             return
         vocab_size = assemble.model_builder(self.config).vocab_size
         self.tokenizer = assemble.tokenizer(self.config, vocab_size)
         source = assemble.dataloader(self.config, self.tokenizer, vocab_size)
-        for name in ("train", "validation"):
-            self._datasets[name] = source.split(name)
-        if self._datasets["train"] is None:
+        train, validation = source.split("train"), source.split("validation")
+        if train is None or isinstance(train, Mapping):
             raise NoTrainingData(loader=type(source).__name__)
         trainer = self.config.run.trainer
         if trainer.overfit_batches:
-            self._datasets["train"] = self._first("trainer.overfit_batches", trainer.overfit_batches)
-            self._datasets["validation"] = self._datasets["train"]
+            train = validation = self._first(train, "trainer.overfit_batches", trainer.overfit_batches)
         elif trainer.limit_train_batches is not None:
-            self._datasets["train"] = self._first("trainer.limit_train_batches", trainer.limit_train_batches)
+            train = self._first(train, "trainer.limit_train_batches", trainer.limit_train_batches)
+        self._train = train
+        if validation is not None:
+            self._validation = dict(validation) if isinstance(validation, Mapping) else {UNNAMED: validation}
+        share = trainer.limit_val_batches
+        if isinstance(share, float) and share < 1:
+            self._validation = {name: self._share(dataset, share) for name, dataset in self._validation.items()}
 
     @property
     def train_samples(self) -> int | None:
         """Samples of a pass over the training data; None where they do not know."""
-        dataset = self._datasets["train"]
-        return len(dataset) if isinstance(dataset, MapDataset) else None
+        return len(self._train) if isinstance(self._train, MapDataset) else None
+
+    @property
+    def validation_sets(self) -> tuple[str, ...]:
+        """Names of the sets that are validated, in the order of their loaders; :data:`UNNAMED` where there is one."""
+        return tuple(self._validation)
 
     def setup(self, stage: str) -> None:
         """Lightning's hook: see :meth:`prepare`."""
@@ -98,51 +118,74 @@ class NxdtDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Endless; the trainer's ``max_steps`` ends it."""
         trainer: Any = self.trainer
-        loader = self._loader("train", repeat=True)
-        assert loader is not None
+        self._refer()
+        assert self._train is not None
+        loader = self._loader(self._train, repeat=True)
         position = trainer.lightning_module.train_state.data
         if position:
             loader.load_state_dict(position)
         self.train_loader = TrainLoader(loader)
         return self.train_loader
 
-    def val_dataloader(self) -> TrainLoader | list[StepInput]:
-        """One pass; empty where the configuration names no validation data."""
-        loader = self._loader("validation", repeat=False)
-        return [] if loader is None else TrainLoader(loader)
+    def val_dataloader(self) -> list[TrainLoader]:
+        """One pass over each set; empty where the configuration names no validation data."""
+        self._refer()
+        return [TrainLoader(self._loader(dataset, repeat=False)) for dataset in self._validation.values()]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """``batch`` as it is: micro-batches go to the device one at a time."""
         return batch
 
-    def validation_batches(self, share: float) -> int:
-        """Global batches in a share of the validation split, at least one of a share above 0.
+    def _refer(self) -> None:
+        """Give every sample the log-probabilities of the run's first weights, where the objective compares with them.
 
         Raises:
-            ShareOfUnknownLength: the split does not know how many samples it has.
+            ReferenceNeedsLength: of a stream.
+            ReferenceLost: the run goes on, and they are not there.
         """
-        dataset = self._datasets["validation"]
-        if dataset is None:
-            return 0
-        if not isinstance(dataset, MapDataset):
-            raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
-        return math.ceil(share * math.ceil(len(dataset) / self.config.run.data.global_batch_size))
+        trainer: Any = self.trainer
+        module: NxdtModule = trainer.lightning_module
+        if self._referenced or traits_of(module.objective).reference != "before":
+            return
+        assert self._train is not None
+        self._train = self._with_reference(self._train, "train", module)
+        self._validation = {
+            name: self._with_reference(dataset, name or "validation", module)
+            for name, dataset in self._validation.items()
+        }
+        self._referenced = True
 
-    def _first(self, key: str, limit: int | float) -> MapDataset | IterableDataset:
+    def _with_reference(self, dataset: Dataset, split: str, module: NxdtModule) -> Dataset:
+        if not isinstance(dataset, MapDataset):
+            raise ReferenceNeedsLength(objective=self.config.run.objective.name, split=split)
+        return with_reference(
+            dataset, config=self.config, engine=module.engine, model=module.model, weights=module.first_weights
+        )
+
+    def _first(self, dataset: Dataset, key: str, limit: int | float) -> Dataset:
         """The first global batches of the training data: a count, or a share."""
-        dataset, size = self._datasets["train"], self.config.run.data.global_batch_size
-        assert dataset is not None
         if isinstance(limit, float) and limit == 1.0:
             return dataset
         if not isinstance(dataset, MapDataset):
             raise LengthUnknown(key=key)
+        return self._head(dataset, limit)
+
+    def _share(self, dataset: Dataset, share: float) -> Dataset:
+        """The first global batches of a validation set, at least one of a share above 0.
+
+        Raises:
+            ShareOfUnknownLength: the set does not know how many samples it has.
+        """
+        if not isinstance(dataset, MapDataset):
+            raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
+        return self._head(dataset, share)
+
+    def _head(self, dataset: MapDataset, limit: int | float) -> Head:
+        size = self.config.run.data.global_batch_size
         batches = limit if isinstance(limit, int) else math.ceil(limit * math.ceil(len(dataset) / size))
         return Head(dataset, batches * size)
 
-    def _loader(self, split: SplitName, *, repeat: bool) -> GlobalBatchLoader | None:
-        dataset = self._datasets[split]
-        if dataset is None:
-            return None
+    def _loader(self, dataset: Dataset, *, repeat: bool) -> GlobalBatchLoader:
         data, rank = self.config.run.data, self._rank_info()
         return GlobalBatchLoader(
             dataset,

@@ -11,6 +11,7 @@ import torch
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.digest import digest
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.piece import Piece
@@ -88,6 +89,8 @@ class NxdtModule(pl.LightningModule):
         loads = any(source is not None for source in (self._resume, self._weights_only, self._foreign))
         strict = self.config.run.checkpoint.strict
         fresh = not (loads and strict)  # what a checkpoint lacks keeps what it began with
+        if self._resume is not None and self._resume[1].facts.without_base:
+            fresh = self._weights_only is None and self._foreign is None
         self.model = primitives.initialize_parallel_model(self.config, self.engine, materialise=fresh)
         if self._weights_only is not None:
             storage, manifest = self._weights_only
@@ -95,6 +98,9 @@ class NxdtModule(pl.LightningModule):
                 primitives.load_checkpoint(storage, manifest, engine=self.engine, model=self.model, strict=strict)
         if self._foreign is not None:
             primitives.load_foreign(self._foreign, config=self.config, engine=self.engine, model=self.model)
+        if self._resume is None:
+            for adapter in assemble.adapters(self.config):
+                adapter.begin(self.model, self.config, self.engine)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer."""
@@ -118,6 +124,20 @@ class NxdtModule(pl.LightningModule):
                 strict=self.config.run.checkpoint.strict,
             )
         self.resumed, self.resumed_horizon = manifest, extra.get("horizon", self.horizon.max_steps)
+
+    @property
+    def first_weights(self) -> str | None:
+        """Digest of where the weights that the run began with came from; None where it goes on with later ones."""
+        if self.resumed is not None:
+            return None
+        if self._weights_only is not None:
+            return digest("checkpoint", self._weights_only[1].attempt)
+        if self._foreign is not None:
+            files = sorted(path for path in self._foreign.rglob("*") if path.is_file())
+            stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+            return digest("foreign", str(self._foreign.resolve()), *stats)
+        sections = self.config.to_dict()
+        return digest("fresh", self.config.run.seed, sections["model"], sections.get("adapter"))
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit a checkpoint of everything under the root or step that ``uri`` names."""
@@ -182,6 +202,8 @@ class NxdtModule(pl.LightningModule):
             self.average.put_back(self.model, self._unaveraged)
             self._unaveraged = None
 
-    def validation_step(self, batch: StepInput, batch_idx: int) -> StepLoss:  # type: ignore[override]
+    def validation_step(  # type: ignore[override]
+        self, batch: StepInput, batch_idx: int, dataloader_idx: int = 0
+    ) -> StepLoss:
         """Loss of one global batch."""
         return self.model.run_eval(batch.micro_batches, self.objective)

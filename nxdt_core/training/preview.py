@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.preview import Preview
 from nxdt_core.data.preview import preview as look
@@ -13,7 +15,7 @@ __all__ = ["preview"]
 
 
 def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview:
-    """The first ``count`` samples of a split in the order of the run, and counts.
+    """The first ``count`` samples of a split in the order of the run, and counts; of several sets, of the first.
 
     Raises:
         SplitMissing: the configuration names no such data.
@@ -22,6 +24,8 @@ def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview:
     vocab_size = assemble.model_builder(config).vocab_size
     tokenizer = assemble.tokenizer(config, vocab_size)
     dataset = assemble.dataloader(config, tokenizer, vocab_size).split(split)
+    if isinstance(dataset, Mapping):
+        dataset = next(iter(dataset.values()), None)
     if dataset is None:
         raise SplitMissing(split=split)
     shuffle = config.run.data.shuffle and split == "train"

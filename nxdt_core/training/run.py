@@ -34,7 +34,7 @@ from nxdt_core.training.resume_command import resume_command
 from nxdt_core.training.run_callbacks import run_callbacks
 from nxdt_core.training.run_files import dated, keep_inputs, make_run_dir
 from nxdt_core.training.run_log import run_log
-from nxdt_core.training.start import ForeignStart, Start, decide_start
+from nxdt_core.training.start import ForeignStart, Start, decide_base, decide_start
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
 from nxdt_core.training.trial import as_trial
@@ -95,6 +95,7 @@ def _train(
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
         strategy.engine.shutdown()
         return _finished(config, start)
+    base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
     module = NxdtModule(config)
     data.prepare()
     loggers: list[Logger] = []
@@ -111,7 +112,7 @@ def _train(
         max_epochs=-1,
         val_check_interval=config.run.trainer.val_check_interval,
         check_val_every_n_epoch=None,
-        limit_val_batches=_val_batches(config, data),
+        limit_val_batches=_val_batches(config),
         num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
         inference_mode=config.run.trainer.inference_mode,
         logger=loggers or False,
@@ -129,7 +130,7 @@ def _train(
     )
     try:
         with memory_errors_explained(config, module):
-            trainer.fit(module, data, ckpt_path=_start(module, start, console))
+            trainer.fit(module, data, ckpt_path=_start(module, start, base, console))
     except SystemExit as left:  # what Lightning makes of a second Ctrl-C
         if isinstance(left.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
@@ -150,8 +151,12 @@ def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
     return isinstance(start, Start) and not start.weights_only
 
 
-def _start(module: NxdtModule, start: Start | ForeignStart | None, console: Console) -> str | None:
+def _start(
+    module: NxdtModule, start: Start | ForeignStart | None, base: Start | ForeignStart | None, console: Console
+) -> str | None:
     """Tell the module what to begin with; returns the path to hand to Lightning."""
+    if base is not None:
+        _start(module, base, None, console)
     if start is None:
         return None
     if isinstance(start, ForeignStart):
@@ -197,14 +202,12 @@ def _profiler(config: ResolvedConfig, rank: int) -> Profiler | None:
     return kinds[wanted](dirpath=directory, filename="profile")
 
 
-def _val_batches(config: ResolvedConfig, data: NxdtDataModule) -> int | float:
-    """Lightning's bound: a count, or 1.0 for all. It cannot take a share of a loader that does not know its length."""
+def _val_batches(config: ResolvedConfig) -> int | float:
+    """Lightning's bound: a count, or 1.0 for all; of a share, the data are cut already."""
     limit = config.run.trainer.limit_val_batches
     if config.run.trainer.val_check_interval is None:
         return 0
-    if limit is None or isinstance(limit, int):
-        return 1.0 if limit is None else limit
-    return 1.0 if limit == 1.0 else data.validation_batches(limit)
+    return limit if isinstance(limit, int) else 1.0
 
 
 def _summary(

@@ -59,10 +59,11 @@ class Console:
         self._bar.set_postfix_str(_values(row), refresh=False)
         self._bar.update(row["step"] - self._bar.n)
 
-    def validation(self, row: Mapping[str, Any]) -> None:
-        """Show the loss of a validation."""
-        loss = "none" if row["loss"] is None else f"{row['loss']:.4f}"
-        self.say(f"step {row['step']}: validation loss {loss} over {row['tokens']:,} tokens")
+    def validation(self, row: Mapping[str, Any], unit: str = "tokens") -> None:
+        """Show the loss of a validation, and that of each set where there are several."""
+        self.say(f"step {row['step']}: validation {_judged(row, unit)}")
+        for name, figures in row.get("sets", {}).items():
+            self.say(f"  {name}: {_judged(figures, unit)}")
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -73,6 +74,12 @@ class Console:
     def _line(self, row: Mapping[str, Any]) -> str:
         of = "" if self._total is None else f"/{self._total}"
         return f"step {row['step']}{of}  {_values(row)}"
+
+
+def _judged(figures: Mapping[str, Any], unit: str) -> str:
+    loss = "none" if figures["loss"] is None else f"{figures['loss']:.4f}"
+    perplexity = f", perplexity {figures['perplexity']:.4g}" if figures.get("perplexity") else ""
+    return f"loss {loss}{perplexity} over {figures[unit]:,} {unit}"
 
 
 def _values(row: Mapping[str, Any]) -> str:

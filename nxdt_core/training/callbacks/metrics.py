@@ -15,7 +15,10 @@ import torch
 
 from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.errors import CannotWriteRunDirectory
+from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
+from nxdt_core.training.datamodule import UNNAMED
 
 if TYPE_CHECKING:
     from nxdt_core.training.datamodule import NxdtDataModule
@@ -65,7 +68,7 @@ class MetricsWriter(pl.Callback):
         self._begun = self._waited = 0.0
         self._logged_step = self._logged_tokens = 0
         self._tokens_per_s: list[float] = []
-        self._validation: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._validation: ValidationFigures | None = None
         self.last: dict[str, Any] = {}
         """The newest row."""
 
@@ -95,32 +98,32 @@ class MetricsWriter(pl.Callback):
         if step % self._every == 0 or step == trainer.max_steps:
             self._log(trainer, pl_module)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
         """Forget the last validation."""
-        self._validation.clear()
+        self._validation = ValidationFigures(traits_of(pl_module.objective).unit)
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep the loss on the device."""
-        self._validation.append((outputs.loss, outputs.weight))
+        assert self._validation is not None
+        self._validation.add(dataloader_idx, outputs)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Write the loss per loss token of the whole validation; its time is not the training's."""
-        if self._validation and not trainer.sanity_checking:
-            total = sum(float(loss) * float(weight) for loss, weight in self._validation)
-            weight = sum(float(weight) for _, weight in self._validation)
-            row = {
-                "step": pl_module.train_state.step,
-                "loss": total / weight if weight else None,
-                "tokens": int(weight),
-            }
-            trainer.callback_metrics["val_loss"] = torch.tensor(total / weight if weight else math.nan)
+        """Write the loss of the whole validation and of each set; its time is not the training's."""
+        assert self._validation is not None
+        data: NxdtDataModule | Any = getattr(trainer, "datamodule", None)
+        found = self._validation.row(getattr(data, "validation_sets", (UNNAMED,)))
+        if found and not trainer.sanity_checking:
+            row, unit = {"step": pl_module.train_state.step, **found}, traits_of(pl_module.objective).unit
+            named = scalars(row, unit)
+            for name, value in named.items():
+                trainer.callback_metrics[name] = torch.tensor(math.nan if value is None else value)
             if trainer.is_global_zero:
                 with self._explained():
                     _append(self._run_dir / VALIDATION_FILE, row)
-                    self._send(trainer, {"val_loss": row["loss"]}, pl_module.train_state.step)
-                self._console.validation(row)
+                    self._send(trainer, named, pl_module.train_state.step)
+                self._console.validation(row, unit)
         self._begun, self._waited = time.perf_counter(), self._wait(trainer)
         self._logged_step = pl_module.train_state.step
         self._logged_tokens = pl_module.train_state.consumed_tokens

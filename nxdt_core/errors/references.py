@@ -1,0 +1,43 @@
+"""Errors of what a run is compared with, the model that it began with: codes ``NXDT-A03…``."""
+
+from __future__ import annotations
+
+from nxdt_core.errors.base import NxdtError
+
+__all__ = ["ReferenceLost", "ReferenceNeedsAdapter", "ReferenceNeedsLength"]
+
+
+class ReferenceLost(NxdtError):
+    """A run goes on without the figures of its beginning."""
+
+    code = "NXDT-A030"
+    happened = (
+        "The run goes on, and {path} is not there: the log-probabilities under the weights that it began with, which "
+        "cannot be computed from those that it has now."
+    )
+    remedy = "Put the directory 'reference' of the run back where it was, or begin a new run."
+    path: str
+
+
+class ReferenceNeedsLength(NxdtError):
+    """Log-probabilities to be kept of samples without numbers."""
+
+    code = "NXDT-A031"
+    happened = (
+        "The objective {objective!r} keeps the log-probabilities of every sample, and the data ({split}) are a stream."
+    )
+    remedy = "Train on data with a length, such as data.name: preference."
+    objective: str
+    split: str
+
+
+class ReferenceNeedsAdapter(NxdtError):
+    """A reference at every step, and no frozen base to be one."""
+
+    code = "NXDT-A032"
+    happened = (
+        "The objective {objective!r} asks for the reference at every step, and the model has no adapter: its own "
+        "weights change, and it has no others."
+    )
+    remedy = "Set objective.precompute_ref_log_probs to true, or train an adapter (adapter.name: lora)."
+    objective: str

@@ -1,0 +1,131 @@
+"""Log-probabilities under the weights that a run begins with: computed before its first step, kept in its directory.
+
+They stand by the sample's number, so that no shuffling, packing or layout can give them to another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.data.references import LogProbs, Referenced, weighted_labels
+from nxdt_core.errors import ReferenceLost
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
+from nxdt_core.training.run_files import run_dir_explained
+
+__all__ = ["compute_log_probs", "with_reference"]
+
+_log = logging.getLogger(__name__)
+_DIRECTORY = "reference"
+
+
+def with_reference(
+    dataset: MapDataset,
+    *,
+    config: ResolvedConfig,
+    engine: ParallelEngine,
+    model: ParallelModel,
+    weights: str | None,
+) -> Referenced:
+    """``dataset`` with what ``model`` says of its labels, from the run's directory where that has it already.
+
+    Collective; call it before the first step.
+
+    Args:
+        dataset: the samples of a split.
+        config: of the run.
+        engine: of ``model``.
+        model: with the weights that the run begins with.
+        weights: digest of where those come from; None in a run that goes on, whose weights are others by now.
+
+    Raises:
+        ReferenceLost: the run goes on, and the file is not there.
+        CannotWriteRunDirectory: the file cannot be written.
+    """
+    path = config.run_dir / _DIRECTORY / f"{dataset.fingerprint()}.npz"
+    kept = engine.ranks.on_rank_zero(lambda: _read(path))
+    if kept is not None and weights in (None, kept[0]):
+        return Referenced(dataset, kept[1], model=kept[0])
+    if weights is None:
+        raise ReferenceLost(path=str(path))
+    _log.info("computing reference log-probabilities of %d samples", len(dataset))
+    found = compute_log_probs(dataset, config=config, engine=engine, model=model)
+
+    def write() -> None:
+        with run_dir_explained(config):
+            _write(path, weights, found)
+
+    engine.ranks.on_rank_zero(write)
+    return Referenced(dataset, found, model=weights)
+
+
+def compute_log_probs(
+    dataset: MapDataset, *, config: ResolvedConfig, engine: ParallelEngine, model: ParallelModel
+) -> LogProbs:
+    """Log-probabilities of the labels that count, of every sample; equal on all ranks. Collective."""
+    place, data = engine.rank_info, config.run.data
+    loader = GlobalBatchLoader(
+        dataset,
+        global_batch_size=data.global_batch_size,
+        micro_batch_size=data.micro_batch_size,
+        seed=0,
+        shuffle=False,
+        dp_rank=place.dp_rank,
+        dp_size=place.dp_size,
+        repeat=False,
+        num_workers=data.num_workers,
+    )
+    own = data.global_batch_size // place.dp_size
+    found: dict[int, NDArray[np.float32]] = {}
+    steps = range(-(-len(dataset) // data.global_batch_size))
+    shown = tqdm(loader, total=len(steps), desc="reference", unit="batch", disable=None if place.rank == 0 else True)
+    for step, micro_batches in zip(steps, shown, strict=True):
+        first = step * data.global_batch_size + place.dp_rank * own
+        for index, values in enumerate(_by_sample(micro_batches, model), start=first):
+            if index < min(len(dataset), first + own):  # blank samples fill the last batch up
+                found[index] = values[weighted_labels(dataset[index])]
+    of_ranks = engine.ranks.all_gather_object(found if _speaks_for_its_samples(engine) else {})
+    return LogProbs.gather({index: values for part in of_ranks for index, values in part.items()})
+
+
+def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDArray[np.float32]]:
+    """Log-probabilities of each sample's labels, in the samples' own shape."""
+    found: list[NDArray[np.float32]] = []
+    for batch, rows in zip(micro_batches, model.log_probs(micro_batches), strict=True):
+        values = rows.float().cpu().numpy()
+        parts = np.split(values, batch.samples)
+        found += [part if batch.rows_per_sample > 1 else part[0] for part in parts]
+    return found
+
+
+def _speaks_for_its_samples(engine: ParallelEngine) -> bool:
+    """Whether this is the first of the ranks that read the same samples."""
+    readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
+    return readers.index(engine.rank_info.dp_rank) == engine.ranks.rank
+
+
+def _read(path: Path) -> tuple[str, LogProbs] | None:
+    with suppress(FileNotFoundError), np.load(path, allow_pickle=False) as kept:
+        return str(kept["weights"]), LogProbs(kept["values"], kept["counts"])
+    return None
+
+
+def _write(path: Path, weights: str, found: LogProbs) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begun = path.with_suffix(".tmp")
+    with begun.open("wb") as file:
+        np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
+        file.flush()
+        os.fsync(file.fileno())
+    begun.replace(path)

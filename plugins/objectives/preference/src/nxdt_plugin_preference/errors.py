@@ -1,0 +1,149 @@
+"""What can be wrong with pairs of answers, and with a loss that compares: codes ``NXDT-A…``."""
+
+from __future__ import annotations
+
+from nxdt_core.errors import NxdtError
+
+__all__ = [
+    "AnswerEmpty",
+    "AnswerMissing",
+    "AnswersEqual",
+    "AnswersInseparable",
+    "BadPreference",
+    "ChatTemplateMissing",
+    "ChatTemplateRefuses",
+    "NoPairs",
+    "NoRoomForAnswers",
+    "PromptMissing",
+    "ReferenceMissing",
+    "RowsNotPaired",
+    "SpecialTokenInText",
+]
+
+
+class AnswerMissing(NxdtError):
+    """A record that does not say which answer is preferred, or to which."""
+
+    code = "NXDT-A001"
+    happened = "{place} has no {key!r} answer; its keys are {keys}."
+    remedy = "Give every record 'chosen' and 'rejected', or take the record out."
+    place: str
+    key: str
+    keys: str
+
+
+class AnswerEmpty(NxdtError):
+    """An answer that says nothing."""
+
+    code = "NXDT-A002"
+    happened = "The {key!r} answer of {place} is empty."
+    remedy = "Write what was answered, or take the record out."
+    place: str
+    key: str
+
+
+class AnswersEqual(NxdtError):
+    """A pair without a preference."""
+
+    code = "NXDT-A003"
+    happened = "The chosen and the rejected answer of {place} are the same, so that there is nothing to prefer."
+    remedy = "Take the record out."
+    place: str
+
+
+class PromptMissing(NxdtError):
+    """Answers to nothing."""
+
+    code = "NXDT-A004"
+    happened = "{place} has no prompt: {found}."
+    remedy = "Give the record a 'prompt', or conversations under 'chosen' and 'rejected' that begin alike."
+    place: str
+    found: str
+
+
+class BadPreference(NxdtError):
+    """A field of a record that is neither a text nor messages."""
+
+    code = "NXDT-A005"
+    happened = "{key!r} of {place} cannot be read: {reason}."
+    remedy = "Write a text, or a list of messages with 'role' and 'content'."
+    place: str
+    key: str
+    reason: str
+
+
+class ChatTemplateMissing(NxdtError):
+    """Messages, and nothing that says how they are written."""
+
+    code = "NXDT-A006"
+    happened = "{place} has messages, and the tokenizer brings no chat template."
+    remedy = "Set data.chat_template_file, or take a tokenizer with a template."
+    place: str
+
+
+class ChatTemplateRefuses(NxdtError):
+    """A template that raises, or is none."""
+
+    code = "NXDT-A007"
+    happened = "The chat template cannot render {place}: {reason}."
+    remedy = "Correct the record, or choose another template with data.chat_template_file."
+    place: str
+    reason: str
+
+
+class AnswersInseparable(NxdtError):
+    """A template whose prompt changes with the answer."""
+
+    code = "NXDT-A008"
+    happened = "Where the {key!r} answer of {place} begins cannot be told: the chat template renders what precedes it "
+    happened += "otherwise once it follows."
+    remedy = "Choose another template with data.chat_template_file."
+    place: str
+    key: str
+
+
+class SpecialTokenInText(NxdtError):
+    """A text that would become part of the conversation's frame."""
+
+    code = "NXDT-A009"
+    happened = "{place} spells the special token {token!r} in a text."
+    remedy = "Take it out, or set data.special_tokens_in_text to true where it is meant."
+    place: str
+    token: str
+
+
+class NoPairs(NxdtError):
+    """A file without a record."""
+
+    code = "NXDT-A010"
+    happened = "{path} has no records."
+    remedy = "Give a file with pairs of answers, or take it out of the list."
+    path: str
+
+
+class NoRoomForAnswers(NxdtError):
+    """Prompts may be as long as a sequence."""
+
+    code = "NXDT-A011"
+    happened = "data.max_prompt_length is {prompt}, and data.seq_length {sequence}: a cut prompt leaves no answer."
+    remedy = "Make max_prompt_length smaller than seq_length by what answers need."
+    prompt: int
+    sequence: int
+
+
+class ReferenceMissing(NxdtError):
+    """DPO was given batches without what it compares with."""
+
+    code = "NXDT-A020"
+    happened = "The objective 'dpo' got a batch without log-probabilities of the reference."
+    remedy = "In a loop of your own, wrap the dataset with nxdt_core.training.reference before the first step."
+
+
+class RowsNotPaired(NxdtError):
+    """A preference loss was given samples that are no pairs."""
+
+    code = "NXDT-A021"
+    happened = "The objective {objective!r} compares two answers, and the samples of the data have {rows} row(s)."
+    remedy = "Set data.name to preference, or choose another objective."
+    objective: str
+    rows: int

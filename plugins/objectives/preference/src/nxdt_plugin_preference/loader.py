@@ -1,0 +1,105 @@
+"""The dataloader ``preference``: reads, renders and cuts a split's records when the run starts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nxdt_core.data.digest import digest
+from nxdt_core.data.files import decode, expand, json_objects, read_bytes
+from nxdt_core.data.permutation import Permutation
+from nxdt_core.errors import DataNeedsTokenizer
+from nxdt_core.protocols.dataloader import DataContext, SplitName
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_plugin_preference.config import PreferenceConfig
+from nxdt_plugin_preference.dataset import PairDataset
+from nxdt_plugin_preference.errors import NoPairs
+from nxdt_plugin_preference.fitting import Fitting
+from nxdt_plugin_preference.records import read_preference
+from nxdt_plugin_preference.rendering import Answer, Renderer
+
+__all__ = ["PreferenceDataloader"]
+
+_log = logging.getLogger(__name__)
+
+
+class PreferenceDataloader:
+    """Pairs of answers.
+
+    Raises:
+        DataNeedsTokenizer: the run has no tokenizer.
+        NoRoomForAnswers: a prompt may be as long as a sequence.
+    """
+
+    def __init__(self, config: PreferenceConfig, context: DataContext) -> None:
+        if context.tokenizer is None:
+            raise DataNeedsTokenizer(dataloader="preference")
+        self._config = config
+        self._tokenizer: Tokenizer = context.tokenizer
+        self._renderer = Renderer(
+            self._tokenizer, config.chat_template_file, special_tokens_in_text=config.special_tokens_in_text
+        )
+        limit = config.max_prompt_length
+        self._fitting = Fitting(
+            seq_length=context.seq_length,
+            max_prompt_length=context.seq_length // 2 if limit is None else limit,
+            mode=config.truncation_mode,
+        )
+
+    def split(self, name: SplitName) -> PairDataset | None:
+        """The pairs of a split; None where no files and no share are named for it.
+
+        Raises:
+            DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, NoPairs: of the files.
+            AnswerMissing, AnswerEmpty, AnswersEqual, PromptMissing, BadPreference, ChatTemplateMissing,
+            ChatTemplateRefuses, AnswersInseparable, SpecialTokenInText: of a record; each names the file and the line.
+        """
+        share = self._config.validation_fraction
+        if share and name != "test":
+            pairs, source = self._read("train")
+            drawn = Permutation(len(pairs), seed=self._config.split_seed, epoch=0).take(np.arange(len(pairs)))
+            count = math.ceil(len(pairs) * share)
+            chosen = sorted((drawn[:count] if name == "validation" else drawn[count:]).tolist())
+            return self._dataset(
+                [pairs[index] for index in chosen], digest(source, name, share, self._config.split_seed)
+            )
+        return self._dataset(*self._read(name)) if self._config.files(name) else None
+
+    def _read(self, name: SplitName) -> tuple[list[tuple[Answer, Answer]], str]:
+        """The pairs of a split's files, and a digest of all that decides them."""
+        paths = expand(self._config.files(name), f"data.{name}_files")
+        contents = [(path, read_bytes(path)) for path in paths]
+        pairs: list[tuple[Answer, Answer]] = []
+        cut = 0
+        for place, record in self._first(contents):
+            whole = self._renderer.render(read_preference(record, place))
+            pairs.append(self._fitting.fit(*whole))
+            cut += pairs[-1] != whole
+        if cut:
+            _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
+        digests = [digest(content) for _, content in contents]
+        return pairs, digest("preference", *digests, self._renderer.fingerprint(), self._fitting, len(pairs))
+
+    def _dataset(self, pairs: list[tuple[Answer, Answer]], source: str) -> PairDataset:
+        pad_ids = (self._tokenizer.pad_id, self._tokenizer.eos_id, 0)
+        pad_id = next(pad for pad in pad_ids if pad is not None)
+        return PairDataset(pairs, seq_length=self._fitting.seq_length, pad_id=pad_id, source=source)
+
+    def _first(self, contents: list[tuple[Path, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """As many records as the configuration wants, each with its place."""
+        every = (found for path, content in contents for found in _records(path, content))
+        return islice(every, self._config.dev_choose_samples)
+
+
+def _records(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    for number, record in json_objects(path, decode(path, content)):
+        yield f"{path}:{number}", record
+    if not number:
+        raise NoPairs(path=str(path))

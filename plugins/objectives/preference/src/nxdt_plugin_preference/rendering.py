@@ -1,0 +1,131 @@
+"""A prompt and two answers → tokens, and where the answers begin.
+
+An answer's tokens are those behind what it and its prompt alone have in common: so a token that reaches from one into
+the other belongs to the answer, as it does in TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.config.paths import resolve_path
+from nxdt_core.data.digest import digest
+from nxdt_core.data.files import decode, read_bytes
+from nxdt_core.errors import DataFileNotFound
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_plugin_preference.errors import (
+    AnswersInseparable,
+    ChatTemplateMissing,
+    ChatTemplateRefuses,
+    SpecialTokenInText,
+)
+from nxdt_plugin_preference.records import Messages, Preference, Text
+
+__all__ = ["Answer", "Renderer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A prompt and one answer to it, in tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class Renderer:
+    """Tokenizes pairs.
+
+    Texts get the tokenizer's begin and end tokens, as far as it has them; messages what the chat template writes.
+
+    Args:
+        tokenizer: of the run.
+        template_file: None takes the tokenizer's own template.
+        special_tokens_in_text: whether texts of messages may spell special tokens.
+
+    Raises:
+        DataFileNotFound, DataFileUnreadable, TextNotUtf8: of the template's file.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template_file: Path | None = None, *, special_tokens_in_text: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
+        self._template = self._chat.chat_template() if self._chat else None
+        if template_file is not None:
+            path = resolve_path(template_file)
+            if not path.is_file():
+                raise DataFileNotFound(key="data.chat_template_file", path=str(template_file))
+            self._template = decode(path, read_bytes(path))
+        self._reserved = () if special_tokens_in_text or self._chat is None else tuple(self._chat.reserved_tokens())
+
+    def fingerprint(self) -> str:
+        """Digest of all that decides which tokens a pair becomes."""
+        return digest(self._tokenizer.fingerprint(), self._template)
+
+    def render(self, pair: Preference) -> tuple[Answer, Answer]:
+        """The chosen and the rejected answer.
+
+        Raises:
+            ChatTemplateMissing, ChatTemplateRefuses, AnswersInseparable, SpecialTokenInText: each names the place.
+        """
+        return self._answer(pair, pair.chosen, "chosen"), self._answer(pair, pair.rejected, "rejected")
+
+    def _answer(self, pair: Preference, answer: Text, key: str) -> Answer:
+        if isinstance(pair.prompt, str):
+            assert isinstance(answer, str)  # the answers of a record are of its prompt's kind
+            return self._of_text(pair.prompt, answer)
+        assert not isinstance(answer, str)
+        return self._of_messages(pair, pair.prompt, answer, key)
+
+    def _of_text(self, prompt: str, answer: str) -> Answer:
+        alone, whole = self._tokenizer.encode_batch([prompt, prompt + answer])
+        begin, end = ([] if id_ is None else [id_] for id_ in (self._tokenizer.bos_id, self._tokenizer.eos_id))
+        shared = _shared(alone, whole)
+        return Answer(prompt=begin + whole[:shared], answer=whole[shared:] + end)
+
+    def _of_messages(self, pair: Preference, prompt: Messages, answer: Messages, key: str) -> Answer:
+        if self._chat is None or self._template is None:
+            raise ChatTemplateMissing(place=pair.place)
+        self._check_texts(pair.place, [*prompt, *answer])
+        before, text = self._written(pair, prompt, prompts=True), self._written(pair, [*prompt, *answer])
+        # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
+        if not text.startswith(before) and not text.startswith(self._written(pair, prompt)):
+            raise AnswersInseparable(place=pair.place, key=key)
+        alone, whole = (located.ids.tolist() for located in self._chat.locate([before, text.rstrip()]))
+        shared = _shared(alone, whole)
+        return Answer(prompt=whole[:shared], answer=whole[shared:])
+
+    def _written(self, pair: Preference, messages: Messages, *, prompts: bool = False) -> str:
+        """Messages as the template of a sandbox writes them, with the beginning of a turn where ``prompts``."""
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        assert self._chat is not None
+        tokens: Mapping[str, Any] = self._chat.special_tokens()
+        tools = None if pair.tools is None else [*pair.tools]
+        try:
+            texts, _ = render_jinja_template(
+                [list(messages)], tools=tools, chat_template=self._template, add_generation_prompt=prompts, **tokens
+            )
+        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise ChatTemplateRefuses(place=pair.place, reason=reason) from error
+        return str(texts[0])
+
+    def _check_texts(self, place: str, messages: Messages) -> None:
+        for message in messages:
+            for token in self._reserved:
+                if token in (message.get("content") or ""):
+                    raise SpecialTokenInText(place=place, token=token)
+
+
+def _shared(alone: Sequence[int], whole: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    for number, (one, other) in enumerate(zip(alone, whole, strict=False)):
+        if one != other:
+            return number
+    return min(len(alone), len(whole))
