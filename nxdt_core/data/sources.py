@@ -15,7 +15,7 @@ from nxdt_core.data.collate import blank_like, collate
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.errors import EmptyDataset
 from nxdt_core.protocols.batch import Batch, Sample
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, PassingDataset
 
 __all__ = ["Job", "MapSource", "Position", "Slicing", "Step", "StreamSource"]
 
@@ -95,17 +95,22 @@ class MapSource:
             if not self._slicing.keeps(found):
                 return
             indices = self._order.indices(start, start + found).tolist()
+            yield self._job(indices, start, Position(samples=start + found))
             start += found
-            yield self._job(indices, Position(samples=start))
 
-    def _job(self, indices: list[int], after: Position) -> Job:
+    def _job(self, indices: list[int], start: int, after: Position) -> Job:
         def build() -> Step:
             mine = self._slicing.mine
-            samples = [self._dataset[index] for index in indices[mine.start : mine.stop]]
-            template = samples[0] if samples else self._dataset[indices[0]]
+            samples = [self._read(indices[place], start + place) for place in mine if place < len(indices)]
+            template = samples[0] if samples else self._read(indices[0], start)
             return Step(batches=self._slicing.cut(samples, template, len(indices)), after=after)
 
         return build
+
+    def _read(self, index: int, position: int) -> Sample:
+        if isinstance(self._dataset, PassingDataset):
+            return self._dataset.at(index, position // len(self._dataset))
+        return self._dataset[index]
 
 
 class StreamSource:

@@ -32,6 +32,7 @@ __all__ = [
     "IterableDataset",
     "MapDataset",
     "NamedSources",
+    "PassingDataset",
     "ReportingDataset",
     "Split",
     "SplitName",
@@ -68,6 +69,15 @@ class MapDataset(Protocol):
 
     def fingerprint(self) -> str:
         """Short digest of everything that decides what sample an index gives; compared on resume."""
+        ...
+
+
+@runtime_checkable
+class PassingDataset(MapDataset, Protocol):
+    """Optional for a map-style dataset: one whose passes differ, as those of a mixture that repeats a part of it."""
+
+    def at(self, index: int, epoch: int) -> Sample:
+        """The sample at ``index`` in pass ``epoch`` (0, 1, …); in pass 0 that of ``self[index]``."""
         ...
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -57,7 +56,8 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
             if split not in found:
                 raise SplitMissing(key=key, path=str(path), wanted=split, splits=tuple(found))
             found = found[split]
-        return Saved(path=str(path), table=_table(found), content=_content(found))
+        content = digest(*(file_digest(Path(file["filename"])) for file in found.cache_files))
+        return Saved(path=str(path), table=found.data.table, content=content)
     except PermissionError as error:
         raise DataFileUnreadable(path=error.filename or str(path), reason=error.strerror or str(error)) from error
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
@@ -81,17 +81,6 @@ def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
         return [path / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedDataset(path=str(path / _STATE), reason=_first_line(error)) from error
-
-
-def _table(dataset: Any) -> pa.Table:
-    """Its rows. A selection, which the library keeps as indices beside the table, is made."""
-    return (dataset if dataset._indices is None else dataset.flatten_indices(keep_in_memory=True)).data.table
-
-
-def _content(dataset: Any) -> str:
-    files = [file_digest(Path(file["filename"])) for file in dataset.cache_files]
-    indices = dataset._indices
-    return digest(*files, None if indices is None else indices.column(0).to_numpy())
 
 
 def _other(path: Path, key: str) -> NoDataset:

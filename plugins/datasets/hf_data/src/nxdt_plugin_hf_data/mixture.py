@@ -17,8 +17,8 @@ __all__ = ["Mixture", "series"]
 class Mixture:
     """Samples of several datasets by weight; a pass is long enough that each sample comes at least once.
 
-    The shares of a pass are exact to one sample. A dataset whose share is more than itself is repeated, each sample as
-    often as any other of it or once more. The samples of a dataset stand together: the order of the run mixes them.
+    The shares of a pass are exact to one sample. A dataset whose share is more than itself is repeated, over all passes
+    each sample as often as any other of it or once more. Those of a dataset stand together: the run's order mixes them.
 
     Args:
         datasets: none of them empty.
@@ -39,12 +39,16 @@ class Mixture:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int, /) -> Sample:
+        return self.at(index, 0)
+
+    def at(self, index: int, epoch: int) -> Sample:
+        """A pass that repeats a part of a dataset begins where the one before it has ended."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = int(np.searchsorted(self._ends, index, side="right"))
-        dataset = self._datasets[number]
         begin = int(self._ends[number - 1]) if number else 0
-        return dataset[(index - begin) % len(dataset)]
+        dataset, count = self._datasets[number], int(self._ends[number]) - begin
+        return dataset[(epoch * count + index - begin) % len(dataset)]
 
     def fingerprint(self) -> str:
         """Digest of the datasets and how many samples of each make a pass."""
