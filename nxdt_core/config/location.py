@@ -28,6 +28,10 @@ class Locator:
             items = [self.locate(item, shape) for item in node.value]
             changed = any(new is not old for new, old in zip(items, node.value, strict=True))
             return replace(node, value=items) if changed else node
+        if isinstance(node.value, dict):
+            located = {key: self.locate(child, shape) for key, child in node.value.items()}
+            changed = any(located[key] is not child for key, child in node.value.items())
+            return replace(node, value=located) if changed else node
         if not isinstance(node.value, str) or not node.value or node.value.startswith((PACKAGE_SCHEME, "/")):
             return node
         return replace(node, value=str(resolve_path(node.value, node.origin.directory)))

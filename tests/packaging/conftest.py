@@ -22,6 +22,7 @@ DISTS = (
     "plugins/checkpoint_backends/s3",
     "plugins/datasets/sft_chat",
     "plugins/datasets/hf_data",
+    "plugins/datasets/megatron_data",
     "plugins/datasets/text",
     "plugins/models/gpt",
     "plugins/models/hf",

@@ -22,23 +22,6 @@ class ChatConfig:
 
 
 @dataclass(kw_only=True)
-class MegatronConfig:
-    """Indexed token files."""
-
-    data_prefix: Any
-    index_mapping_dir: str | None = None
-    data_impl: Literal["mmap"] = "mmap"
-    splits_string: str | None = None
-    dataloader_type: Literal["single", "cyclic"] = "single"
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    eod_mask_loss: bool = False
-    validation_drop_last: bool = True
-    no_seqlen_plus_one_input_tokens: bool = False
-    pad_samples_to_global_batch_size: bool = False
-
-
-@dataclass(kw_only=True)
 class DpoConfig:
     """Preferences against a reference."""
 
@@ -81,7 +64,7 @@ def declared(kind: type, name: str, config: type) -> Any:
 
 @hookimpl
 def nxdt_dataloaders():
-    parts = {"sft-chat": ChatConfig, "megatron-data": MegatronConfig}
+    parts = {"sft-chat": ChatConfig}
     return [declared(DataloaderComponent, name, config) for name, config in parts.items()]
 
 

@@ -55,6 +55,8 @@ SAMPLES: dict[str, Any] = {
     "model.moe.sinkhorn_tol": 0.5,
     "precision.parallel_layers_reduce_dtype": "bf16",
     "data.data_prefix": ["/corpora/x"],
+    "data.data_impl": "mmap",
+    "data.dataloader_type": "cyclic",
     "data.tokenizer.library": "byte",
     "data.tokenizer.model": "/tokenizers/x.model",
     "data.tokenizer.use_fast": True,
@@ -98,9 +100,22 @@ def value_of(key: str) -> Any:
     return 2 if declared is None else sample(declared.shape, declared.default)
 
 
-def base_of(key: str) -> tuple[str, list[str]]:
+_MEGATRON = ("data.dataloader_type", "data.pad_samples_to_global_batch_size")
+"""Keys that ``megatron-data`` takes with a note; no other dataloader does."""
+
+
+def on_indexed_files() -> dict[str, Any]:
+    """The recipe ``gpt-tiny`` on ``megatron-data``."""
+    tree = config.load("recipe:gpt-tiny").to_dict()
+    sizes = {name: tree["data"][name] for name in ("global_batch_size", "micro_batch_size", "seq_length", "tokenizer")}
+    return {**tree, "data": {"name": "megatron-data", "data_prefix": "/corpora/x", **sizes}}
+
+
+def base_of(key: str) -> tuple[Any, list[str]]:
     """A recipe, and what must be said beside it, so that a component which reads the key is selected."""
     readers = [name for name in ROWS[key].reason.removeprefix("by ").split(", ") if ROWS[key].reason.startswith("by ")]
+    if key in _MEGATRON:
+        return on_indexed_files(), []
     if key.startswith("model.moe."):
         return "recipe:mixtral-tiny", []
     if key.startswith("model.optim.sched.") and readers:

@@ -1,0 +1,19 @@
+"""Entry module of ``nxdt-plugin-megatron-data``: declares the component and its commands; imports neither."""
+
+from __future__ import annotations
+
+from nxdt_core.api import DataloaderComponent, hookimpl
+
+
+@hookimpl
+def nxdt_dataloaders() -> list[DataloaderComponent]:
+    """Declare the loader of Megatron's indexed files."""
+    return [
+        DataloaderComponent(
+            name="megatron-data",
+            target="nxdt_plugin_megatron_data.loader:MegatronDataloader",
+            config="nxdt_plugin_megatron_data.config:MegatronDataConfig",
+            summary="Megatron's .bin/.idx files: splits, weighted blends, documents kept apart on request",
+            aliases=("megatron",),
+        )
+    ]

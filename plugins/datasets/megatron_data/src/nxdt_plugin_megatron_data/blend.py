@@ -1,0 +1,105 @@
+"""Several data sets as one: by weight, or each sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.data.digest import digest
+from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataloader import MapDataset
+
+__all__ = ["BlendedDataset", "ChainedDataset"]
+
+_SLOTS = 1 << 20
+"""Places of the pattern that a blend repeats: shares are kept to a millionth."""
+
+
+class BlendedDataset:
+    """Samples of several sets such that every stretch of the order has them in the wanted shares.
+
+    A set's places in the pattern are evenly spaced, so that at every point its count is within two samples of its
+    share. (Megatron-Core takes the set that is furthest behind, in an index as long as the run; a pattern has no
+    length, so that neither a longer run nor a large set with a small weight costs anything.)
+
+    Args:
+        datasets: none of them empty.
+        shares: of each, with the sum 1.
+        ends: where a pass over the blend ends: once each set was seen ``whole``, the others more than once for it, or
+            at the first sample that would come ``twice``.
+    """
+
+    def __init__(
+        self, datasets: Sequence[MapDataset], shares: Sequence[float], *, ends: Literal["whole", "twice"]
+    ) -> None:
+        self._datasets = datasets
+        self._sizes = [len(dataset) for dataset in datasets]
+        self._counts = _places(shares)
+        times = np.concatenate([(np.arange(count) + 0.5) / count for count in self._counts])
+        order = np.argsort(times, kind="stable")
+        self._owners = np.repeat(np.arange(len(datasets), dtype=np.int32), self._counts)[order]
+        self._ranks = np.concatenate([np.arange(count, dtype=np.int32) for count in self._counts])[order]
+        if ends == "whole":
+            self._length = 1 + max(self._place(which, size - 1) for which, size in enumerate(self._sizes))
+        else:
+            self._length = min(self._place(which, size) for which, size in enumerate(self._sizes))
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int, /) -> Sample:
+        which, number = self.source(index)
+        return self._datasets[which][number]
+
+    def source(self, index: int) -> tuple[int, int]:
+        """The set that sample ``index`` is of, and its number there."""
+        if not 0 <= index < self._length:
+            raise IndexError(f"sample {index} of {self._length}")
+        turn, slot = divmod(index, _SLOTS)
+        which = int(self._owners[slot])
+        number = turn * int(self._counts[which]) + int(self._ranks[slot])
+        return which, number % self._sizes[which]
+
+    def fingerprint(self) -> str:
+        """Digest of the sets, their shares and where a pass ends."""
+        return digest(*(dataset.fingerprint() for dataset in self._datasets), self._counts, self._ends)
+
+    def _place(self, which: int, number: int) -> int:
+        """Where a set's sample ``number``, counted over all its passes, stands in the order."""
+        turn, rank = divmod(number, int(self._counts[which]))
+        slot = np.flatnonzero((self._owners == which) & (self._ranks == rank))[0]
+        return turn * _SLOTS + int(slot)
+
+
+class ChainedDataset:
+    """Each sample of each set once, one set behind the other."""
+
+    def __init__(self, datasets: Sequence[MapDataset]) -> None:
+        self._datasets = datasets
+        self._ends = np.cumsum([len(dataset) for dataset in datasets])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        return self._datasets[which][index - (int(self._ends[which - 1]) if which else 0)]
+
+    def fingerprint(self) -> str:
+        """Digest of the sets in their order."""
+        return digest("chained", *(dataset.fingerprint() for dataset in self._datasets))
+
+
+def _places(shares: Sequence[float]) -> NDArray[np.int64]:
+    """Whole numbers of places in proportion to the shares, by largest remainder."""
+    exact = np.array(shares) * _SLOTS
+    counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)
+    missing = _SLOTS - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+    return counts

@@ -1,0 +1,61 @@
+"""The keys of ``data:`` that belong to ``name: megatron-data``. Importing this costs nothing: no torch, no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from nxdt_core.config.marks import NoEffect
+from nxdt_plugin_megatron_data.prefixes import find_faults, read_shares
+
+__all__ = ["MegatronDataConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronDataConfig:
+    """Tokens in Megatron's ``.bin/.idx`` files; ``nxdt data preprocess`` makes them."""
+
+    data_prefix: Path | tuple[float | Path, ...] | Mapping[str, Path | tuple[float | Path, ...]]
+    """Paths without ``.bin`` and ``.idx``: one; a list of several, each sample of which is taken once a pass; weights
+    and paths in turns, ``[0.3, /data/books, 0.7, /data/web]``; or any of these for each split, under the keys
+    ``train``, ``validation`` and ``test``."""
+    splits_string: str | None = None
+    """Shares of training, validation and test documents, such as ``"980,10,10"``, of every file; null takes all for
+    training. With splits of their own under ``data_prefix``, it does not apply."""
+    index_mapping_dir: Path | None = None
+    """Where indices are kept for the next start and for the other processes; null keeps them beside each file."""
+    data_impl: Literal["mmap"] = "mmap"
+    """Files are mapped into memory."""
+    reset_attention_mask: bool = False
+    """Keep documents apart that share a sample: attention does not reach from one into another, and the first token
+    of a document is no label."""
+    reset_position_ids: bool = False
+    """Let positions restart at 0 with each document of a sample."""
+    eod_mask_loss: bool = False
+    """Leave the positions out of the loss whose input is the end-of-document token."""
+    no_seqlen_plus_one_input_tokens: bool = False
+    """Make samples of ``seq_length`` tokens, the last of which has no label, instead of one more that is the last
+    label and the first token of the next sample."""
+    validation_drop_last: bool = True
+    """Leave out what is left behind the last whole sample of the validation split; false fills it up."""
+    pad_samples_to_global_batch_size: Annotated[
+        bool, NoEffect("the last batch of a validation is always filled up with samples that count for nothing")
+    ] = False
+    """Fill up the last batch of a validation."""
+    dataloader_type: Annotated[
+        Literal["single", "cyclic"],
+        NoEffect("each pass takes the samples in another random order; data.shuffle: false takes Megatron-Core's"),
+    ] = "single"
+    """How NxD Training orders samples."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """What cannot work whatever the files hold, as (key, message)."""
+        for fault in find_faults(self.data_prefix):
+            yield "data_prefix", fault
+        if self.splits_string is not None and not isinstance(self.data_prefix, Mapping):
+            try:
+                read_shares(self.splits_string)
+            except ValueError as error:
+                yield "splits_string", str(error)

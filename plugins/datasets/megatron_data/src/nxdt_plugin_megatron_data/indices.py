@@ -1,0 +1,89 @@
+"""The document, sample and shuffle index of one split of one file: those of Megatron-Core's ``GPTDataset``.
+
+Documents are laid end to end in a random order, and every ``seq_length`` tokens a sample begins. For the same file,
+seed and length the three are, number for number, what Megatron-Core builds for one pass (``num_samples=None``), so
+that sample i here is sample i there. Where it walks through the documents one by one, this is arithmetic on whole
+arrays: sample k begins at token ``k * seq_length``, and a binary search in the running sum of lengths says where
+that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Indices", "build_indices", "count_samples"]
+
+
+@dataclass(frozen=True, slots=True)
+class Indices:
+    """Which tokens each sample is made of."""
+
+    documents: NDArray[np.int32]
+    """[documents] sequences of the file in the order in which they are laid out."""
+    samples: NDArray[np.int32 | np.int64]
+    """[samples + 1, 2] where each sample begins: a place in ``documents``, and tokens into that sequence. The last
+    row is the end of the last sample."""
+    shuffle: NDArray[np.uint32 | np.int64]
+    """[samples] the sample that stands at each place of the order."""
+
+    def named(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
+        """The arrays with their names."""
+        for each in fields(self):
+            yield each.name, getattr(self, each.name)
+
+
+def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool) -> int:
+    """Samples in a pass over ``tokens``.
+
+    Args:
+        tokens: of all documents.
+        seq_length: of a sample.
+        extra: each sample has one token more than that, for the last label; it is the first of the next sample.
+        drop_last: leave out what is left behind the last whole sample.
+    """
+    available = max(0, tokens - int(extra))
+    return available // seq_length if drop_last else -(-available // seq_length)
+
+
+def build_indices(
+    lengths: NDArray[np.int32],
+    documents: range,
+    *,
+    seq_length: int,
+    seed: int,
+    extra: bool = True,
+    drop_last: bool = True,
+) -> Indices:
+    """Lay out the sequences ``documents`` of a file with ``lengths`` [sequences]; see :func:`count_samples`."""
+    random = np.random.RandomState(seed % 2**32)  # whose stream numpy has frozen, and which Megatron-Core takes
+    order = np.arange(documents.start, documents.stop, dtype=np.int32)
+    random.shuffle(order)
+    ends = np.cumsum(lengths[order], dtype=np.int64)
+    tokens = int(ends[-1]) if len(ends) else 0
+    count = count_samples(tokens, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    samples = _starts(ends, count, seq_length=seq_length, extra=extra)
+    wide = count >= 2**32 - 2
+    shuffle = np.arange(count, dtype=np.int64) if wide else np.arange(count, dtype=np.uint32)
+    random.shuffle(shuffle)
+    return Indices(documents=order, samples=samples, shuffle=shuffle)
+
+
+def _starts(ends: NDArray[np.int64], count: int, *, seq_length: int, extra: bool) -> NDArray[np.int32 | np.int64]:
+    """Where the samples begin, and where the last ends.
+
+    A sample that begins with the first token of a document, and shares no token with the one before, is said to begin
+    behind the last token of the document before it.
+    """
+    if not count:
+        return np.zeros((1, 2), np.int32)
+    at = np.arange(count + 1, dtype=np.int64) * seq_length
+    at[-1] = min(at[-1], ends[-1] - int(extra))
+    places = np.searchsorted(ends, at, side="right" if extra else "left")
+    places[0] = 0  # also where the first documents are empty
+    begins = np.where(places > 0, ends[places - 1], 0)
+    wide = max(len(ends), int((at - begins).max())) > np.iinfo(np.int32).max
+    return np.stack([places, at - begins], axis=1).astype(np.int64 if wide else np.int32)

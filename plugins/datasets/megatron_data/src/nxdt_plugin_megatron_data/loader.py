@@ -1,0 +1,152 @@
+"""The dataloader ``megatron-data``: opens the files that the section names and lays their documents out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.packing import Packing
+from nxdt_core.protocols.dataloader import DataContext, MapDataset, SplitName
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset
+from nxdt_plugin_megatron_data.cache import cached_indices
+from nxdt_plugin_megatron_data.config import MegatronDataConfig
+from nxdt_plugin_megatron_data.dataset import Cut, IndexedDataset
+from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
+from nxdt_plugin_megatron_data.format import bin_path
+from nxdt_plugin_megatron_data.indices import build_indices, count_samples
+from nxdt_plugin_megatron_data.note import note_path, read_note
+from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, split_bounds
+from nxdt_plugin_megatron_data.reader import IndexedTokens
+
+__all__ = ["MegatronDataloader"]
+
+
+class MegatronDataloader:
+    """Samples of Megatron's files.
+
+    Raises:
+        EndOfDocumentUnknown: ``eod_mask_loss`` without a tokenizer that has an end-of-text token.
+    """
+
+    def __init__(self, config: MegatronDataConfig, context: DataContext) -> None:
+        self._config = config
+        self._context = context
+        self._tokenizer: Tokenizer | None = context.tokenizer
+        self._made: dict[tuple[Path, SplitName], IndexedDataset] = {}
+        self._eod_id = None if context.tokenizer is None else context.tokenizer.eos_id
+        if config.eod_mask_loss and self._eod_id is None:
+            raise EndOfDocumentUnknown()
+
+    def split(self, name: SplitName) -> MapDataset | None:
+        """The samples of a split; None where it has no files of its own and no share of them.
+
+        Raises:
+            IndexedFileMissing, BadIndexFile, DataShorterThanIndex: of the files.
+            OtherTokenizer: the note beside a file names another tokenizer than the run's.
+            EmptySplit: a file has not one whole sample of the split.
+        """
+        blend = self._blend(name)
+        if blend is None:
+            return None
+        datasets = self._datasets(blend, name)
+        if len(datasets) == 1:
+            return datasets[0]
+        if blend.shares is None:
+            return ChainedDataset(datasets)
+        return BlendedDataset(datasets, blend.shares, ends="whole" if name == "train" else "twice")
+
+    def sources(self, name: SplitName) -> Mapping[str, IndexedDataset]:
+        """The samples of a split by file: by its name, or by its path where two have one name."""
+        blend = self._blend(name)
+        if blend is None:
+            return {}
+        names = Counter(prefix.name for prefix in blend.prefixes)
+        labels = [prefix.name if names[prefix.name] == 1 else str(prefix) for prefix in blend.prefixes]
+        return dict(zip(labels, self._datasets(blend, name), strict=True))
+
+    @cached_property
+    def _shares(self) -> tuple[float, float, float]:
+        text = self._config.splits_string
+        return (1.0, 0.0, 0.0) if text is None else read_shares(text)
+
+    def _blend(self, name: SplitName) -> Blend | None:
+        prefixes = self._config.data_prefix
+        if isinstance(prefixes, Mapping):
+            return read_blend(prefixes[name]) if name in prefixes else None
+        return read_blend(prefixes) if self._shares[SPLITS.index(name)] else None
+
+    def _datasets(self, blend: Blend, name: SplitName) -> list[IndexedDataset]:
+        for prefix in blend.prefixes:
+            if (prefix, name) not in self._made:
+                self._made[prefix, name] = self._dataset(self._open(prefix), name)
+        return [self._made[prefix, name] for prefix in blend.prefixes]
+
+    def _open(self, prefix: Path) -> IndexedTokens:
+        note, tokenizer = read_note(prefix), self._tokenizer
+        if note is not None and tokenizer is not None:
+            for aspect, found, expected in (
+                ("vocabulary", note.vocab_size, tokenizer.vocab_size),
+                ("fingerprint", note.fingerprint, tokenizer.fingerprint()),
+            ):
+                if found != expected:
+                    beside = str(note_path(prefix))
+                    raise OtherTokenizer(path=str(prefix), note=beside, aspect=aspect, found=found, expected=expected)
+        return IndexedTokens(prefix)
+
+    def _dataset(self, source: IndexedTokens, name: SplitName) -> IndexedDataset:
+        own = isinstance(self._config.data_prefix, Mapping)
+        sequences = range(len(source)) if own else split_bounds(self._shares, len(source))[SPLITS.index(name)]
+        cut = self._cut
+        drop_last = name != "validation" or self._config.validation_drop_last
+        tokens = int(source.lengths[sequences.start : sequences.stop].sum(dtype="int64"))
+        if not count_samples(tokens, seq_length=cut.seq_length, extra=cut.extra, drop_last=drop_last):
+            raise EmptySplit(
+                split=name,
+                path=str(source.prefix),
+                documents=len(sequences),
+                tokens=tokens,
+                seq_length=cut.seq_length,
+                needed=cut.seq_length + int(cut.extra) if drop_last else 1 + int(cut.extra),
+            )
+        seed = self._context.seed
+        settings = (sequences, cut.seq_length, seed, cut.extra, drop_last)
+        content = digest(file_digest(bin_path(source.prefix)), source.dtype.str, source.lengths, settings)
+        directory = self._config.index_mapping_dir or source.prefix.parent / "index_mapping"
+        indices = cached_indices(
+            directory,
+            f"{source.prefix.name}-{name}-{content}",
+            lambda: build_indices(
+                source.lengths,
+                sequences,
+                seq_length=cut.seq_length,
+                seed=seed,
+                extra=cut.extra,
+                drop_last=drop_last,
+            ),
+        )
+        return IndexedDataset(source, indices, cut, content=content)
+
+    @cached_property
+    def _cut(self) -> Cut:
+        config, context = self._config, self._context
+        packing = Packing(
+            reset_attention_mask=config.reset_attention_mask,
+            reset_position_ids=config.reset_position_ids,
+            eod_id=self._eod_id if config.eod_mask_loss else None,
+        )
+        apart = config.reset_attention_mask or config.reset_position_ids or config.eod_mask_loss
+        vocab_size = context.vocab_size
+        if vocab_size is None and context.tokenizer is not None:
+            vocab_size = context.tokenizer.vocab_size
+        return Cut(
+            seq_length=context.seq_length,
+            extra=not config.no_seqlen_plus_one_input_tokens,
+            packing=packing if apart else None,
+            eod_id=self._eod_id,
+            vocab_size=vocab_size,
+            vocab_owner="the model" if context.vocab_size is not None else "the tokenizer",
+        )

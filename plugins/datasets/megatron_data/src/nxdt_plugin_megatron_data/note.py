@@ -1,0 +1,43 @@
+"""The note beside a pair of files of who made them. Megatron's own files have none, and theirs are read without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Note", "note_path", "read_note"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What the files do not say themselves."""
+
+    tokenizer: str
+    """The tokenizer as it was named."""
+    fingerprint: str
+    """Of that tokenizer."""
+    vocab_size: int
+    eod_id: int | None
+    """The token behind each document; None where none was put."""
+    inputs: tuple[str, ...] = ()
+    """The files that were read."""
+
+    def text(self) -> str:
+        """As it is written."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+
+def note_path(prefix: Path) -> Path:
+    """``P.json``"""
+    return prefix.with_name(f"{prefix.name}.json")
+
+
+def read_note(prefix: Path) -> Note | None:
+    """The note of a prefix; None where there is none, or where the file is of somebody else."""
+    try:
+        content: dict[str, Any] = json.loads(note_path(prefix).read_text(encoding="utf-8"))
+        return Note(**{**content, "inputs": tuple(content["inputs"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

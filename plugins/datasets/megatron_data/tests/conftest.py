@@ -1,0 +1,60 @@
+"""Files as other programs write them: by hand from the published layout, or by Megatron-Core."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import sys
+import types
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def by_hand(tmp_path):
+    """Writes a pair from the layout that Megatron-Core's source gives, with nothing of this package."""
+
+    def write(name: str, sequences, *, code: int = 8, borders=None) -> Path:
+        dtype = {1: "B", 2: "b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}[code]
+        data = [b"".join(struct.pack(dtype, token) for token in tokens) for tokens in sequences]
+        places = [0, *accumulate(len(part) for part in data)][: len(data)]
+        borders = range(len(data) + 1) if borders is None else borders
+        index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(data), len(borders))
+        index += b"".join(struct.pack("<i", len(tokens)) for tokens in sequences)
+        index += b"".join(struct.pack("<q", number) for number in (*places, *borders))
+        (tmp_path / f"{name}.idx").write_bytes(index)
+        (tmp_path / f"{name}.bin").write_bytes(b"".join(data))
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def sequences():
+    """Documents of uneven lengths, an empty one among them; each ends with the token 7."""
+    random = np.random.default_rng(5)
+    lengths = [*random.integers(1, 40, 60).tolist(), 0]
+    return [[*random.integers(8, 250, length - 1).tolist(), 7] if length else [] for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def megatron():
+    """``megatron.core.datasets``, where it is installed.
+
+    The package around it imports every model of Megatron's, which takes ten times as long: it is left out.
+    """
+    found = importlib.util.find_spec("megatron")
+    places = [Path(place, "core") for place in (found.submodule_search_locations if found else ())]
+    core = next((place for place in places if (place / "datasets").is_dir()), None)
+    if core is None:
+        pytest.skip("megatron-core is not installed (pip install megatron-core)")
+    package = types.ModuleType("megatron.core")
+    package.__path__ = [str(core)]
+    sys.modules.setdefault("megatron.core", package)
+    importlib.import_module("megatron.core.parallel_state")  # before the others, which import each other in a circle
+    for name in ("indexed_dataset", "gpt_dataset", "blended_megatron_dataset_builder", "helpers"):
+        importlib.import_module(f"megatron.core.datasets.{name}")
+    return sys.modules["megatron.core.datasets"]
