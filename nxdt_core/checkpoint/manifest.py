@@ -49,6 +49,10 @@ class CheckpointFacts:
     """How retention treats it."""
     fencing: int = 0
     """Number of the ownership under which it was saved, greater for every later owner; 0: nobody owned the store."""
+    base: str = ""
+    """Digest of the frozen weights below an adapter; empty without one."""
+    without_base: bool = False
+    """Whether it leaves them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,6 +116,7 @@ class TorchEngine:
             tables=tables(model.local_modules(), model.plan),
             rounding=updates_rounded(model.precision, self._run.seed),
             before_step=model.begin_step,
+            lr=config.lr,
         )
 
     def _check_chosen(self, model: TorchModel, overrides: Sequence[ParamGroupConfig]) -> None:

@@ -90,11 +90,12 @@ class TorchOptimizer:
         tables: Collection[str] = (),
         rounding: StochasticRounding | None = None,
         before_step: Callable[[int], None] | None = None,
+        lr: float = 0.0,
     ) -> None:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
         ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
         With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically. ``before_step`` is told
-        the number of each step.
+        the number of each step. ``lr`` is the peak that a rank without anything to train reports.
 
         Raises:
             OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
@@ -115,7 +116,7 @@ class TorchOptimizer:
         }
         self._stochastic = None if rounding is None else StochasticUpdates(self._shards, self._places, rounding)
         self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
-        self.inner = build([self._of_shards(group) for group in groups])
+        self.inner = build([self._of_shards(group) for group in groups]) if groups else _idle(lr)
         self._check_whole()
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
@@ -244,6 +245,11 @@ class TorchOptimizer:
             return False
         self.inner.found_inf = rejected.float()  # type: ignore[attr-defined]
         return True
+
+
+def _idle(lr: float) -> torch.optim.Optimizer:
+    """Of a rank whose stage is frozen; the factory's would refuse to have nothing to do."""
+    return torch.optim.SGD([{"params": []}], lr=lr)
 
 
 def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,21 @@ from nxdt_core.protocols.plan import ParallelPlan
 if TYPE_CHECKING:
     import torch
 
+    from nxdt_core.config import ResolvedConfig
+    from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
+
 __all__ = ["Adapter"]
 
 
 @runtime_checkable
 class Adapter(Protocol):
     """The target of the kind, called as ``Target(config)`` with the dataclass of ``adapter``."""
+
+    @property
+    def saves_base(self) -> bool:
+        """Whether checkpoints hold what is frozen. Where they do not, a run that goes on takes it from where the first
+        one took it."""
+        ...
 
     def __init__(self, config: Any) -> None: ...
 
@@ -27,4 +36,9 @@ class Adapter(Protocol):
 
     def init_rules(self) -> Sequence[InitRule]:
         """Rules for the parameters that it added; they precede the model's own."""
+        ...
+
+    def begin(self, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+        """Set what depends on the base's weights, or load what was trained before. Collective; called once the base has
+        its weights, in a run that does not go on from a checkpoint of its own."""
         ...

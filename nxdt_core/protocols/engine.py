@@ -69,6 +69,11 @@ class ParallelModel(Protocol):
         """Ranks that had better share one reading of a checkpoint; None where each reads what it holds."""
         ...
 
+    @property
+    def added(self) -> frozenset[str]:
+        """Parameters of the whole model that adapters added."""
+        ...
+
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Forward and backward over this rank's micro-batches of one global batch. Gradients come out
         reduced, and are those of the loss divided by the global weight."""

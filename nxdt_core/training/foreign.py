@@ -27,7 +27,7 @@ from nxdt_core.training import assemble
 from nxdt_core.training.state import TrainState
 from nxdt_core.training.versions import versions_of
 
-__all__ = ["Imported", "import_foreign"]
+__all__ = ["Imported", "check_empty", "import_foreign"]
 
 _LONGEST = 4096
 """Tokens of a sequence in a configuration that nobody wrote, where the model has no smaller bound."""
@@ -84,7 +84,7 @@ def import_foreign(
         run = load(config, overrides) if config else _described(source, name, found, overrides)
         opened.append((name, found, run))
         if rank_of(ranks) == 0:
-            _check_empty(storage)
+            check_empty(storage)
 
     together(ranks, prepare, where=source)
     name, found, run = opened[0]
@@ -141,7 +141,12 @@ def _described(source: str, format: str, found: ForeignCheckpoint, overrides: Se
     return load(written, [f"data.seq_length={length}", f"model.encoder_seq_length={length}", *overrides])
 
 
-def _check_empty(storage: CheckpointStorage) -> None:
+def check_empty(storage: CheckpointStorage) -> None:
+    """See that nothing is committed there.
+
+    Raises:
+        ImportPlaceTaken: something is.
+    """
     for status in checkpoint.list_checkpoints(storage):
         if status.state != "unfinished":
             raise ImportPlaceTaken(uri=storage.uri, step=status.step)

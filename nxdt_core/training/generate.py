@@ -15,6 +15,7 @@ from nxdt_core.errors import CannotGenerate
 from nxdt_core.kernel import Kernel
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.training import assemble, primitives
+from nxdt_core.training.base_weights import base_weights
 from nxdt_core.training.saved_config import saved_config
 
 __all__ = ["generate"]
@@ -76,6 +77,10 @@ def _load(uri: str) -> tuple[ResolvedConfig, TorchModel]:
     engine = assemble.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=False)
+    if manifest.facts.without_base:
+        below = base_weights(config, found, manifest)
+        for name in below.specs:
+            model.load_state_dict({name: below.read(name)}, strict=False)
     primitives.load_checkpoint(found, manifest, engine=engine, model=model)
     return config, cast(TorchModel, model)
 

@@ -130,14 +130,15 @@ class NxdtModule(pl.LightningModule):
         """Digest of where the weights that the run began with came from; None where it goes on with later ones."""
         if self.resumed is not None:
             return None
+        sections = self.config.to_dict()
+        changed = (self.config.run.seed, sections["adapter"])
         if self._weights_only is not None:
-            return digest("checkpoint", self._weights_only[1].attempt)
+            return digest("checkpoint", changed, self._weights_only[1].attempt)
         if self._foreign is not None:
             files = sorted(path for path in self._foreign.rglob("*") if path.is_file())
             stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-            return digest("foreign", str(self._foreign.resolve()), *stats)
-        sections = self.config.to_dict()
-        return digest("fresh", self.config.run.seed, sections["model"], sections.get("adapter"))
+            return digest("foreign", changed, str(self._foreign.resolve()), *stats)
+        return digest("fresh", changed, sections["model"])
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit a checkpoint of everything under the root or step that ``uri`` names."""

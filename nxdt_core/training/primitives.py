@@ -26,6 +26,7 @@ from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
 from nxdt_core.checkpoint.foreign_load import load_foreign_into
 from nxdt_core.checkpoint.manifest import Keep
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors import AdapterOfAnotherBase
 from nxdt_core.errors.base import listing
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
@@ -34,6 +35,7 @@ from nxdt_core.protocols.lr_scheduler import LRSchedule
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble
+from nxdt_core.training.frozen import base_digest, without_base
 from nxdt_core.training.saved_weights import round_to_bfloat16, take_masters
 from nxdt_core.training.state import TrainState, capture_rng, restore_rng
 from nxdt_core.training.versions import versions_of
@@ -244,6 +246,9 @@ def _parts(
     # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
     updates = max(0, state.updates - skipped)
     weights, held = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
+    alone = not all(adapter.saves_base for adapter in assemble.adapters(config))
+    if alone:
+        weights = without_base(model, weights)
     if config.run.checkpoint.save_bf16:
         masters = round_to_bfloat16(weights, dict(model.named_parameters()))
         held |= {} if optimizer is None else masters
@@ -269,6 +274,8 @@ def _parts(
             versions=versions_of(config.kernel),
             keep=about.keep,
             fencing=about.fencing,
+            base=base_digest(model, engine.ranks) if model.added else "",
+            without_base=alone,
         ),
     }
 
@@ -300,8 +307,11 @@ def load_checkpoint(
         average: is replaced with the optimizer's state; None leaves that of the checkpoint out.
         strict: refuse a checkpoint that lacks parameters of the model or has others; otherwise what it lacks stays as
             it is, what else it has is left out, and a warning names both.
+
+    Raises:
+        AdapterOfAnotherBase: it leaves out what is frozen, and that is something else here.
     """
-    ranks, weights = engine.ranks, model.state_dict()
+    ranks, weights = engine.ranks, _awaited(storage, manifest, engine, model, base_alone=optimizer is None)
     unmatched = checkpoint.load_model_into(
         storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
     )
@@ -309,7 +319,7 @@ def load_checkpoint(
         if names and ranks.rank == 0:
             which = "that the checkpoint lacks" if names is unmatched.missing else "that the model lacks"
             _log.warning("%d parameters %s %s: %s", len(names), which, fate, listing(names))
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, strict=False)  # whether names match was decided above
     same_layout = dict(manifest.facts.mesh) == dict(engine.rank_info.mesh)
     same_layout &= checkpoint.saved_ranks(manifest) == ranks.world_size
     saved = checkpoint.load_state(storage, manifest, rank=ranks.rank if same_layout else 0, ranks=ranks)
@@ -330,6 +340,21 @@ def load_checkpoint(
     return extra
 
 
+def _awaited(
+    storage: CheckpointStorage, manifest: Manifest, engine: ParallelEngine, model: ParallelModel, *, base_alone: bool
+) -> dict[str, torch.Tensor | Piece]:
+    """What of ``model`` a checkpoint shall fill: all; what trains, where that is all it has; with ``base_alone`` also
+    all but what adapters added, where it has none of that."""
+    weights = model.state_dict()
+    if manifest.facts.without_base:
+        if manifest.facts.base != base_digest(model, engine.ranks):
+            raise AdapterOfAnotherBase(where=assemble.step_uri(storage, manifest.step), base="this run")
+        return without_base(model, weights)
+    if base_alone and not model.added & manifest.tensors.get("model", {}).keys():
+        return {name: weight for name, weight in weights.items() if name not in model.added}
+    return weights
+
+
 def load_foreign(path: Path, *, config: ResolvedConfig, engine: ParallelEngine, model: ParallelModel) -> None:
     """Load the weights of another program's checkpoint, such as a Hugging Face directory.
 
@@ -341,6 +366,6 @@ def load_foreign(path: Path, *, config: ResolvedConfig, engine: ParallelEngine, 
         engine: of ``model``.
         model: its weights are replaced.
     """
-    weights = model.state_dict()
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in model.added}
     load_foreign_into(path, assemble.model_builder(config), weights, ranks=engine.ranks)
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, strict=False)

@@ -16,7 +16,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
 
-__all__ = ["ForeignStart", "Start", "decide_start"]
+__all__ = ["ForeignStart", "Start", "decide_base", "decide_start"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,17 @@ def decide_start(
     if wanted.resume_if_exists and not wanted.resume_ignore_no_checkpoint:
         raise NoCheckpointToResume(uri=own.uri)
     return None
+
+
+def decide_base(
+    config: ResolvedConfig, start: Start, say: Callable[[str], None], ranks: RankAgreement | None = None
+) -> Start | ForeignStart | None:
+    """Where the weights are that the checkpoint of ``start`` leaves out; None where it has all, or they were drawn.
+    Collective."""
+    wanted = config.run.checkpoint
+    if not start.manifest.facts.without_base or wanted.resume_from is None or not wanted.weight_init_only:
+        return None
+    return _named(config, wanted.resume_from, say, ranks)
 
 
 def _named(

@@ -9,12 +9,16 @@ from dataclasses import replace
 
 from torch import nn
 
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.nn.experts import SwiGLUExperts
 from nxdt_core.nn.updates import UpdatedEmbedding, UpdatedLinear
+from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import LayerNotAdaptable
+from nxdt_plugin_lora.loading import load_adapter
+from nxdt_plugin_lora.norms import take_norms
 from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
 from nxdt_plugin_lora.updates import DoraUpdate, EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
 
@@ -52,6 +56,20 @@ class LoraAdapter:
             _log.warning("LoRA of rank %d on %d layers: %s", self.config.lora_rank, len(targets), ", ".join(targets))
         return replace(plan, no_weight_decay=(*plan.no_weight_decay, "*.lora_magnitude"))
 
+    @property
+    def saves_base(self) -> bool:
+        """``save_lora_base``."""
+        return self.config.save_lora_base or not self.config.enable_lora
+
+    def begin(self, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+        """Load the adapter that the run starts from, or set DoRA's norms to those of the weights."""
+        if not self.config.enable_lora:
+            return
+        if self.config.use_dora:
+            take_norms(model)
+        if self.config.load_lora_from_ckpt:
+            load_adapter(self.config, model, config, engine)
+
     def init_rules(self) -> Sequence[InitRule]:
         """For the parameters that :meth:`apply` has added: an update starts at zero. DoRA's norms are the weights' own,
         and are set once those are there."""
@@ -68,8 +86,8 @@ class LoraAdapter:
             self._start(f"{path}.update", grows="lora_B", other=self._drawn("lora_A", inputs))
             return
         if config.use_dora:
-            what = "an embedding" if isinstance(layer, nn.Embedding) else "a matrix of experts"
-            raise LayerNotAdaptable(path=path, what=what, option="use_dora")
+            kind = "an embedding" if isinstance(layer, nn.Embedding) else "a matrix of experts"
+            raise LayerNotAdaptable(path=path, layer=kind, option="use_dora")
         if isinstance(layer, nn.Embedding):
             table = EmbeddingUpdate(layer.num_embeddings, layer.embedding_dim, rank=rank, scaling=scaling)
             module.set_submodule(path, UpdatedEmbedding(layer, table))

@@ -7,7 +7,15 @@ from typing import Any
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
 
-__all__ = ["LayerNotAdaptable", "TargetNotFound"]
+__all__ = [
+    "AdapterDiffers",
+    "AdapterFileDamaged",
+    "LayerNotAdaptable",
+    "MergeUnties",
+    "NoAdapterHere",
+    "NoPeftForm",
+    "TargetNotFound",
+]
 
 
 class TargetNotFound(NxdtError):
@@ -29,8 +37,60 @@ class LayerNotAdaptable(NxdtError):
     """An option does not fit a layer that was asked for."""
 
     code = "NXDT-L002"
-    happened = "adapter: '{path}' is {what}, and {option} is for linear layers."
+    happened = "adapter: '{path}' is {layer}, and {option} is for linear layers."
     remedy = "Take it out of adapter.target_modules, or set {option} to its default."
     path: str
-    what: str
+    layer: str
     option: str
+
+
+class NoPeftForm(NxdtError):
+    """An update that peft has no file for."""
+
+    code = "NXDT-L003"
+    happened = "The update of '{parameter}' has no form in peft: transformers keeps that matrix as {tensors} tensors."
+    remedy = "Merge it instead: nxdt checkpoint merge-lora SRC DST."
+    parameter: str
+    tensors: int
+
+
+class AdapterFileDamaged(NxdtError):
+    """A file of a peft directory cannot be used."""
+
+    code = "NXDT-L004"
+    happened = "'{path}' is no adapter that can be read: {reason}."
+    remedy = "Name a directory with adapter_config.json and adapter_model.safetensors; pickles (.bin) are never read."
+    path: str
+    reason: str
+
+
+class AdapterDiffers(NxdtError):
+    """A saved adapter was trained with other options than the run's, and would compute something else."""
+
+    code = "NXDT-L005"
+    happened = "The adapter at '{where}' is another than this run's section adapter describes: {listed}."
+    remedy = "Set these keys of the section adapter to what the saved adapter has."
+    where: str
+    differences: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": "; ".join(self.differences)}
+
+
+class NoAdapterHere(NxdtError):
+    """A checkpoint of a run without LoRA."""
+
+    code = "NXDT-L006"
+    happened = "The checkpoint '{where}' has no LoRA adapter."
+    remedy = "Name a checkpoint of a run with adapter.name=lora."
+    where: str
+
+
+class MergeUnties(NxdtError):
+    """The embedding and the head share a matrix, and only one of them has the update."""
+
+    code = "NXDT-L007"
+    happened = "'{owner}' and '{user}' are one matrix, of which LoRA has updated one use: merged they would be two."
+    remedy = "Keep the adapter (nxdt checkpoint export-lora), or train without embedding and head in target_modules."
+    owner: str
+    user: str

@@ -6,15 +6,17 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from nxdt_core.nn.experts import SwiGLUExperts
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_lora.config import ALL_LINEAR
 from nxdt_plugin_lora.errors import TargetNotFound
 
-__all__ = ["adaptable", "chosen_modules", "chosen_targets"]
+__all__ = ["adaptable", "adaptable_names", "chosen_modules", "chosen_targets", "tables_of"]
 
 _SEPARATE: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -64,6 +66,20 @@ def chosen_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
     """
     candidates = [path for path, part in module.named_modules() if path and any(True for _ in part.parameters())]
     return [path for name in names for path in _meant(name, candidates, "modules_to_save", "module")]
+
+
+def adaptable_names(builder: ModelBuilder) -> set[str]:
+    """Names of the matrices of the builder's model that can get an update."""
+    with torch.device("meta"):
+        found = adaptable(builder.build())
+    return {path if isinstance(part, SwiGLUExperts) else f"{path}.weight" for path, part in found.items()}
+
+
+def tables_of(builder: ModelBuilder) -> list[str]:
+    """Names of the weights of the builder's model that are looked up row by row."""
+    with torch.device("meta"):
+        module = builder.build()
+    return [f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
 
 
 def _meant(name: str, candidates: Iterable[str], key: str, kind: str) -> list[str]:

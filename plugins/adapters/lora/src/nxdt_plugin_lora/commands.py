@@ -1,0 +1,83 @@
+"""``nxdt checkpoint merge-lora`` and ``nxdt checkpoint export-lora``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.checkpoint.ranks import on_all_ranks
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
+from nxdt_core.cli.table import human_size
+from nxdt_core.cli.verb import Verb, as_json, print_json
+
+if TYPE_CHECKING:
+    from nxdt_plugin_lora.merging import Merged
+
+__all__ = ["export_lora", "merge_lora"]
+
+
+@click.command(
+    "merge-lora",
+    cls=Verb,
+    short_help="Merge the LoRA adapter of a checkpoint into its base.",
+    examples=(
+        f"nxdt checkpoint merge-lora {EXAMPLE_URI} merged",
+        f"nxdt checkpoint merge-lora {EXAMPLE_URI}/step-00000040 merged --base Llama-3.1-8B",
+    ),
+)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--base", metavar="URI", help="The frozen weights, where they are not where the run took them.")
+@as_json
+@click.pass_context
+def merge_lora(ctx: click.Context, source: str, target: str, base: str | None, json_output: bool) -> None:
+    """Make a checkpoint of the model that a LoRA run trained, without an adapter.
+
+    SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory or an address
+    of an installed store, without checkpoints. `nxdt checkpoint export DST DIR` then writes a directory that
+    transformers loads. Memory holds one matrix at a time. Under torchrun or srun the processes divide the matrices.
+    """
+    from nxdt_plugin_lora import merging
+
+    ctx.exit(
+        on_all_ranks(
+            lambda ranks: merging.merge_lora(source, target, base=base, ranks=ranks),
+            lambda merged: _report(merged, json_output),
+        )
+    )
+
+
+def _report(merged: Merged, json_output: bool) -> None:
+    if json_output:
+        print_json(asdict(merged))
+        return
+    what = f"{merged.merged} updates, {human_size(merged.size_bytes)}"
+    click.echo(f"Merged {merged.source} into {merged.target}: {what}.")
+
+
+@click.command(
+    "export-lora",
+    cls=Verb,
+    short_help="Write the LoRA adapter of a checkpoint as a directory that peft loads.",
+    examples=(f"nxdt checkpoint export-lora {EXAMPLE_URI} my-adapter --base-model meta-llama/Llama-3.1-8B",),
+)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--base-model", metavar="NAME", help="What adapter_config.json names as the base: a path or a name.")
+@as_json
+def export_lora(source: str, target: str, base_model: str | None, json_output: bool) -> None:
+    """Write the adapter that a LoRA run trained, and nothing of its base, for `PeftModel.from_pretrained`.
+
+    SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory that is empty
+    or not there yet.
+    """
+    from nxdt_plugin_lora import exporting
+
+    exported = exporting.export_lora(source, target, base_model=base_model)
+    if json_output:
+        print_json(asdict(exported))
+        return
+    what = f"{exported.updates} updates, {human_size(exported.size_bytes)}"
+    click.echo(f"Exported {exported.source} to {exported.target}: {what}.")

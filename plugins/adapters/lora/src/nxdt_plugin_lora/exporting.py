@@ -1,0 +1,93 @@
+"""From a checkpoint of a LoRA run to a directory that peft opens: ``nxdt checkpoint export-lora``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxdt_core.checkpoint.foreign import recognise
+from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.errors import HFNotWritable
+from nxdt_core.training import assemble
+from nxdt_plugin_lora.peft_config import peft_config
+from nxdt_plugin_lora.peft_files import write_peft
+from nxdt_plugin_lora.peft_names import PeftTensor, base_of, peft_tensors
+from nxdt_plugin_lora.saved import SavedLora, open_saved
+from nxdt_plugin_lora.targets import adaptable_names, tables_of
+
+__all__ = ["ExportedLora", "export_lora"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedLora:
+    """What an export has written."""
+
+    source: str
+    """Address of the checkpoint."""
+    target: str
+    step: int
+    base: str | None
+    """What ``adapter_config.json`` names as the base model."""
+    updates: int
+    """Matrices with an update."""
+    size_bytes: int
+
+
+def export_lora(source: str, target: str, *, base_model: str | None = None) -> ExportedLora:
+    """Write the adapter alone, as ``PeftModel.from_pretrained(base, target)`` reads it.
+
+    Args:
+        source: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
+        target: a directory that is empty or not there yet.
+        base_model: what the files say of the base; None: the Hugging Face directory that the run began with, if any.
+
+    Raises:
+        NoAdapterHere: the run had none.
+        HFExchangeUnsupported, NoPeftForm: transformers has no such model, or peft no form for it.
+        HFNotWritable: ``target`` holds something.
+    """
+    directory = Path(target)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise HFNotWritable(directory=target)
+    saved = open_saved(source)
+    builder = assemble.model_builder(saved.config)
+    tensors = peft_tensors(builder, saved.trained, tables_of(builder))
+    base = base_model or _began_with(saved)
+    adaptable, found = adaptable_names(builder), sources(builder)
+    modules = [hf.removesuffix(".weight") for each in found if each.name in adaptable for hf in each.hf_names]
+    config = peft_config(
+        saved.lora,
+        base=base,
+        targets=_modules(tensors, updates=True),
+        whole=_whole_modules(tensors),
+        modules=modules,
+        transposed=any("transpose" in each.transform for each in found if each.name in saved.updated),
+    )
+    size_bytes = write_peft(directory, config, tensors, saved.read, base=saved.manifest.facts.base)
+    return ExportedLora(
+        source=saved.uri,
+        target=target,
+        step=saved.manifest.step,
+        base=base,
+        updates=len(saved.updated),
+        size_bytes=size_bytes,
+    )
+
+
+def _modules(tensors: dict[str, PeftTensor], *, updates: bool) -> set[str]:
+    return {module for each in tensors.values() if (each.leaf is not None) is updates for module in each.modules}
+
+
+def _whole_modules(tensors: dict[str, PeftTensor]) -> set[str]:
+    """Modules of which more than the bias trains whole."""
+    return {
+        module
+        for name, each in tensors.items()
+        if base_of(name) is None and not name.endswith(".bias")
+        for module in each.modules
+    }
+
+
+def _began_with(saved: SavedLora) -> str | None:
+    began = saved.manifest.facts.config.get("checkpoint", {}).get("resume_from")
+    return began if began is not None and recognise(Path(began)) == "hf" else None

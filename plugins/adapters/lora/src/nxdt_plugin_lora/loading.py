@@ -1,0 +1,95 @@
+"""Start from a saved adapter (``load_lora_from_ckpt``): one of a run here, or one that peft wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint.layout import step_name
+from nxdt_core.checkpoint.pieces import piece_of
+from nxdt_core.checkpoint.together import together
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors import AdapterOfAnotherBase, WeightsDoNotFit
+from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.piece import Box
+from nxdt_core.training import assemble
+from nxdt_core.training.frozen import base_digest, without_base
+from nxdt_plugin_lora.config import LoraConfig
+from nxdt_plugin_lora.errors import AdapterDiffers
+from nxdt_plugin_lora.peft_config import differences
+from nxdt_plugin_lora.peft_files import is_peft, read_config, read_peft
+from nxdt_plugin_lora.peft_names import peft_tensors
+from nxdt_plugin_lora.targets import tables_of
+
+__all__ = ["load_adapter"]
+
+_COMPUTED = ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
+
+
+def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+    """Fill what trains. Collective: it succeeds on all ranks or fails on all.
+
+    Raises:
+        AdapterDiffers: it was trained with other options.
+        AdapterOfAnotherBase: it was trained over other weights.
+        WeightsDoNotFit: it has updates of other layers.
+    """
+    assert own.lora_save_dir is not None
+    directory = Path(own.lora_save_dir, own.lora_load_tag or "")
+    if is_peft(directory):
+        _load_peft(directory, own, model, config, engine)
+    else:
+        _load_checkpoint(own, model, config, engine)
+
+
+def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+    tag, uri = own.lora_load_tag, str(own.lora_save_dir)
+    if tag is not None:
+        uri = f"{uri.rstrip('/')}/{step_name(int(tag)) if tag.isdigit() else tag}"
+    storage, step = assemble.locate(config, uri)
+    manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=engine.ranks)
+    where = assemble.step_uri(storage, manifest.step)
+    saved = manifest.facts.config.get("adapter", {})
+    different = [
+        f"{key} is {saved.get(key)} there and {getattr(own, key)} here"
+        for key in _COMPUTED
+        if saved.get(key) != getattr(own, key)
+    ]
+    if different:
+        raise AdapterDiffers(where=where, differences=different)
+    if manifest.facts.base and manifest.facts.base != base_digest(model, engine.ranks):
+        raise AdapterOfAnotherBase(where=where, base="this run")
+    weights = without_base(model, model.state_dict())
+    unmatched = checkpoint.load_model_into(
+        storage, manifest, weights, ranks=engine.ranks, replicas=model.replicas, strict=manifest.facts.without_base
+    )
+    if unmatched.missing:
+        raise WeightsDoNotFit(missing=unmatched.missing, extra=[], shapes=[])
+    model.load_state_dict(weights, strict=False)
+
+
+def _load_peft(
+    directory: Path, own: LoraConfig, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine
+) -> None:
+    digest = base_digest(model, engine.ranks)
+    held = without_base(model, model.state_dict())
+    own_shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    shapes = {name: shape for each in engine.ranks.all_gather_object(own_shapes) for name, shape in each.items()}
+
+    def fill() -> None:
+        different = list(differences(own, read_config(directory)))
+        if different:
+            raise AdapterDiffers(where=str(directory), differences=different)
+        builder = assemble.model_builder(config)
+        found, base = read_peft(directory, peft_tensors(builder, shapes, tables_of(builder)), shapes)
+        if base and base != digest:
+            raise AdapterOfAnotherBase(where=str(directory), base="this run")
+        with torch.no_grad():
+            for name, tensor in held.items():
+                piece = piece_of(name, tensor)
+                piece.tensor.copy_(found[name][piece.box.within(Box.whole(piece.shape))])
+
+    together(engine.ranks, fill, where=str(directory))
+    model.load_state_dict(held, strict=False)

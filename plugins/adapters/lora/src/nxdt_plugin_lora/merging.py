@@ -1,0 +1,150 @@
+"""From a checkpoint of a LoRA run to one of a plain model: ``nxdt checkpoint merge-lora``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint.assignment import Held, Listing, Place
+from nxdt_core.checkpoint.files import AttemptWriter
+from nxdt_core.checkpoint.layout import state_name
+from nxdt_core.checkpoint.save import save_listed
+from nxdt_core.checkpoint.shards import write_listed
+from nxdt_core.checkpoint.share import encode_state
+from nxdt_core.checkpoint.tensor_index import TensorPart
+from nxdt_core.checkpoint.together import rank_of
+from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.training import assemble
+from nxdt_core.training.foreign import check_empty
+from nxdt_core.training.state import TrainState
+from nxdt_plugin_lora.config import LoraConfig
+from nxdt_plugin_lora.errors import MergeUnties
+from nxdt_plugin_lora.peft_names import base_of
+from nxdt_plugin_lora.saved import SavedLora, open_saved
+from nxdt_plugin_lora.targets import tables_of
+
+__all__ = ["Merged", "merge_lora", "merged_weight"]
+
+_OF_THE_ADAPTER = ("adapter", "model_alignment_strategy")
+"""Sections that a merged model's run has no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What a merge has committed."""
+
+    source: str
+    target: str
+    """Address of the checkpoint."""
+    step: int
+    merged: int
+    """Matrices with an update."""
+    size_bytes: int
+
+
+def merge_lora(source: str, target: str, *, base: str | None = None, ranks: RankAgreement | None = None) -> Merged:
+    """Commit the model that a LoRA run trained as a checkpoint without an adapter, under the same step.
+
+    Each rank holds one matrix at a time. Updates are added in float32. Collective: it succeeds on all ranks or fails on
+    all.
+
+    Args:
+        source: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
+        target: address of a store without checkpoints.
+        base: address of the frozen weights, where they are not where the run took them.
+        ranks: that divide the matrices; None for a process that is alone.
+
+    Raises:
+        NoAdapterHere: the run had none.
+        AdapterOfAnotherBase: the frozen weights are others than the run's.
+        MergeUnties: the update is of one of two tied matrices.
+        ImportPlaceTaken: ``target`` holds a checkpoint.
+    """
+    saved = open_saved(source, base=base)
+    _check_ties(saved)
+    place = checkpoint.open_storage(target, saved.config.kernel)
+    held = {
+        ("model", name): Held(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
+        for name, spec in saved.base.specs.items()
+        if base_of(name) is None
+    }
+
+    def prepare() -> Listing:
+        if rank_of(ranks) == 0:
+            check_empty(place)
+            saved.check_base()
+        return held
+
+    def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+        return _write(writer, saved, {name: held["model", name] for _, name in held if ("model", name) in mine}, ranks)
+
+    facts = saved.manifest.facts
+    config = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
+    manifest = save_listed(
+        place,
+        step=saved.manifest.step,
+        prepare=prepare,
+        write=write,
+        facts=replace(facts, config=config, base="", without_base=False, fencing=0),
+        ranks=ranks,
+    )
+    return Merged(
+        source=saved.uri,
+        target=assemble.step_uri(place, manifest.step),
+        step=manifest.step,
+        merged=len(saved.updated),
+        size_bytes=manifest.size_bytes,
+    )
+
+
+def merged_weight(
+    weight: torch.Tensor, update: Mapping[str, torch.Tensor], config: LoraConfig, *, table: bool = False
+) -> torch.Tensor:
+    """``weight`` with its update, in its own dtype.
+
+    Args:
+        weight: [out, in], a table [rows, width], or of experts [experts, out, in].
+        update: its parameters by kind.
+        config: of the run.
+        table: whether it is one that is looked up.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    down, up = update["lora_A"].to(wide), update["lora_B"].to(wide)
+    whole = weight.to(wide) + config.scaling * (down @ up if table else up @ down)
+    if "lora_magnitude" in update:
+        norms = torch.linalg.vector_norm(whole, dim=1, keepdim=True)
+        whole = whole * (update["lora_magnitude"].to(wide).unsqueeze(1) / norms)
+    return whole.to(weight.dtype)
+
+
+def _write(
+    writer: AttemptWriter, saved: SavedLora, held: Mapping[str, Held], ranks: RankAgreement | None
+) -> dict[Place, TensorPart]:
+    updated, tables = saved.updated, tables_of(assemble.model_builder(saved.config))
+
+    def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
+        for name in names:
+            weight = saved.read(name) if name in saved.trained else saved.base.read(name)
+            if name in updated:
+                update = {kind: saved.read(parameter) for kind, parameter in updated[name].items()}
+                weight = merged_weight(weight, update, saved.lora, table=name in tables)
+            yield weight.to(getattr(torch, held[name].dtype))
+
+    rank = rank_of(ranks)
+    written = write_listed(writer, "model", held, read, rank=rank)
+    if rank == 0:
+        train = TrainState(step=saved.manifest.step, consumed_samples=saved.manifest.facts.consumed_samples)
+        with writer.file(state_name(0)) as stream:
+            stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, {}, 0))
+    return {("model", name): part for name, part in written.items()}
+
+
+def _check_ties(saved: SavedLora) -> None:
+    for owner, user in assemble.model_builder(saved.config).plan().tied:
+        if {owner, user} & saved.updated.keys():
+            raise MergeUnties(owner=owner, user=user)

@@ -1,0 +1,71 @@
+"""``adapter_config.json`` of peft, from and to the section ``adapter``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from nxdt_plugin_lora.config import LoraConfig
+
+__all__ = ["differences", "peft_config"]
+
+_SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+"""Theirs → ours: what decides on the values of the update."""
+_THEIR_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
+_UNREAD = ("rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "target_parameters", "megatron_config")
+"""Features of peft that change what is computed and are not implemented."""
+
+
+def peft_config(
+    config: LoraConfig,
+    *,
+    base: str | None,
+    targets: Iterable[str],
+    whole: Iterable[str],
+    modules: Iterable[str],
+    transposed: bool,
+) -> dict[str, Any]:
+    """The file's content.
+
+    Args:
+        config: of the run.
+        base: name or path of the base model.
+        targets: modules of transformers with an update.
+        whole: modules that train whole.
+        modules: all that could have an update.
+        transposed: whether the base's matrices lie there as [in, out].
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        **{theirs: getattr(config, ours) for theirs, ours in _SAME.items()},
+        "lora_dropout": config.lora_dropout,
+        "bias": config.biases,
+        "target_modules": shortened(targets, modules),
+        "modules_to_save": sorted(whole) or None,
+        "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+    }
+
+
+def shortened(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The last words of ``targets``, where all modules that end so are among them; else whole paths."""
+    chosen, by_leaf = set(targets), defaultdict(set)
+    for module in {*modules, *chosen}:
+        by_leaf[module.rpartition(".")[2]].add(module)
+    short = {leaf for leaf, found in by_leaf.items() if found <= chosen and not leaf.isdigit()}
+    return sorted(short | {module for module in chosen if module.rpartition(".")[2] not in short})
+
+
+def differences(config: LoraConfig, theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Where a file's adapter computes something else than ``config`` describes."""
+    for name, ours in _SAME.items():
+        found = theirs.get(name, _THEIR_DEFAULTS[name])
+        if found != getattr(config, ours):
+            yield f"{ours} is {found} there and {getattr(config, ours)} here"
+    for name in _UNREAD:
+        if theirs.get(name):
+            yield f"it uses {name}, which is not implemented"

@@ -1,0 +1,99 @@
+"""Directories that peft reads and writes: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nxdt_core.checkpoint.hf_files import read_json
+from nxdt_core.devices import HOST
+from nxdt_core.errors import WeightsDoNotFit
+from nxdt_plugin_lora.errors import AdapterFileDamaged
+from nxdt_plugin_lora.peft_names import PeftTensor
+
+__all__ = ["CONFIG", "WEIGHTS", "is_peft", "read_config", "read_peft", "write_peft"]
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_BASE = "nxdt_base"
+"""Key of the file's metadata, which peft leaves alone: digest of the base that the adapter was trained over."""
+
+
+def is_peft(path: Path) -> bool:
+    """Whether ``path`` is such a directory, by its names alone."""
+    return (path / CONFIG).is_file()
+
+
+def write_peft(
+    directory: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, PeftTensor],
+    read: Callable[[str], torch.Tensor],
+    *,
+    base: str,
+) -> int:
+    """Write a directory; returns its bytes of weights.
+
+    Args:
+        directory: is made.
+        config: of :func:`nxdt_plugin_lora.peft_config.peft_config`.
+        tensors: of :func:`nxdt_plugin_lora.peft_names.peft_tensors`.
+        read: gives the whole parameter of a name.
+        base: digest of the frozen weights.
+    """
+    written = dict(item for name, tensor in tensors.items() for item in tensor.write(read(name)))
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(written, directory / WEIGHTS, metadata={"format": "pt", _BASE: base})
+    (directory / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    return sum(tensor.nbytes for tensor in written.values())
+
+
+def read_peft(
+    directory: Path, tensors: Mapping[str, PeftTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The trained parameters by our names, whole and on the host, and the base's digest (empty where peft wrote it).
+
+    Raises:
+        AdapterFileDamaged: a file is missing or broken.
+        WeightsDoNotFit: it holds other tensors than ``tensors`` stand for.
+    """
+    path = directory / WEIGHTS
+    try:
+        with safe_open(path, framework="pt", device=HOST.type) as file:
+            held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AdapterFileDamaged(path=str(path), reason=str(error)) from error
+    wanted = {part for tensor in tensors.values() for part in tensor.source.hf_names}
+    base_layers = {name for name in held if name.endswith(".base_layer.weight")}  # beside embeddings; they are frozen
+    missing, extra = sorted(wanted - held.keys()), sorted(held.keys() - wanted - base_layers)
+    if missing or extra:
+        raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[])
+    found = {name: tensor.read(held.__getitem__) for name, tensor in tensors.items()}
+    wrong = [
+        f"{name}: {tuple(value.shape)} instead of {shapes[name]}"
+        for name, value in found.items()
+        if tuple(value.shape) != shapes[name]
+    ]
+    if wrong:
+        raise WeightsDoNotFit(missing=[], extra=[], shapes=wrong)
+    return found, metadata.get(_BASE, "")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The content of ``adapter_config.json``.
+
+    Raises:
+        AdapterFileDamaged: it describes no LoRA.
+        HFFileMissing, HFFileDamaged: of the file.
+    """
+    found = read_json(directory, CONFIG)
+    if found.get("peft_type") != "LORA":
+        reason = f"its peft_type is {found.get('peft_type')!r}, not 'LORA'"
+        raise AdapterFileDamaged(path=str(directory / CONFIG), reason=reason)
+    return found

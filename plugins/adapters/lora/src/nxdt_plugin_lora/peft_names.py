@@ -1,0 +1,130 @@
+"""Names and forms of an adapter's tensors in the files of peft, derived from the key map of the model's builder.
+
+An update is stored there beside the matrix that it belongs to: what the key map does to the rows of that is done to
+those of ``lora_B`` and of DoRA's norms, and ``lora_A`` is as it is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from nxdt_core.checkpoint.hf_keys import Source, sources
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_plugin_lora.errors import NoPeftForm
+
+__all__ = ["Leaf", "PeftTensor", "base_of", "peft_tensors"]
+
+_PREFIX = "base_model.model."
+_ROWS = {"transpose": "none", "interleave_transpose": "interleave"}
+"""What a transform does to rows alone, where that is another one."""
+_IN_PEFT = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+_EMBEDDING_IN_PEFT = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """A parameter of an update."""
+
+    base: str
+    """Global name of the matrix that is updated."""
+    kind: str
+    """``lora_A``, ``lora_B`` or ``lora_magnitude``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftTensor:
+    """One trained parameter, and the tensors that stand for it there."""
+
+    source: Source
+    modules: tuple[str, ...]
+    """Of transformers, which it is an update of or belongs to."""
+    leaf: Leaf | None
+    """None for a parameter of the base that trains whole."""
+    transposed: bool = False
+    """Whether they lie there the other way round."""
+
+    def write(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the file."""
+        for part in self.source.tensors():
+            found = part.of(tensor[part.box.within(part.box.whole(part.parameter_shape))])
+            yield part.name, (found.t() if self.transposed else found).contiguous()
+
+    def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The parameter, of tensors that ``fetch`` gives by name."""
+        return self.source.read(lambda name: fetch(name).t() if self.transposed else fetch(name))
+
+
+def base_of(name: str) -> Leaf | None:
+    """What the parameter ``name`` of an update belongs to; None for one of the base."""
+    owner, _, kind = name.rpartition(".")
+    if kind not in _IN_PEFT:
+        return None
+    layer, _, last = owner.rpartition(".")
+    if last == "update":
+        return Leaf(base=f"{layer}.weight", kind=kind)
+    return Leaf(base=f"{layer.removesuffix('.updates')}.{last}", kind=kind)
+
+
+def peft_tensors(
+    builder: ModelBuilder, shapes: Mapping[str, tuple[int, ...]], embeddings: Iterable[str]
+) -> dict[str, PeftTensor]:
+    """The trained parameters of a model by name.
+
+    Args:
+        builder: of the model, without adapters.
+        shapes: of all trained parameters, by name.
+        embeddings: names of the tables that are looked up.
+
+    Raises:
+        HFExchangeUnsupported: the builder has no key map.
+        NoPeftForm: an update of a matrix that is several in transformers.
+    """
+    of_base = {source.name: source for source in sources(builder)}
+    of_base |= {user: of_base[owner] for owner, user in builder.plan().tied}
+    leaves = {name: base_of(name) for name in shapes}
+    updated = {leaf.base.rpartition(".")[0] for leaf in leaves.values() if leaf is not None}
+    tables = frozenset(embeddings)
+    found = {}
+    for name, shape in shapes.items():
+        leaf = leaves[name]
+        if leaf is None:
+            found[name] = _whole(of_base[name], updated)
+        else:
+            source = _named_for(leaf, of_base[leaf.base], dict(builder.plan().tied))
+            found[name] = _update(name, shape, leaf, source, table=leaf.base in tables)
+    return found
+
+
+def _named_for(leaf: Leaf, source: Source, tied: Mapping[str, str]) -> Source:
+    """A head that shares the embedding's weight has a module of its own, which no tensor of the base is named for."""
+    if leaf.base == tied.get(source.name):
+        return replace(source, hf_names=("lm_head.weight",))
+    return source
+
+
+def _whole(source: Source, updated: set[str]) -> PeftTensor:
+    """A base parameter; the bias of a layer with an update lies below that layer's ``base_layer``."""
+    owner = source.name.rpartition(".")[0]
+    modules = tuple(name.rpartition(".")[0] for name in source.hf_names)
+    beneath = ".base_layer" if owner in updated else ""
+    names = tuple(
+        f"{_PREFIX}{module}{beneath}.{name.rpartition('.')[2]}"
+        for module, name in zip(modules, source.hf_names, strict=True)
+    )
+    return PeftTensor(source=replace(source, hf_names=names), modules=modules, leaf=None)
+
+
+def _update(name: str, shape: tuple[int, ...], leaf: Leaf, source: Source, *, table: bool) -> PeftTensor:
+    if source.transform == "concat":
+        raise NoPeftForm(parameter=leaf.base, tensors=len(source.hf_names))
+    modules = tuple(theirs.removesuffix(".weight") for theirs in source.hf_names)
+    suffix = (_EMBEDDING_IN_PEFT if table else _IN_PEFT)[leaf.kind]
+    by_rows = leaf.kind == "lora_A" if table else leaf.kind != "lora_A"
+    transform = _ROWS.get(source.transform, source.transform)
+    form = transform if by_rows or transform == "stack" else "none"
+    named = tuple(f"{_PREFIX}{module}.{suffix}" for module in modules)
+    of_leaf = Source(name=name, shape=shape, hf_names=named, transform=form, sections=source.sections)
+    return PeftTensor(source=of_leaf, modules=modules, leaf=leaf, transposed=table)

@@ -1,0 +1,99 @@
+"""A LoRA run's checkpoint, opened on one process: its section, its updates, and the weights below them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.training import assemble
+from nxdt_core.training.base_weights import BaseWeights, base_weights
+from nxdt_core.training.saved_config import saved_config
+from nxdt_plugin_lora.adapter import LoraAdapter
+from nxdt_plugin_lora.config import LoraConfig
+from nxdt_plugin_lora.errors import NoAdapterHere
+from nxdt_plugin_lora.peft_names import base_of
+
+__all__ = ["SavedLora", "open_saved"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLora:
+    """One checkpoint."""
+
+    storage: CheckpointStorage
+    manifest: Manifest
+    config: ResolvedConfig
+    lora: LoraConfig
+    trained: Mapping[str, tuple[int, ...]]
+    """Shapes of all that trained, by name."""
+    base: BaseWeights
+
+    @property
+    def uri(self) -> str:
+        """Its address."""
+        return assemble.step_uri(self.storage, self.manifest.step)
+
+    @property
+    def updated(self) -> Mapping[str, Mapping[str, str]]:
+        """By name of a matrix: the parameters of its update by kind (``lora_A``, …)."""
+        found: dict[str, dict[str, str]] = {}
+        for name in self.trained:
+            leaf = base_of(name)
+            if leaf is not None:
+                found.setdefault(leaf.base, {})[leaf.kind] = name
+        return found
+
+    def read(self, name: str) -> torch.Tensor:
+        """A trained parameter, whole."""
+        return checkpoint.load_model(self.storage, self.manifest, [name])[name]
+
+    def check_base(self) -> None:
+        """See that the weights below are those that it was trained over.
+
+        Raises:
+            AdapterOfAnotherBase: they are not.
+        """
+        frozen = [name for name in self.base.specs if name not in self.trained and base_of(name) is None]
+        self.base.check(frozen, self.manifest.facts.base, where=self.uri)
+
+
+def open_saved(source: str, *, base: str | None = None) -> SavedLora:
+    """The checkpoint at ``source``: a store, of which the newest good one is taken, or one step of it.
+
+    Args:
+        source: address.
+        base: address of the frozen weights, where they are not where its run took them.
+
+    Raises:
+        NoAdapterHere: its run trained without LoRA.
+        CheckpointNotFound, SavedConfigUnusable: it cannot be opened.
+    """
+    storage, step = checkpoint.locate(source, Kernel.start())
+    manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning)
+    uri = assemble.step_uri(storage, manifest.step)
+    config = saved_config(manifest, where=uri)
+    chosen = config.components["adapter"]
+    if chosen is None or not isinstance(chosen.config, LoraConfig) or not chosen.config.enable_lora:
+        raise NoAdapterHere(where=uri)
+    builder = assemble.model_builder(config)
+    with torch.device("meta"):
+        model = builder.build()
+        LoraAdapter(chosen.config).apply(model, builder.plan())
+    return SavedLora(
+        storage=storage,
+        manifest=manifest,
+        config=config,
+        lora=chosen.config,
+        trained={name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
+        base=base_weights(config, storage, manifest, base=base),
+    )
