@@ -1,0 +1,230 @@
+"""Records of every form become conversations; each way to get them wrong is named with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from nxdt_plugin_sft_chat.conversation import Place
+from nxdt_plugin_sft_chat.errors import (
+    ArrowUnreadable,
+    BadJsonFile,
+    BadMessage,
+    EmptyTurn,
+    NoRecords,
+    RolesOutOfOrder,
+    UnknownRecord,
+    UnknownRole,
+)
+from nxdt_plugin_sft_chat.records import read_record
+from nxdt_plugin_sft_chat.sources import read_files
+
+from nxdt_core.errors import BadJsonLine, DataFileNotFound, TextNotUtf8
+
+SYSTEM = {"role": "system", "content": "s"}
+USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+RESULT = {"role": "tool", "content": "r"}
+
+
+def read(record):
+    return read_record(record, Place(path="a.jsonl", number=7))
+
+
+def said(record):
+    return [(message.role, message.content) for message in read(record).messages]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]},
+        {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
+        {"conversations": [USER, ANSWER], "messages": None},
+        {"input": "u", "output": "a"},
+    ],
+)
+def test_the_forms_say_the_same(record):
+    assert said(record) == [("user", "u"), ("assistant", "a")]
+
+
+@pytest.mark.parametrize("record", [{"input": "u", "output": "a"}, {"messages": [USER, ANSWER]}])
+def test_a_system_text_beside_the_messages_comes_first(record):
+    assert said({**record, "system": "s"})[0] == ("system", "s")
+    assert said({"messages": [SYSTEM, USER, ANSWER], "system": "other"})[0] == ("system", "s")
+
+
+def test_calls_of_functions_get_their_arguments_as_objects(call):
+    found = read(call)
+    (made,) = found.messages[1].fields["tool_calls"]
+    assert made == {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+    assert found.tools == call["tools"]
+    same = {**call, "tools": json.dumps(call["tools"])}
+    assert read(same) == found
+
+
+def test_sharegpt_calls_are_calls():
+    record = {
+        "conversations": [
+            {"from": "human", "value": "u"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "r"},
+            {"from": "gpt", "value": "a"},
+        ]
+    }
+    found = read(record).messages
+    assert [message.role for message in found] == ["user", "assistant", "tool", "assistant"]
+    assert found[1].fields["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+def test_fields_that_templates_read_are_kept_and_train_is_none_of_them():
+    message = read({"messages": [USER, {**ANSWER, "reasoning_content": "r", "name": None, "train": False}]}).messages[1]
+    assert message.train is False
+    assert message.for_template("") == {"role": "assistant", "content": "a", "reasoning_content": "r"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [SYSTEM, USER, ANSWER, USER, ANSWER],
+        [USER],
+        [USER, CALLS],
+        [USER, CALLS, RESULT, RESULT, CALLS, RESULT, ANSWER, USER],
+    ],
+)
+def test_conversations_whose_speakers_take_turns_pass(messages):
+    assert len(read({"messages": messages}).messages) == len(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "number", "found"),
+    [
+        ([ANSWER], 1, "'assistant' speaks first"),
+        ([RESULT], 1, "'tool' speaks first"),
+        ([SYSTEM, SYSTEM, USER], 2, "'system' follows 'system'"),
+        ([USER, SYSTEM], 2, "'system' follows 'user', where 'assistant' must speak"),
+        ([USER, USER], 2, "'user' follows 'user'"),
+        ([USER, ANSWER, ANSWER], 3, "'assistant' follows 'assistant'"),
+        ([USER, ANSWER, RESULT], 3, "'tool' follows 'assistant'"),
+        ([USER, CALLS, USER], 3, "'user' follows 'assistant with tool calls', where 'tool' must speak"),
+        ([USER, CALLS, RESULT, USER], 4, "'user' follows 'tool'"),
+    ],
+)
+def test_speakers_out_of_turn_are_named(messages, number, found):
+    with pytest.raises(RolesOutOfOrder) as caught:
+        read({"messages": messages})
+    assert f"a.jsonl:7, message {number}: {found}" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", " \n", None])
+def test_an_empty_turn_of_the_assistant_is_refused(content):
+    with pytest.raises(EmptyTurn, match="a.jsonl:7, message 2"):
+        read({"messages": [USER, {"role": "assistant", "content": content}]})
+
+
+@pytest.mark.parametrize(("role", "hint"), [("asistant", "'assistant'"), ("Tool", "'tool'"), ("bot", "Roles are")])
+def test_an_unknown_role_is_named_with_the_nearest(role, hint):
+    with pytest.raises(UnknownRole, match="a.jsonl:7, message 1") as caught:
+        read({"messages": [{"role": role, "content": "x"}]})
+    assert hint in str(caught.value)
+    with pytest.raises(UnknownRole):
+        read({"conversations": [{"from": role, "value": "x"}]})
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ({"text": "x"}, "'text'"),
+        ({}, "none"),
+        ({"input": "u"}, "'input'"),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "objective such as 'dpo'"),
+    ],
+)
+def test_a_record_of_no_form_is_named_with_its_keys(record, found):
+    with pytest.raises(UnknownRecord, match="a.jsonl:7: no conversation") as caught:
+        read(record)
+    assert found in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ({"messages": "x"}, "'messages' must be a list"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": ["x"]}, "message 1: it is a str"),
+        ({"messages": [{"content": "x"}]}, "no text under 'role'"),
+        ({"conversations": [{"value": "x"}]}, "no text under 'from'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "its content is a int"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image"),
+        ({"input": ["u"], "output": "a"}, "its content is a list"),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, "'train' is 'no'"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": "f"}]}, "tool calls are no list"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "no function with a name"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "of f: no JSON"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "1"}]}]}, "are no object"),
+        ({"messages": [USER, ANSWER], "tools": "nonsense"}, "'tools': no JSON"),
+        ({"messages": [USER, ANSWER], "tools": ["f"]}, "list of JSON schemas"),
+    ],
+)
+def test_messages_that_are_none_are_named_with_the_reason(record, found):
+    with pytest.raises(BadMessage, match="a.jsonl:7") as caught:
+        read(record)
+    assert found in str(caught.value)
+
+
+def test_files_of_every_format_give_the_same_records(tmp_path, talk):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow has no Parquet")
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(talk).encode()))
+    (tmp_path / "c.json").write_text(json.dumps([talk], indent=2))
+    (tmp_path / "d.json").write_text(json.dumps(talk))
+    table = pyarrow.Table.from_pylist([talk])
+    parquet.write_table(table, tmp_path / "e.parquet")
+    for name, writer in (("f", pyarrow.ipc.new_stream), ("g", pyarrow.ipc.new_file)):
+        with writer(tmp_path / f"{name}.arrow", table.schema) as sink:
+            sink.write_table(table)
+    found, _ = read_files([tmp_path / "*"], "data.train_files")
+    assert [record for _, record in found] == [talk] * 7
+
+
+def test_a_directory_that_the_datasets_library_wrote_is_read(tmp_path, shipped):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    plain = [record for record in shipped if "tools" not in record]
+    datasets.Dataset.from_list(plain).save_to_disk(tmp_path / "saved")
+    found, _ = read_files([tmp_path / "saved"], "data.train_files")
+    assert [record for _, record in found] == plain
+
+
+def test_places_count_lines_and_records(write):
+    path = write({"a": 1}, "", {"b": 2})
+    found, _ = read_files([path], "data.train_files")
+    assert [str(place) for place, _ in found] == [f"{path}:1", f"{path}:3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "found"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"b": \n', BadJsonLine, "a.jsonl:2"),
+        ("a.jsonl", b'[{"a": 1}]', BadJsonLine, "a.jsonl:1"),
+        ("a.json", b'[{"a": 1}', BadJsonFile, "a.json"),
+        ("a.json", b"[1]", BadJsonFile, "an entry is no object"),
+        ("a.jsonl", b'{"a": "caf\xe9"}', TextNotUtf8, "byte 0xe9"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16"), TextNotUtf8, "position 0"),
+        ("a.jsonl", b"\n", NoRecords, "a.jsonl holds no records"),
+        ("a.json", b"[]", NoRecords, "a.json holds no records"),
+        ("a.arrow", b"nonsense", ArrowUnreadable, "a.arrow"),
+        ("a.parquet", b"nonsense", ArrowUnreadable, "a.parquet"),
+        ("b.jsonl", b"", DataFileNotFound, "a.jsonl"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error, found):
+    if name.endswith(("arrow", "parquet")):
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    wanted = tmp_path / name.replace("b.", "a.")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error) as caught:
+        read_files([wanted], "data.train_files")
+    assert found in str(caught.value)
