@@ -53,6 +53,7 @@ def with_reference(
         ReferenceLost: the run goes on, and the file is not there.
         CannotWriteRunDirectory: the file cannot be written.
     """
+    weights = engine.ranks.broadcast_object(weights)  # files of several machines may differ in what they are told by
     path = config.run_dir / _DIRECTORY / f"{dataset.fingerprint()}.npz"
     kept = engine.ranks.on_rank_zero(lambda: _read(path))
     if kept is not None and weights in (None, kept[0]):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nxdt_plugin_preference.config import TruncationMode
 from nxdt_plugin_preference.errors import NoRoomForAnswers
-from nxdt_plugin_preference.rendering import Answer
+from nxdt_plugin_preference.rendering import Pair
 
 __all__ = ["Fitting"]
 
@@ -27,15 +27,11 @@ class Fitting:
         if self.max_prompt_length >= self.seq_length:
             raise NoRoomForAnswers(prompt=self.max_prompt_length, sequence=self.seq_length)
 
-    def fit(self, chosen: Answer, rejected: Answer) -> tuple[Answer, Answer]:
-        """Both answers with as much of the prompt and of themselves as a sequence holds."""
-        pair = (chosen, rejected)
-        longest = max(len(one.answer) for one in pair)
-        if max(len(one.prompt) for one in pair) + longest <= self.seq_length:
+    def fit(self, pair: Pair) -> Pair:
+        """As much of the prompt and of the answers as a sequence holds; ``pair`` itself where that is all."""
+        if len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) <= self.seq_length:
             return pair
-        return self._cut(chosen), self._cut(rejected)
-
-    def _cut(self, one: Answer) -> Answer:
         limit = self.max_prompt_length
-        prompt = one.prompt[:limit] if self.mode == "keep_start" else one.prompt[-limit:]
-        return replace(one, prompt=prompt, answer=one.answer[: self.seq_length - len(prompt)])
+        prompt = pair.prompt[:limit] if self.mode == "keep_start" else pair.prompt[-limit:]
+        left = self.seq_length - len(prompt)
+        return Pair(prompt=prompt, chosen=pair.chosen[:left], rejected=pair.rejected[:left])

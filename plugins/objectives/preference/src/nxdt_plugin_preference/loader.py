@@ -22,7 +22,7 @@ from nxdt_plugin_preference.dataset import PairDataset
 from nxdt_plugin_preference.errors import NoPairs
 from nxdt_plugin_preference.fitting import Fitting
 from nxdt_plugin_preference.records import read_preference
-from nxdt_plugin_preference.rendering import Answer, Renderer
+from nxdt_plugin_preference.rendering import Pair, Renderer
 
 __all__ = ["PreferenceDataloader"]
 
@@ -71,22 +71,22 @@ class PreferenceDataloader:
             )
         return self._dataset(*self._read(name)) if self._config.files(name) else None
 
-    def _read(self, name: SplitName) -> tuple[list[tuple[Answer, Answer]], str]:
+    def _read(self, name: SplitName) -> tuple[list[Pair], str]:
         """The pairs of a split's files, and a digest of all that decides them."""
         paths = expand(self._config.files(name), f"data.{name}_files")
         contents = [(path, read_bytes(path)) for path in paths]
-        pairs: list[tuple[Answer, Answer]] = []
+        pairs: list[Pair] = []
         cut = 0
         for place, record in self._first(contents):
             whole = self._renderer.render(read_preference(record, place))
-            pairs.append(self._fitting.fit(*whole))
-            cut += pairs[-1] != whole
+            pairs.append(self._fitting.fit(whole))
+            cut += pairs[-1] is not whole
         if cut:
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
         digests = [digest(content) for _, content in contents]
         return pairs, digest("preference", *digests, self._renderer.fingerprint(), self._fitting, len(pairs))
 
-    def _dataset(self, pairs: list[tuple[Answer, Answer]], source: str) -> PairDataset:
+    def _dataset(self, pairs: list[Pair], source: str) -> PairDataset:
         pad_ids = (self._tokenizer.pad_id, self._tokenizer.eos_id, 0)
         pad_id = next(pad for pad in pad_ids if pad is not None)
         return PairDataset(pairs, seq_length=self._fitting.seq_length, pad_id=pad_id, source=source)

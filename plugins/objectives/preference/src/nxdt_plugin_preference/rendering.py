@@ -1,7 +1,7 @@
 """A prompt and two answers → tokens, and where the answers begin.
 
-An answer's tokens are those behind what it and its prompt alone have in common: so a token that reaches from one into
-the other belongs to the answer, as it does in TRL.
+The prompt's tokens are those that it has in common, alone, with both conversations: a token that would reach from it
+into an answer belongs to the answers, as in TRL.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from nxdt_plugin_preference.errors import (
     ChatTemplateRefuses,
     SpecialTokenInText,
 )
-from nxdt_plugin_preference.records import Messages, Preference, Text
+from nxdt_plugin_preference.records import Messages, Preference
 
-__all__ = ["Answer", "Renderer"]
+__all__ = ["Pair", "Renderer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A prompt and one answer to it, in tokens."""
+class Pair:
+    """A prompt and two answers, in tokens."""
 
     prompt: list[int]
-    answer: list[int]
+    chosen: list[int]
+    rejected: list[int]
 
 
 class Renderer:
@@ -66,45 +67,44 @@ class Renderer:
         """Digest of all that decides which tokens a pair becomes."""
         return digest(self._tokenizer.fingerprint(), self._template)
 
-    def render(self, pair: Preference) -> tuple[Answer, Answer]:
-        """The chosen and the rejected answer.
+    def render(self, pair: Preference) -> Pair:
+        """The tokens of a record.
 
         Raises:
             ChatTemplateMissing, ChatTemplateRefuses, AnswersInseparable, SpecialTokenInText: each names the place.
         """
-        return self._answer(pair, pair.chosen, "chosen"), self._answer(pair, pair.rejected, "rejected")
-
-    def _answer(self, pair: Preference, answer: Text, key: str) -> Answer:
-        if isinstance(pair.prompt, str):
-            assert isinstance(answer, str)  # the answers of a record are of its prompt's kind
-            return self._of_text(pair.prompt, answer)
-        assert not isinstance(answer, str)
-        return self._of_messages(pair, pair.prompt, answer, key)
-
-    def _of_text(self, prompt: str, answer: str) -> Answer:
-        alone, whole = self._tokenizer.encode_batch([prompt, prompt + answer])
-        begin, end = ([] if id_ is None else [id_] for id_ in (self._tokenizer.bos_id, self._tokenizer.eos_id))
-        shared = _shared(alone, whole)
-        return Answer(prompt=begin + whole[:shared], answer=whole[shared:] + end)
-
-    def _of_messages(self, pair: Preference, prompt: Messages, answer: Messages, key: str) -> Answer:
-        if self._chat is None or self._template is None:
+        prompt, chosen, rejected = pair.prompt, pair.chosen, pair.rejected
+        if isinstance(prompt, str):
+            assert isinstance(chosen, str)  # the answers of a record are of its prompt's kind
+            assert isinstance(rejected, str)
+            begin, end = ([] if id_ is None else [id_] for id_ in (self._tokenizer.bos_id, self._tokenizer.eos_id))
+            ids = self._tokenizer.encode_batch([prompt, prompt + chosen, prompt + rejected])
+            return _parted(ids, begin, end)
+        assert not isinstance(chosen, str)
+        assert not isinstance(rejected, str)
+        if self._chat is None:
             raise ChatTemplateMissing(place=pair.place)
+        texts = [self._written(pair, prompt, prompts=True)]
+        for key, answer in (("chosen", chosen), ("rejected", rejected)):
+            texts.append(self._answered(pair, prompt, answer, key))
+        return _parted([located.ids.tolist() for located in self._chat.locate(texts)])
+
+    def _answered(self, pair: Preference, prompt: Messages, answer: Messages, key: str) -> str:
+        """A whole conversation up to the end of its last turn; space behind that is nobody's answer."""
         self._check_texts(pair.place, [*prompt, *answer])
-        before, text = self._written(pair, prompt, prompts=True), self._written(pair, [*prompt, *answer])
+        text = self._written(pair, [*prompt, *answer])
         # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
-        if not text.startswith(before) and not text.startswith(self._written(pair, prompt)):
+        if not any(text.startswith(self._written(pair, prompt, prompts=prompts)) for prompts in (True, False)):
             raise AnswersInseparable(place=pair.place, key=key)
-        alone, whole = (located.ids.tolist() for located in self._chat.locate([before, text.rstrip()]))
-        shared = _shared(alone, whole)
-        return Answer(prompt=whole[:shared], answer=whole[shared:])
+        return text.rstrip()
 
     def _written(self, pair: Preference, messages: Messages, *, prompts: bool = False) -> str:
         """Messages as the template of a sandbox writes them, with the beginning of a turn where ``prompts``."""
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        assert self._chat is not None
+        if self._chat is None or self._template is None:
+            raise ChatTemplateMissing(place=pair.place)
         tokens: Mapping[str, Any] = self._chat.special_tokens()
         tools = None if pair.tools is None else [*pair.tools]
         try:
@@ -123,9 +123,14 @@ class Renderer:
                     raise SpecialTokenInText(place=place, token=token)
 
 
+def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:
+    """Of a prompt alone and with either answer: what all three begin with, and what follows in each of the latter."""
+    prompt, chosen, rejected = ids
+    shared = min(_shared(prompt, chosen), _shared(prompt, rejected))
+    return Pair(prompt=[*begin, *prompt[:shared]], chosen=[*chosen[shared:], *end], rejected=[*rejected[shared:], *end])
+
+
 def _shared(alone: Sequence[int], whole: Sequence[int]) -> int:
     """Tokens with which both begin."""
-    for number, (one, other) in enumerate(zip(alone, whole, strict=False)):
-        if one != other:
-            return number
-    return min(len(alone), len(whole))
+    pairs = enumerate(zip(alone, whole, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(alone), len(whole)))
