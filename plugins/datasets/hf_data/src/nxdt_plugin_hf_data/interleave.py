@@ -1,4 +1,4 @@
-"""Streams over streams: several by weight, several one after the other, and one in a random order by blocks."""
+"""Streams over streams: several by weight, and one in a random order by blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxdt_core.data.permutation import Permutation
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import IterableDataset
 
-__all__ = ["Blocks", "Chain", "Interleave"]
+__all__ = ["Blocks", "Interleave"]
 
 
 class Interleave:
@@ -49,30 +49,6 @@ class Interleave:
     def fingerprint(self) -> str:
         """Digest of the streams and their shares."""
         return digest("interleave", *(stream.fingerprint() for stream in self._streams), self._shares)
-
-
-class Chain:
-    """Finite streams one after the other."""
-
-    def __init__(self, streams: Sequence[IterableDataset]) -> None:
-        self._streams = streams
-
-    def __iter__(self) -> Iterator[Sample]:
-        for stream in self._streams:  # one that is at its end yields nothing
-            yield from stream
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where each stream stands."""
-        return {"streams": [stream.state_dict() for stream in self._streams]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let each go on where it stood."""
-        for stream, inner in zip(self._streams, state["streams"], strict=True):
-            stream.load_state_dict(inner)
-
-    def fingerprint(self) -> str:
-        """Digest of the streams."""
-        return digest("chain", *(stream.fingerprint() for stream in self._streams))
 
 
 class Blocks:

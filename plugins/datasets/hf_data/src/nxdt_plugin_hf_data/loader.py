@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from nxdt_core.data.digest import digest
 from nxdt_core.data.tokens import tokenize
-from nxdt_core.protocols.dataloader import DataContext, IterableDataset, MapDataset, SplitName
+from nxdt_core.protocols.dataloader import DataContext, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.cutting import Cutting, TextFraming
 from nxdt_plugin_hf_data.directories import Saved, open_saved
 from nxdt_plugin_hf_data.errors import EmptyData, MixtureInSequence
 from nxdt_plugin_hf_data.formats import files_of
-from nxdt_plugin_hf_data.interleave import Blocks, Chain, Interleave
-from nxdt_plugin_hf_data.mixture import Mixture, series
+from nxdt_plugin_hf_data.interleave import Blocks, Interleave
+from nxdt_plugin_hf_data.mixture import Mixture
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
 from nxdt_plugin_hf_data.tokenised import cached
 
@@ -49,36 +50,33 @@ class HfDataloader:
         self._cutting = Cutting.of(config, context)
         self._weights = {name: source.weight for name, source in config.named_sources().items()}
 
-    def split(self, name: SplitName) -> MapDataset | IterableDataset | None:
-        """The samples of a split: of several sources a mixture to train on, and each once to validate or test on.
+    def split(self, name: SplitName) -> Split:
+        """The samples of a split: of several sources a mixture to train on, and each by its name to validate or test.
 
         Raises:
             MixtureInSequence: several sources are to be taken in their order.
             NxdtError: of the data.
         """
-        having, trains = self._having(name), name == "train"
-        if not having:
-            return None
-        weights = [self._weights[label] for label in having]
+        having = self._having(name)
         if self._config.streaming:
-            return self._ordered([self._stream(named, name) for named in having.values()], weights, trains)
-        datasets = [self._saved(named, name) for named in having.values()]
+            return _given(
+                name, {label: self._stream(named, name) for label, named in having.items()}, self._interleaved
+            )
+        return _given(name, {label: self._saved(named, name) for label, named in having.items()}, self._drawn)
+
+    def _interleaved(self, streams: Mapping[str, IterableDataset]) -> IterableDataset:
+        stream: IterableDataset = next(iter(streams.values()))
+        if len(streams) > 1:
+            stream = Interleave(list(streams.values()), [self._weights[label] for label in streams])
+        seed, size = self._context.seed, self._config.shuffle_block
+        return Blocks(stream, size=size, seed=seed) if self._context.shuffle else stream
+
+    def _drawn(self, datasets: Mapping[str, MapDataset]) -> MapDataset:
         if len(datasets) == 1:
-            return datasets[0]
-        if not trains:
-            return series(datasets)
+            return next(iter(datasets.values()))
         if not self._context.shuffle:
-            raise MixtureInSequence(sources=tuple(having))
-        return Mixture(datasets, weights)
-
-    def sources(self, name: SplitName) -> Mapping[str, MapDataset | IterableDataset]:
-        """The samples of a split by source, each once and in order.
-
-        Raises:
-            NxdtError: of the data.
-        """
-        read = self._stream if self._config.streaming else self._saved
-        return {label: read(named, name) for label, named in self._having(name).items()}
+            raise MixtureInSequence(sources=tuple(datasets))
+        return Mixture(list(datasets.values()), [self._weights[label] for label in datasets])
 
     def _having(self, split: SplitName) -> dict[str, Named]:
         """The sources that have data for a split, by name."""
@@ -90,15 +88,7 @@ class HfDataloader:
                 having[label] = Named(key=key, path=path, text_key=source.text_key or config.text_key)
         return having
 
-    def _ordered(self, streams: list[FileStream], weights: list[float], trains: bool) -> IterableDataset:
-        stream: IterableDataset = streams[0]
-        if len(streams) > 1:
-            stream = Interleave(streams, weights) if trains else Chain(streams)
-        if not (trains and self._context.shuffle):
-            return stream
-        return Blocks(stream, size=self._config.shuffle_block, seed=self._context.seed)
-
-    def _stream(self, named: Named, split: SplitName) -> FileStream:
+    def _stream(self, named: Named, split: SplitName) -> IterableDataset:
         trains = split == "train"
         source = FileSource(
             files=files_of(named.path, named.key, split),
@@ -141,3 +131,15 @@ class HfDataloader:
         if packs:
             return self._cutting.packed(columns, path=path, source=source, split=split)
         return self._cutting.rows(columns, path=path, source=source)
+
+
+T = TypeVar("T", MapDataset, IterableDataset)
+
+
+def _given(split: SplitName, datasets: Mapping[str, T], mix: Callable[[Mapping[str, T]], T]) -> Split:
+    """Datasets by source as what is given for the split; ``mix`` makes one of those to train on."""
+    if not datasets:
+        return None
+    if split == "train":
+        return mix(datasets)
+    return datasets if len(datasets) > 1 else next(iter(datasets.values()))

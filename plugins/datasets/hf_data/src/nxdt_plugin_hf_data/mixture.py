@@ -1,4 +1,4 @@
-"""Several map-style datasets as one: a mixture to train on, a series to validate on."""
+"""Several map-style datasets as one to train on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import MapDataset
 
-__all__ = ["Mixture", "series"]
+__all__ = ["Mixture"]
 
 
 class Mixture:
@@ -53,8 +53,3 @@ class Mixture:
     def fingerprint(self) -> str:
         """Digest of the datasets and how many samples of each make a pass."""
         return digest("mixture", *(dataset.fingerprint() for dataset in self._datasets), self._ends)
-
-
-def series(datasets: Sequence[MapDataset]) -> Mixture:
-    """The datasets one after the other, each once."""
-    return Mixture(datasets, [float(len(dataset)) for dataset in datasets])
