@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from nxdt_core.config.interpolation import has_interpolation
@@ -10,7 +10,7 @@ from nxdt_core.config.keys import keys_of
 from nxdt_core.config.node import Node, Origin, join
 from nxdt_core.config.schema.alignment import DpoKeys, OrpoKeys, PeftKeys, SftKeys
 
-__all__ = ["SECTION", "TARGETS", "Pair", "link", "spread_alignment"]
+__all__ = ["SECTION", "TARGETS", "Pair", "data_of", "link", "spread_alignment", "target_of"]
 
 SECTION = "model_alignment_strategy"
 
@@ -26,7 +26,20 @@ TARGETS = {
 """Part → section that it goes to, and the component's name that its presence means."""
 
 
+_OF_DATA = frozenset({"max_prompt_length", "truncation_mode"})
+"""Keys of preference training that say how the records are cut."""
+
 _PARTS: Mapping[str, type] = {"sft": SftKeys, "dpo": DpoKeys, "orpo": OrpoKeys, "peft": PeftKeys}
+
+
+def target_of(part: str, key: str) -> str:
+    """The key that says today what ``key`` of a part says."""
+    return f"{'data' if key in _OF_DATA else TARGETS[part][0]}.{key}"
+
+
+def data_of(parts: Iterable[str]) -> str:
+    """The dataloader of a strategy with these parts."""
+    return "preference" if {"dpo", "orpo"} & set(parts) else "sft-chat"
 
 
 def link(tree: Node, source: str, kind: Literal["alias", "default"] = "alias") -> Node | None:
@@ -53,7 +66,7 @@ def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:
         if name is not None and tree.plain(f"{section}.name") is None:
             tree = tree.set(f"{section}.name", Node(name, place))
         for key, child in node.children.items():
-            target = f"{section}.{key}"
+            target = target_of(part, key)
             if child.value is None or key not in known:  # what is unknown is told where it stands
                 continue
             if tree.find(target) is not None:

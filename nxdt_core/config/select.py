@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nxdt_core.config.alignment import SECTION, data_of
 from nxdt_core.config.keys import BadAnnotation, keys_of
 from nxdt_core.config.node import Node, Origin, Place
 from nxdt_core.config.slots import SLOTS, Composition, Slot
@@ -124,8 +125,8 @@ def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any])
     if slot.name == "model":
         return _model_name(view, kernel, hf)
     if slot.name == "data":
-        if view.plain("model_alignment_strategy") is not None:
-            return Implied("sft-chat", "model_alignment_strategy")
+        if (strategy := view.find(SECTION)) is not None and strategy.value is not None:
+            return Implied(data_of(part for part, node in strategy.children.items() if node.value is not None), SECTION)
         return Implied("megatron-data" if view.plain("model_source") == "megatron" else "hf-data", "model_source")
     if slot.name == "tokenizer":
         section = view.find("data.tokenizer")

@@ -25,6 +25,7 @@ _COMPONENTS: Final = {
     ("checkpoint_storage", "s3"): "nxdt-plugin-s3",
     ("checkpoint_storage", "fsx"): "nxdt-plugin-fsx",
     ("adapter", "lora"): "nxdt-plugin-lora",
+    ("dataloader", "preference"): "nxdt-plugin-preference",
     ("objective", "dpo"): "nxdt-plugin-preference",
     ("objective", "orpo"): "nxdt-plugin-preference",
     ("parallel_engine", "nxd"): "nxdt-plugin-nxd",

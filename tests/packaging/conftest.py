@@ -28,6 +28,7 @@ DISTS = (
     "plugins/models/hf",
     "plugins/models/llama",
     "plugins/models/mixtral",
+    "plugins/objectives/preference",
 )
 THIRD_PARTY = "examples/third_party"
 _NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments")

@@ -129,6 +129,7 @@ DATA_READERS: Mapping[str, frozenset[str]] = {
         "reset_position_ids reset_attention_mask eod_mask_loss validation_drop_last no_seqlen_plus_one_input_tokens "
         "pad_samples_to_global_batch_size fine_tuning"
     ),
+    "preference": _names("train_dir val_dir test_dir dev_choose_samples seq_length"),
     "sft-chat": _names(
         "train_dir val_dir test_dir dev_choose_samples seq_length dataset_name subset_name prompt_name packing"
     ),

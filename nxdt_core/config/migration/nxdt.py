@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nxdt_core.config.alignment import data_of
 from nxdt_core.config.migration.draft import Draft
 from nxdt_core.config.migration.incumbent import (
     DATA_READERS,
@@ -106,7 +107,8 @@ def _name_data(draft: Draft) -> None:
     """The dataloader, by what NxD Training's script looks at."""
     intended = draft.value("data.use_sft_style_data_module") and draft.has("data.train_dir")
     if draft.has(_STRATEGY):
-        name, reason = "sft-chat", f"{_STRATEGY} is given"
+        parts = {path.split(".")[1] for path in draft.below(_STRATEGY) if "." in path}
+        name, reason = data_of(parts), f"{_STRATEGY} is given"
     elif intended:
         name, reason = "sft-chat", "data.use_sft_style_data_module asks for it; NxD Training no longer reads that key"
     elif draft.value("model_source") == "megatron":

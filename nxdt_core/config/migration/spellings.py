@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from nxdt_core.config.alignment import SECTION, TARGETS
+from nxdt_core.config.alignment import SECTION, TARGETS, target_of
 from nxdt_core.config.keys import Key, keys_of
 from nxdt_core.config.marks import AliasOf, NoEffect, XlaOnly
 from nxdt_core.config.migration.draft import Draft
@@ -55,7 +55,9 @@ def spell_as_today(draft: Draft) -> None:
             draft.move(path, alias.key, _CHECKPOINT if alias.key.startswith("checkpoint.") else "")
     for part, (section, name) in TARGETS.items():
         if draft.has(f"{SECTION}.{part}"):
-            draft.move(f"{SECTION}.{part}", section)
+            for path in draft.below(f"{SECTION}.{part}"):
+                rest = path.removeprefix(f"{SECTION}.{part}").removeprefix(".")
+                draft.move(path, target_of(part, rest) if rest else section)
             if name is not None:
                 draft.put(f"{section}.name", name, f"{SECTION}.{part} asks for it")
     draft.drop(SECTION, "unneeded", "it is empty")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nxdt_core.config.alignment import SECTION, TARGETS
+from nxdt_core.config.alignment import SECTION, TARGETS, target_of
 from nxdt_core.config.extensions import FLAGS
 from nxdt_core.config.keys import Key, keys_of
 from nxdt_core.config.marks import AliasOf, NoEffect, XlaOnly
@@ -123,7 +123,7 @@ def _component_status(key: str, readers: list[tuple[str, Key]]) -> KeyStatus:
 def _alignment_status(key: str, declared: dict[str, list[tuple[str, Key]]], kernel: Kernel) -> KeyStatus:
     part, _, name = key.removeprefix(f"{SECTION}.").partition(".")
     section, component = TARGETS[part]
-    target = f"{section}.{name}"
+    target = target_of(part, name)
     slot = next(slot for slot in SLOTS if slot.section == section)
     missing = component is not None and _find(kernel, slot.kind, component) is None
     if missing or target not in declared:

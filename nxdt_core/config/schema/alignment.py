@@ -23,7 +23,7 @@ class SftKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoKeys:
-    """Direct preference optimisation: keys of ``objective`` named ``dpo``."""
+    """Direct preference optimisation: keys of ``objective`` named ``dpo`` and, on cutting, of ``data``."""
 
     kl_beta: NonNegativeFloat | None = None
     """Strength of the pull to the reference."""
@@ -39,7 +39,7 @@ class DpoKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrpoKeys:
-    """Odds-ratio preference optimisation: keys of ``objective`` named ``orpo``."""
+    """Odds-ratio preference optimisation: keys of ``objective`` named ``orpo`` and, on cutting, of ``data``."""
 
     beta: NonNegativeFloat | None = None
     """Weight of the odds-ratio term."""

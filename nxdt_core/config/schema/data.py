@@ -22,8 +22,9 @@ class DataConfig:
     """Selects a dataloader; the keys of the dataloader stand beside ``name``."""
 
     name: str
-    """Component of kind ``dataloader``. Where it is not set: ``sft-chat`` with ``model_alignment_strategy``, else
-    ``hf-data`` for ``model_source: hf`` and ``megatron-data`` for ``megatron``."""
+    """Component of kind ``dataloader``. Where it is not set: ``preference`` with ``dpo`` or ``orpo`` in
+    ``model_alignment_strategy``, ``sft-chat`` with other parts of it, else ``hf-data`` for ``model_source: hf`` and
+    ``megatron-data`` for ``megatron``."""
     global_batch_size: PositiveInt
     """Sequences of one optimizer step, over all devices."""
     micro_batch_size: PositiveInt = 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nxdt_core.api import AdapterComponent, DataloaderComponent, ObjectiveComponent, hookimpl
+from nxdt_core.api import AdapterComponent, DataloaderComponent, hookimpl
 
 
 @dataclass(kw_only=True)
@@ -19,26 +19,6 @@ class ChatConfig:
     val_dir: str | None = None
     dev_choose_samples: int | None = None
     packing: bool = False
-
-
-@dataclass(kw_only=True)
-class DpoConfig:
-    """Preferences against a reference."""
-
-    kl_beta: float = 0.01
-    loss_type: Literal["sigmoid"] = "sigmoid"
-    max_prompt_length: int | None = None
-    precompute_ref_log_probs: bool = True
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
-
-
-@dataclass(kw_only=True)
-class OrpoConfig:
-    """Preferences by odds ratio."""
-
-    beta: float = 0.1
-    max_prompt_length: int | None = None
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
 
 
 @dataclass(kw_only=True)
@@ -66,11 +46,6 @@ def declared(kind: type, name: str, config: type) -> Any:
 def nxdt_dataloaders():
     parts = {"sft-chat": ChatConfig}
     return [declared(DataloaderComponent, name, config) for name, config in parts.items()]
-
-
-@hookimpl
-def nxdt_objectives():
-    return [declared(ObjectiveComponent, "dpo", DpoConfig), declared(ObjectiveComponent, "orpo", OrpoConfig)]
 
 
 @hookimpl
