@@ -12,7 +12,7 @@ from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.data.files import near
 from nxdt_core.errors import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
-from nxdt_plugin_hf_data.errors import DamagedDataset, NoDataset, SplitMissing
+from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing
 
 __all__ = ["Saved", "is_saved", "open_saved", "saved_files"]
 
@@ -42,20 +42,20 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
         DataFileNotFound: nothing lies there.
         NoDataset: something else lies there.
         SplitMissing: it has splits, none of that name.
+        EmptyData: it has no rows.
         DamagedDataset, DataFileUnreadable: its files cannot be read.
     """
     if not path.exists():
         raise DataFileNotFound(key=key, path=str(path), candidates=near(path))
     if not is_saved(path):
         raise _other(path, key)
+    directory = _of_split(path, key, split)
+    if not saved_files(directory, key=key, split=split):  # the library fails on a dataset without rows
+        raise EmptyData(key=key, path=str(path))
     import datasets  # takes seconds; nobody else needs it
 
     try:
-        found = datasets.load_from_disk(str(path))
-        if isinstance(found, datasets.DatasetDict):
-            if split not in found:
-                raise SplitMissing(key=key, path=str(path), wanted=split, splits=tuple(found))
-            found = found[split]
+        found = datasets.load_from_disk(str(directory))
         content = digest(*(file_digest(Path(file["filename"])) for file in found.cache_files))
         return Saved(path=str(path), table=found.data.table, content=content)
     except PermissionError as error:
@@ -71,16 +71,21 @@ def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
         SplitMissing: it has splits, none of that name.
         DamagedDataset: what the library has noted of it cannot be read.
     """
-    if (path / _SPLITS).is_file():
-        names = tuple(sorted(child.name for child in path.iterdir() if (child / _STATE).is_file()))
-        if split not in names:
-            raise SplitMissing(key=key, path=str(path), wanted=split, splits=names)
-        path = path / split
+    directory = _of_split(path, key, split)
     try:
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        return [path / file["filename"] for file in state["_data_files"]]
+        state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+        return [directory / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedDataset(path=str(path / _STATE), reason=_first_line(error)) from error
+        raise DamagedDataset(path=str(directory / _STATE), reason=_first_line(error)) from error
+
+
+def _of_split(path: Path, key: str, split: SplitName) -> Path:
+    if not (path / _SPLITS).is_file():
+        return path
+    names = tuple(sorted(child.name for child in path.iterdir() if (child / _STATE).is_file()))
+    if split not in names:
+        raise SplitMissing(key=key, path=str(path), wanted=split, splits=names)
+    return path / split
 
 
 def _other(path: Path, key: str) -> NoDataset:

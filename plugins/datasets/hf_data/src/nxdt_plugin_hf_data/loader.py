@@ -16,7 +16,7 @@ from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_to
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.cutting import Cutting, TextFraming
 from nxdt_plugin_hf_data.directories import Saved, open_saved
-from nxdt_plugin_hf_data.errors import EmptyData, MixtureInSequence
+from nxdt_plugin_hf_data.errors import MixtureInSequence
 from nxdt_plugin_hf_data.formats import files_of
 from nxdt_plugin_hf_data.interleave import Blocks, Interleave
 from nxdt_plugin_hf_data.mixture import Mixture
@@ -104,13 +104,10 @@ class HfDataloader:
         return TextFraming.of(self._config, self._context.tokenizer)
 
     def _saved(self, named: Named, split: SplitName) -> MapDataset:
-        key, path, text_key = named.key, named.path, named.text_key
-        saved = open_saved(path, key=key, split=split)
-        if not saved.table.num_rows:
-            raise EmptyData(key=key, path=saved.path)
-        chosen(saved.table.column_names, text_key, saved.path)
+        saved = open_saved(named.path, key=named.key, split=split)
+        chosen(saved.table.column_names, named.text_key, saved.path)
         if not is_tokenised(saved.table):
-            return self._of_text(saved, text_key, split)
+            return self._of_text(saved, named.text_key, split)
         columns = token_columns(saved.table, saved.path)
         lengths = np.diff(columns.input_ids.offsets)
         return self._cut(columns, saved.path, saved.content, split, self._cutting.packs_rows_of(lengths, saved.path))

@@ -1,0 +1,198 @@
+"""What can be wrong in a section and in a dataset: each is told with a code, its place, and what to do."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
+
+from nxdt_core.errors import NxdtError
+
+GOOD = [[*range(8)]] * 40
+
+
+def read(split):
+    dataset = split()
+    if not hasattr(dataset, "__len__"):
+        list(islice(dataset, 5000))
+
+
+def refused(split, code, *words):
+    with pytest.raises(NxdtError) as caught:
+        read(split)
+    message = str(caught.value)
+    assert caught.value.code == code, message
+    assert caught.value.exit_status == 2
+    for word in words:
+        assert word in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({}, "train_dir"),
+        ({"train_dir": "a", "sources": {"x": {"train_dir": "b"}}}, "train_dir"),
+        ({"sources": {"x": {}}}, "sources.x"),
+        ({"sources": {"x": {"train_dir": "a", "weight": 0.0}}}, "sources.x.weight"),
+        ({"train_dir": "a", "eod_mask_loss": True, "add_eos": False}, "eod_mask_loss"),
+    ],
+)
+def test_sections_that_cannot_work_are_refused_by_key(keys, key):
+    if "sources" in keys:
+        keys = {**keys, "sources": {name: SourceConfig(**source) for name, source in keys["sources"].items()}}
+    assert [found for found, _ in HfDataConfig(**keys).check()] == [key]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_path_that_is_not_there_is_named_with_what_lies_beside_it(loader, saved, tmp_path, streaming):
+    saved(tmp_path / "corpus", GOOD)
+    made = loader(train_dir=tmp_path / "corpsu", streaming=streaming)
+    refused(lambda: made.split("train"), "NXDT-D001", "data.train_dir", "corpsu", str(tmp_path / "corpus"))
+
+
+def test_the_key_of_a_source_names_it(loader, tmp_path):
+    made = loader(sources={"web": {"val_dir": tmp_path / "no"}})
+    refused(lambda: made.split("validation"), "NXDT-D001", "data.sources.web.val_dir")
+
+
+def test_a_directory_that_is_no_dataset_is_refused_with_what_it_holds(loader, saved, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(lambda: loader(train_dir=tmp_path / "empty").split("train"), "NXDT-D200", "it is empty", "save_to_disk")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("x")
+    refused(lambda: loader(train_dir=tmp_path / "notes").split("train"), "NXDT-D200", "it holds a.txt")
+    saved(tmp_path / "around" / "inner", GOOD)
+    refused(lambda: loader(train_dir=tmp_path / "around").split("train"), "NXDT-D200", str(tmp_path / "around/inner"))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_files_that_only_streams_read_say_so(loader, tmp_path, whole):
+    pq.write_table(pa.table({"input_ids": GOOD}), tmp_path / "a.parquet")
+    path = tmp_path / "a.parquet" if whole else tmp_path
+    refused(lambda: loader(train_dir=path).split("train"), "NXDT-D200", "data.streaming")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(loader, tmp_path, streaming):
+    parts = {name: datasets.Dataset.from_dict({"input_ids": GOOD}) for name in ("train", "dev")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "a")
+    made = loader(val_dir=tmp_path / "a", streaming=streaming)
+    refused(lambda: made.split("validation"), "NXDT-D202", "'validation'", "'dev'", "data.val_dir")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_without_rows_is_refused(loader, saved, tmp_path, streaming):
+    table = pa.table({"input_ids": pa.array([], pa.list_(pa.int64()))})
+    datasets.Dataset(table).save_to_disk(tmp_path / "a")
+    refused(lambda: loader(train_dir=tmp_path / "a", streaming=streaming).split("train"), "NXDT-D214", "data.train_dir")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_missing_columns_are_refused_with_those_that_are_there(loader, saved, tmp_path, streaming):
+    path = saved(tmp_path / "a", content=["x"], ids=[1])
+    made = loader(train_dir=path, streaming=streaming)
+    refused(lambda: made.split("train"), "NXDT-D203", "'input_ids'", "'text'", "'content', 'ids'", "data.text_key")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"input_ids": [[0.5] * 8]}, ("'input_ids'", "double")),
+        ({"input_ids": [7, 8, 9]}, ("'input_ids'", "int32")),
+        ({"input_ids": ["a b"]}, ("'input_ids'", "string")),
+        ({"input_ids": GOOD, "labels": [[True] * 8] * 40}, ("'labels'", "bool")),
+        ({"text": [3, 4]}, ("'text'", "int64", "it must be text")),
+    ],
+)
+def test_columns_of_another_type_are_refused_with_both(loader, saved, tmp_path, streaming, columns, words):
+    made = loader(train_dir=saved(tmp_path / "a", **columns), streaming=streaming)
+    refused(lambda: made.split("train"), "NXDT-D204", *words)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"input_ids": [*GOOD, None, *GOOD]}, ("'input_ids'", "row 40")),
+        ({"input_ids": [*GOOD, [1, None, 3, 4, 5, 6, 7, 8]]}, ("'input_ids'", "row 40")),
+        ({"text": ["a", "b", None]}, ("'text'", "row 2")),
+    ],
+)
+def test_missing_values_are_refused_with_their_row(loader, saved, tmp_path, streaming, columns, words):
+    made = loader(train_dir=saved(tmp_path / "a", **columns), streaming=streaming, shuffle=False)
+    refused(lambda: made.split("train"), "NXDT-D205", *words)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_that_disagree_are_refused_with_their_row(loader, saved, tmp_path, streaming):
+    labels = [*GOOD[:-1], [1, 2]]
+    made = loader(train_dir=saved(tmp_path / "a", GOOD, labels=labels), streaming=streaming)
+    refused(lambda: made.split("train"), "NXDT-D206", "Row 39", "8 input_ids and 2 labels")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("token", "where"), [(272, slice(0, 1)), (-1, slice(0, 1)), (5_000, slice(38, 40))])
+@pytest.mark.parametrize("packing", [True, False])
+def test_tokens_that_the_model_has_not_are_refused_before_training(
+    loader, saved, tmp_path, streaming, token, where, packing
+):
+    rows = [list(row) for row in GOOD]
+    for row in rows[where]:
+        row[2] = token
+    made = loader(train_dir=saved(tmp_path / "a", rows), streaming=streaming, shuffle=False, packing=packing)
+    refused(lambda: made.split("train"), "NXDT-D210", f"token {token}", "272 rows", "model.vocab_size")
+
+
+def test_a_token_between_those_that_are_looked_at_is_told_when_it_is_read(loader, saved, tmp_path):
+    rows = [[1] * 8 for _ in range(1000)]
+    rows[7][3] = 300
+    train = loader(train_dir=saved(tmp_path / "a", rows)).split("train")
+    assert train[6].input_ids.tolist() == [1] * 8
+    with pytest.raises(NxdtError, match=r"Sample 7 of .*/a has the token 300"):
+        train[7]
+
+
+def test_labels_are_looked_at_as_well(loader, saved, tmp_path):
+    labels = [[-100, -100, 3, 4, 5, 6, 7, -1]] * 40
+    refused(
+        lambda: loader(train_dir=saved(tmp_path / "a", GOOD, labels=labels)).split("train"), "NXDT-D210", "token -1"
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_truncated_file_is_refused_by_name(loader, saved, tmp_path, streaming):
+    path = saved(tmp_path / "a", [[*range(8)]] * 4000)
+    (file,) = path.glob("*.arrow")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    made = loader(train_dir=path, streaming=streaming, shuffle=False)
+    refused(lambda: made.split("train"), "NXDT-D201", str(file if streaming else path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "words"),
+    [
+        ("a.parquet", b"PAR1 and nothing", "NXDT-D201", "a.parquet"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', "NXDT-D005", "a.jsonl:2"),
+        ("a.jsonl", b'{"text": "x"}\n[1]', "NXDT-D005", "it is a list"),
+        ("a.jsonl", b'{"text": "\xff"}', "NXDT-D005", "utf-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', "NXDT-D203", "a.jsonl:2"),
+        ("a.jsonl.gz", b"no gzip", "NXDT-D201", "a.jsonl.gz"),
+        ("a.csv", b"a,b", "NXDT-D211", ".parquet, .arrow, .jsonl"),
+    ],
+)
+def test_damaged_and_unknown_files_of_a_stream_are_refused_by_name(loader, tmp_path, name, content, code, words):
+    (tmp_path / name).write_bytes(content)
+    refused(lambda: loader(train_dir=tmp_path / name, streaming=True).split("train"), code, words)
+
+
+def test_a_state_that_the_library_left_half_written_is_refused(loader, saved, tmp_path):
+    path = saved(tmp_path / "a", GOOD)
+    (path / "state.json").write_text('{"_data_files": [')
+    refused(lambda: loader(train_dir=path).split("train"), "NXDT-D201", str(path))
+    refused(lambda: loader(train_dir=path, streaming=True).split("train"), "NXDT-D201", "state.json")
