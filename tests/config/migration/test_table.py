@@ -60,10 +60,20 @@ SAMPLES: dict[str, Any] = {
     "data.tokenizer.library": "byte",
     "data.tokenizer.model": "/tokenizers/x.model",
     "data.tokenizer.use_fast": True,
+    "model_alignment_strategy.dpo.loss_type": "sigmoid",
 }
 """Values for keys whose type alone does not tell a good one."""
 
 RECIPES = {"mixtral": "mixtral-tiny", "llama": "llama-tiny", "mistral": "mistral-tiny"}
+
+
+ALIGNED = {
+    "sft": ("recipe:llama-tiny-sft", []),
+    "dpo": ("recipe:llama-tiny-dpo", []),
+    "orpo": ("recipe:llama-tiny-orpo", []),
+    "peft": ("recipe:llama-tiny", ["adapter.name=lora", "adapter.lora_save_dir=/adapters/x"]),
+}
+"""By part of the alignment section: a recipe, and what must be said beside it."""
 
 
 def transcribed() -> list[str]:
@@ -116,6 +126,8 @@ def base_of(key: str) -> tuple[Any, list[str]]:
     readers = [name for name in ROWS[key].reason.removeprefix("by ").split(", ") if ROWS[key].reason.startswith("by ")]
     if key in _MEGATRON:
         return on_indexed_files(), []
+    if key.startswith("model_alignment_strategy."):
+        return ALIGNED[key.split(".")[1]]
     if key.startswith("model.moe."):
         return "recipe:mixtral-tiny", []
     if key.startswith("model.optim.sched.") and readers:
@@ -182,10 +194,11 @@ def test_what_is_said_to_have_no_effect_is_taken_with_a_note(key, installed):
 @pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "alias" and row.key in core_keys()])
 def test_an_alias_sets_the_key_that_is_named(key, installed):
     wanted = value_of(key)
-    beside = ["checkpoint.resume_from=/checkpoints/x"] if key.endswith("weight_init_only") else []
+    recipe, beside = base_of(key)
+    beside = [*beside, "checkpoint.resume_from=/checkpoints/x"] if key.endswith("weight_init_only") else [*beside]
     beside += ["model.max_position_embeddings=2"] if key.endswith("encoder_seq_length") else []
     source = {"data": {"seq_length": None}} if key.endswith("encoder_seq_length") else {}
-    tree = config.load("recipe:llama-tiny", kernel=installed).to_dict()
+    tree = config.load(recipe, beside if key.startswith("model_alignment") else [], kernel=installed).to_dict()
     tree["data"] |= source.get("data", {})
     section, _, name = ROWS[key].target.partition(".")
     tree[section].pop(name)
