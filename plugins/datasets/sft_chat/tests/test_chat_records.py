@@ -120,13 +120,13 @@ def test_speakers_out_of_turn_are_named(messages, number, found):
 
 @pytest.mark.parametrize("content", ["", " \n", None])
 def test_an_empty_turn_of_the_assistant_is_refused(content):
-    with pytest.raises(EmptyTurn, match="a.jsonl:7, message 2"):
+    with pytest.raises(EmptyTurn, match=r"a\.jsonl:7, message 2"):
         read({"messages": [USER, {"role": "assistant", "content": content}]})
 
 
 @pytest.mark.parametrize(("role", "hint"), [("asistant", "'assistant'"), ("Tool", "'tool'"), ("bot", "Roles are")])
 def test_an_unknown_role_is_named_with_the_nearest(role, hint):
-    with pytest.raises(UnknownRole, match="a.jsonl:7, message 1") as caught:
+    with pytest.raises(UnknownRole, match=r"a\.jsonl:7, message 1") as caught:
         read({"messages": [{"role": role, "content": "x"}]})
     assert hint in str(caught.value)
     with pytest.raises(UnknownRole):
@@ -143,7 +143,7 @@ def test_an_unknown_role_is_named_with_the_nearest(role, hint):
     ],
 )
 def test_a_record_of_no_form_is_named_with_its_keys(record, found):
-    with pytest.raises(UnknownRecord, match="a.jsonl:7: no conversation") as caught:
+    with pytest.raises(UnknownRecord, match=r"a\.jsonl:7: no conversation") as caught:
         read(record)
     assert found in str(caught.value)
 
@@ -169,7 +169,7 @@ def test_a_record_of_no_form_is_named_with_its_keys(record, found):
     ],
 )
 def test_messages_that_are_none_are_named_with_the_reason(record, found):
-    with pytest.raises(BadMessage, match="a.jsonl:7") as caught:
+    with pytest.raises(BadMessage, match=r"a\.jsonl:7") as caught:
         read(record)
     assert found in str(caught.value)
 

@@ -106,7 +106,7 @@ def test_generation_blocks_that_leave_out_the_end_of_a_turn_are_refused(render, 
         "{{- '<|im_end|>' }}\n        {%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}"
     )
     assert marked != OWN["chatml"]
-    with pytest.raises(EndOfTurnUntrained, match="generation blocks leave out '<|im_end|>'"):
+    with pytest.raises(EndOfTurnUntrained, match=r"generation blocks leave out '<\|im_end\|>'"):
         render(marked, talk)
 
 

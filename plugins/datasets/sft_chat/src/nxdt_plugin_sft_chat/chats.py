@@ -18,7 +18,9 @@ from nxdt_plugin_sft_chat.errors import ChatTooLong
 __all__ = ["Chats", "gather"]
 
 _NAMES = (*ROLES, "template")
+_TOO_LONG = "longer than a sequence"
 _UNTRAINED = "nothing in them is trained"
+_CUT_AWAY = "what is trained in them lies beyond a sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +79,11 @@ def gather(encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncatio
     parts: list[NDArray[np.unsignedinteger]] = []
     masks: list[NDArray[np.bool_]] = []
     dtype = compact_dtype(vocab_size)
-    for chat in _fitting(encoded, seq_length + 1, truncation, tally):
+    for chat, cut in _fitting(encoded, seq_length + 1, truncation, tally):
         if not chat.trained[1:].any():
-            tally.left_out[_UNTRAINED] += 1
+            tally.left_out[_CUT_AWAY if cut else _UNTRAINED] += 1
             continue
+        tally.truncated += cut
         parts.append(chat.ids.astype(dtype))
         masks.append(chat.trained)
         tally.add(chat)
@@ -93,19 +96,21 @@ def gather(encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncatio
     )
 
 
-def _fitting(encoded: Iterable[Encoded], most: int, truncation: Truncation, tally: _Tally) -> Iterator[Encoded]:
+def _fitting(
+    encoded: Iterable[Encoded], most: int, truncation: Truncation, tally: _Tally
+) -> Iterator[tuple[Encoded, bool]]:
+    """The conversations that are kept, and whether they had to be cut."""
     first: Encoded | None = None
     count = longest = 0
     for chat in encoded:
         if len(chat) <= most:
-            yield chat
+            yield chat, False
             continue
         first, count, longest = first or chat, count + 1, max(longest, len(chat))
         if truncation == "drop":
-            tally.left_out["longer than a sequence"] += 1
+            tally.left_out[_TOO_LONG] += 1
         elif truncation != "refuse":
-            tally.truncated += 1
-            yield chat.cut(slice(0, most) if truncation == "keep_start" else slice(len(chat) - most, None))
+            yield chat.cut(slice(0, most) if truncation == "keep_start" else slice(len(chat) - most, None)), True
     if first is not None and truncation == "refuse":
         raise ChatTooLong(place=str(first.place), tokens=len(first), seq_length=most - 1, count=count, longest=longest)
 

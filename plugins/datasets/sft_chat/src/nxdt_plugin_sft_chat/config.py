@@ -83,7 +83,7 @@ class ChatConfig:
         ):
             if getattr(self, named) and getattr(self, single) is not None:
                 yield single, f"{named} is given too; keep one of the two"
-        if not any(map(self.files, ("train", "validation", "test"))):
+        if not (self.files("train") or self.files("validation") or self.files("test")):
             yield "train_files", "no files are named; give at least one path or pattern"
         if self.validation_fraction >= 1:
             yield "validation_fraction", f"{self.validation_fraction} leaves nothing to train on"

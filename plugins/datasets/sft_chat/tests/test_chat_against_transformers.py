@@ -1,0 +1,133 @@
+"""Ids and masks beside those of transformers, whose renderer and tokenizer know nothing of this package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nxdt_plugin_sft_chat.templates import template_names
+
+from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.protocols.batch import IGNORE_INDEX
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))
+TEMPLATES = files("nxdt_plugin_sft_chat") / "templates"
+WITHOUT_TOOLS = ("gemma", "llama2", "mistral", "plain", "zephyr")
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The shipped tokenizer with a begin and an end token, as most templates want them."""
+    path = Path(shutil.copytree(DATA / "tokenizer", tmp_path_factory.mktemp("tokenizer") / "chat"))
+    record = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**record, "bos_token": "<|endoftext|>"}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def ours(directory):
+    return HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=directory))
+
+
+@pytest.fixture(scope="module")
+def theirs(directory):
+    return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory))
+
+
+def expected(theirs, record, template):
+    """Ids and labels: each token that transformers calls an assistant's is learnt where it comes next."""
+    found = theirs.apply_chat_template(
+        for_transformers(record),
+        tools=record.get("tools"),
+        chat_template=template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, mask = np.array(found["input_ids"]), np.array(found["assistant_masks"], bool)
+    return ids[:-1].tolist(), np.where(mask[1:], ids[1:], IGNORE_INDEX).tolist()
+
+
+def for_transformers(record):
+    return [{"content": "", **message} for message in record["messages"]]
+
+
+def made(dataset):
+    """Inputs and labels of each sample without its padding."""
+    samples = [dataset[index] for index in range(len(dataset))]
+    sizes = [int((sample.document_ids == 0).sum()) for sample in samples]
+    return [(s.input_ids[:n].tolist(), s.labels[:n].tolist()) for s, n in zip(samples, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("name", [None, *template_names()])
+def test_the_shipped_conversations_are_those_of_transformers(name, ours, theirs, shipped, load, write):
+    records = [record for record in shipped if name not in WITHOUT_TOOLS or "tools" not in record]
+    text = theirs.chat_template if name is None else (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    dataset = load(write(*records), tokenizer=ours, chat_template=name, seq_length=2048)
+    assert made(dataset) == [expected(theirs, record, text) for record in records]
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "qwen3_instruct_2507", "cohere", "gemma3", "lfm2_v2"])
+def test_published_templates_give_what_they_give_transformers(name, ours, theirs, shipped, load, write, tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    path = Path(trl.__file__).parent / "chat_templates" / f"{name}_training.jinja"
+    records = [record for record in shipped if "tools" not in record][:40]
+    dataset = load(write(*records), tokenizer=ours, chat_template_file=path, seq_length=2048)
+    assert made(dataset) == [expected(theirs, record, path.read_text()) for record in records]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3))
+def test_any_text_is_tokenised_and_masked_as_transformers_does(turns, ours, theirs, load, write):
+    messages = [
+        {"role": role, "content": text}
+        for pair in turns
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    dataset = load(write({"messages": messages}), tokenizer=ours, seq_length=1024)
+    assert made(dataset) == [expected(theirs, {"messages": messages}, theirs.chat_template)]
+
+
+@pytest.mark.parametrize("extra", [{"pad_token": None}, {}])
+def test_templates_are_found_where_transformers_finds_them(extra, directory, tmp_path):
+    for number, (name, content) in enumerate(
+        [
+            ("chat_template.jinja", "A"),
+            ("chat_template.json", json.dumps({"chat_template": "A"})),
+            ("tokenizer_config.json", {"chat_template": "A"}),
+            (
+                "tokenizer_config.json",
+                {"chat_template": [{"name": "tool", "template": "B"}, {"name": "default", "template": "A"}]},
+            ),
+            ("tokenizer_config.json", {}),
+        ]
+    ):
+        path = Path(shutil.copytree(directory, tmp_path / str(number), ignore=shutil.ignore_patterns("*.jinja")))
+        record = {**json.loads((path / "tokenizer_config.json").read_text()), **extra}
+        text = json.dumps({**record, **content}) if isinstance(content, dict) else content
+        (path / name).write_text(text)
+        known = transformers.PreTrainedTokenizerFast.from_pretrained(str(path)).chat_template
+        wanted = known.get("default") if isinstance(known, dict) else known
+        found = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=path)).chat_template()
+        assert name == "chat_template.json" or found == wanted  # which transformers reads for processors only
+        assert found == (None if content == {} else "A")
+
+
+def test_special_tokens_are_those_of_transformers(ours, theirs):
+    assert ours.special_tokens() == theirs.special_tokens_map
+    assert set(ours.reserved_tokens()) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"}
+    text = "<|im_start|>user\nHé 🙂<|im_end|>"
+    (located,) = ours.locate([text])
+    assert ours.spell(located.ids) == text
+    assert theirs(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"] == [
+        *zip(located.starts.tolist(), located.ends.tolist(), strict=True)
+    ]

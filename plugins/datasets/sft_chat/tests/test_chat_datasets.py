@@ -1,0 +1,327 @@
+"""Samples: what is in them, in which order, and which records are in none."""
+
+from __future__ import annotations
+
+import json
+import logging
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from nxdt_plugin_sft_chat.errors import (
+    ChatTooLong,
+    EmptySplit,
+    EverythingTrained,
+    NotAChatTokenizer,
+    NothingTrained,
+    SpecialTokenInContent,
+    TemplateMissing,
+    TemplateNeedsToken,
+    TemplateUnknown,
+)
+from nxdt_plugin_sft_chat.loader import ChatDataloader
+
+from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.errors import DataNeedsTokenizer
+from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.protocols.dataloader import Dataloader, MapDataset, ReportingDataset
+
+BYTES = ByteTokenizer()
+
+
+def turn(user, answer, **more):
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer, **more}]}
+
+
+def conversations(dataset):
+    """Each conversation's inputs and labels, as tuples, in the order of the samples."""
+    found = []
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        for number in range(sample.document_ids.max() + 1):
+            own = sample.document_ids == number
+            assert sample.position_ids[own].tolist() == list(range(own.sum()))
+            found.append((tuple(sample.input_ids[own].tolist()), tuple(sample.labels[own].tolist())))
+    return found
+
+
+def learnt(tokenizer, dataset):
+    """The text that each conversation is trained on."""
+    return [tokenizer.spell([i for i in labels if i != IGNORE_INDEX]) for _, labels in conversations(dataset)]
+
+
+def test_the_pieces_are_what_they_are_called(load, chats_file):
+    dataset = load(chats_file, seq_length=512)
+    assert isinstance(dataset, MapDataset)
+    assert isinstance(dataset, ReportingDataset)
+    assert issubclass(ChatDataloader, Dataloader)
+
+
+def test_a_conversation_is_padded_with_what_nobody_sees_or_learns(load, write, tokenizer):
+    dataset = load(write(turn("Hi", "Hello")), seq_length=32)
+    sample = dataset[0]
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>"
+    ids = tokenizer.encode(text + "\n")
+    used = len(ids) - 1
+    assert sample.input_ids.tolist() == ids[:-1] + [tokenizer.pad_id] * (32 - used)
+    assert sample.document_ids.tolist() == [0] * used + [-1] * (32 - used)
+    assert (sample.labels[used:] == IGNORE_INDEX).all()
+    assert learnt(tokenizer, dataset) == ["Hello<|im_end|>"]
+    assert all(array.dtype == np.int64 for array in (sample.input_ids, sample.labels, sample.position_ids))
+
+
+def test_packing_moves_conversations_and_changes_none(load, chats_file, tokenizer):
+    alone, packed = (load(chats_file, seq_length=512, packing=packing) for packing in (False, True))
+    assert len(packed) < len(alone) / 4
+    assert sorted(conversations(packed)) == sorted(conversations(alone))
+    for index in range(len(packed)):
+        documents = packed[index].document_ids
+        assert (np.diff(documents[documents >= 0]) >= 0).all()
+        assert documents[0] == 0
+    assert alone.report().efficiency * len(alone) == pytest.approx(packed.report().efficiency * len(packed))
+
+
+def test_packs_depend_on_the_seed_alone(load, chats_file):
+    first, again, other = (load(chats_file, seq_length=512, packing=True, seed=seed) for seed in (1, 1, 2))
+    assert first.fingerprint() == again.fingerprint() != other.fingerprint()
+    assert conversations(first) == conversations(again) != conversations(other)
+    assert len(first) == len(other)
+
+
+def test_a_run_goes_on_exactly_on_other_ranks_with_workers(load, chats_file):
+    def steps(rank, size, state=None, count=8, workers=0):
+        loader = GlobalBatchLoader(
+            load(chats_file, seq_length=512, packing=True),
+            global_batch_size=4,
+            micro_batch_size=1,
+            seed=3,
+            shuffle=True,
+            dp_rank=rank,
+            dp_size=size,
+            num_workers=workers,
+        )
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        found = [
+            torch.stack([torch.cat([b.input_ids, b.labels, b.position_ids, b.document_ids]) for b in batches])
+            for batches in islice(loader, count)
+        ]
+        return torch.stack(found), loader.state_dict()
+
+    whole, _ = steps(0, 1)  # 20 samples: the second epoch begins within it
+    _, state = steps(0, 1, count=3, workers=2)
+    for size in (2, 4):
+        parts = [steps(rank, size, state, count=5, workers=rank)[0] for rank in range(size)]
+        assert torch.equal(torch.cat(parts, dim=1), whole[3:])
+    assert not torch.equal(whole[:5], torch.cat([whole[5:], whole[:2]])), "the second epoch has another order"
+
+
+@pytest.mark.parametrize(
+    ("keys", "trained"),
+    [
+        ({}, "Hello there.<|im_end|>4<|im_end|>"),
+        ({"train_turns": "last"}, "4<|im_end|>"),
+        ({"train_roles": ("user",)}, "Hi<|im_end|>2+2?<|im_end|>"),
+        ({"train_roles": ("user", "assistant")}, "Hi<|im_end|>Hello there.<|im_end|>2+2?<|im_end|>4<|im_end|>"),
+        ({"train_roles": ("user", "assistant"), "train_turns": "last"}, "4<|im_end|>"),
+        ({"train_roles": ("system",)}, "Be brief.<|im_end|>"),
+    ],
+)
+def test_roles_and_turns_decide_what_is_trained(keys, trained, load, write, tokenizer, talk):
+    assert learnt(tokenizer, load(write(talk), **keys)) == [trained]
+
+
+@pytest.mark.parametrize(
+    ("flags", "trained"),
+    [
+        ({2: False}, "4<|im_end|>"),
+        ({4: False}, "Hello there.<|im_end|>"),
+        ({1: True}, "Hi<|im_end|>Hello there.<|im_end|>4<|im_end|>"),
+        ({2: True, 4: False, 3: True}, "Hello there.<|im_end|>2+2?<|im_end|>"),
+    ],
+)
+def test_a_message_says_for_itself_whether_it_is_trained(flags, trained, load, write, tokenizer, talk):
+    messages = [dict(message) for message in talk["messages"]]
+    for number, flag in flags.items():
+        messages[number]["train"] = flag
+    assert learnt(tokenizer, load(write({"messages": messages}))) == [trained]
+
+
+def test_calls_of_functions_are_trained_and_their_results_are_not(load, write, tokenizer, call):
+    (found,) = learnt(tokenizer, load(write(call)))
+    assert found.startswith('<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call><|im_end|>Half')
+    assert "12:30" not in found
+
+
+def test_bytes_are_tokens_enough(load, write):
+    dataset = load(write(turn("Hé", "Ça 🙂!")), tokenizer=BYTES, chat_template="chatml")
+    assert learnt(BYTES, dataset) == ["Ça 🙂!<|im_end|>"]
+    assert dataset[0].input_ids[-1] == BYTES.pad_id
+
+
+def long(words):
+    return turn("Count", " ".join(["one"] * words))
+
+
+def test_a_conversation_that_is_too_long_is_refused_with_its_place(load, write):
+    path = write(turn("Hi", "Hello"), long(50), long(90))
+    with pytest.raises(
+        ChatTooLong, match=r"chats\.jsonl:2: the conversation has \d+ tokens; sequences of 48 hold 49\."
+    ) as e:
+        load(path, seq_length=48)
+    assert "first of 2 so long" in str(e.value)
+    assert "keep_start and keep_end" in str(e.value)
+
+
+def test_a_conversation_fits_to_the_last_token(load, write, tokenizer):
+    path = write(long(20))
+    length = int(load(path, seq_length=256).report().lengths[0])
+    assert len(load(path, seq_length=length - 1)) == 1
+    with pytest.raises(ChatTooLong):
+        load(path, seq_length=length - 2)
+
+
+def test_what_is_too_long_is_cut_at_the_named_end(load, write, tokenizer):
+    path = write(turn("Count to three.", "one two three " * 8))
+    ((whole, _),) = conversations(load(path))
+    length = len(whole) - 10
+    datasets = [load(path, seq_length=length, truncation=truncation) for truncation in ("keep_start", "keep_end")]
+    ((start, starting),), ((end, ending),) = map(conversations, datasets)
+    assert start == whole[:length]
+    assert end == whole[-length:]
+    assert starting[-1] == whole[length]
+    assert [id_ for id_ in ending if id_ != IGNORE_INDEX][-1] == tokenizer.eos_id
+    assert [dataset.report().truncated for dataset in datasets] == [1, 1]
+
+
+def test_dropped_records_are_counted_and_told(load, write, caplog):
+    with caplog.at_level(logging.WARNING):
+        dataset = load(
+            write(turn("Hi", "Hello"), long(50), turn("Ho", "no", train=False)), seq_length=48, truncation="drop"
+        )
+    report = dataset.report()
+    assert len(dataset) == report.records == 1
+    assert dict(report.left_out) == {"longer than a sequence": 1, "nothing in them is trained": 1}
+    assert "1 records are left out: longer than a sequence" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("records", "keys", "reason"),
+    [
+        ([turn("a", "b", train=False)], {}, "of 1 records, nothing in them is trained"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], {}, "nothing in them is trained"),
+        ([turn("a", "b")], {"train_roles": ("tool",)}, "nothing in them is trained"),
+        ([long(50)], {"truncation": "drop", "seq_length": 32}, "longer than a sequence"),
+        (
+            [turn("a" * 400, "b")],
+            {"truncation": "keep_start", "seq_length": 32},
+            "what is trained in them lies beyond a sequence",
+        ),
+    ],
+)
+def test_a_set_in_which_nothing_is_trained_is_refused(records, keys, reason, load, write):
+    with pytest.raises(NothingTrained, match="Nothing of the train data would be trained") as caught:
+        load(write(*records), **keys)
+    assert reason in str(caught.value)
+
+
+def test_a_set_in_which_everything_is_trained_is_refused(load, write, tmp_path):
+    answers = "{% for m in messages if m.role == 'assistant' %}"
+    template = tmp_path / "answers.jinja"
+    template.write_text(answers + "{% generation %}{{ m.content }}|{% endgeneration %}{% endfor %}")
+    with pytest.raises(EverythingTrained, match="All 1 tokens of the train data would be trained, prompts included"):
+        load(write(turn("a", "b")), tokenizer=BYTES, chat_template_file=template)
+
+
+def test_one_file_is_split_by_its_own_seed(load, chats_file):
+    def texts(split, **keys):
+        return {
+            found
+            for found, _ in conversations(load(chats_file, split, seq_length=512, validation_fraction=0.2, **keys))
+        }
+
+    train, validation = texts("train"), texts("validation")
+    assert len(validation) == 22
+    assert len(train) == 89
+    assert not train & validation
+    assert texts("validation", seed=9) == validation != texts("validation", split_seed=1)
+    assert load(chats_file, "test", seq_length=512, validation_fraction=0.2) is None
+
+
+def test_only_the_first_records_are_used_where_that_is_asked_for(load, chats_file):
+    few, all_ = (load(chats_file, seq_length=512, dev_choose_samples=n) for n in (5, 10_000))
+    assert conversations(few) == conversations(all_)[:5]
+    assert len(all_) == 111
+
+
+def test_a_share_of_too_few_records_is_refused(load, write):
+    path = write(turn("a", "b"), turn("c", "d"))
+    with pytest.raises(EmptySplit, match=r"0\.1 of 2 records leaves none to validation"):
+        load(path, validation_fraction=0.1)
+
+
+def test_the_fingerprint_knows_all_that_decides_a_sample(load, write, talk):
+    path, other = write(talk, turn("a", "b")), write(talk, turn("a", "c"), name="other.jsonl")
+    copy = write(talk, turn("a", "b"), name="copy.jsonl")
+    variants = [
+        {"path": path},
+        {"path": other},
+        {"path": path, "chat_template": "zephyr"},
+        {"path": path, "train_turns": "last"},
+        {"path": path, "train_roles": ("user",)},
+        {"path": path, "packing": True},
+        {"path": path, "seq_length": 255},
+        {"path": path, "truncation": "drop"},
+        {"path": path, "template_options": {"x": 1}},
+        {"path": path, "validation_fraction": 0.5},
+        {"path": path, "dev_choose_samples": 1},
+        {"path": path, "tokenizer": BYTES, "chat_template": "chatml"},
+    ]
+    found = [load(**keys).fingerprint() for keys in variants]
+    assert len(set(found)) == len(found)
+    assert load(copy).fingerprint() == found[0]
+
+
+def test_the_report_counts_tokens_by_role_and_turn(load, write, tokenizer, talk):
+    report = load(write(talk, turn("Hi", "Hello")), train_turns="last").report()
+    words = {role: count.tokens for role, count in report.by_role.items()}
+    assert words["system"] == len(tokenizer.encode("Be brief."))
+    assert words["user"] == len(tokenizer.encode("Hi")) * 2 + len(tokenizer.encode("2+2?"))
+    assert sum(words.values()) == report.tokens.tokens == report.lengths.sum()
+    first, second = report.by_turn
+    assert first.trained == len(tokenizer.encode("Hello")) + 1
+    assert second.trained == second.tokens == len(tokenizer.encode("4")) + 1
+    assert report.tokens.trained == first.trained + second.trained
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|pad|>"])
+def test_texts_that_spell_special_tokens_are_refused_unless_allowed(token, load, write, tokenizer):
+    path = write(turn("a", "b"), turn(f"say {token}", "b"))
+    with pytest.raises(SpecialTokenInContent, match=r"chats\.jsonl:2, message 1: .* spells the special token"):
+        load(path)
+    assert tokenizer.encode(token)[0] in load(path, special_tokens_in_text=True)[1].input_ids.tolist()
+
+
+class WithoutTemplate(ByteTokenizer):
+    vocab_size = 300
+
+
+class WithoutPlaces:
+    """What the protocol of tokenizers asks for, and no more."""
+
+    vocab_size, bos_id, eos_id, pad_id = 259, None, None, None
+
+
+def test_tokenizers_that_cannot_serve_are_refused(load, chats_file):
+    with pytest.raises(DataNeedsTokenizer):
+        load(chats_file, tokenizer=None)
+    with pytest.raises(NotAChatTokenizer, match="WithoutPlaces"):
+        load(chats_file, tokenizer=WithoutPlaces())
+    with pytest.raises(TemplateMissing, match="'chatml'"):
+        load(chats_file, tokenizer=BYTES)
+    with pytest.raises(TemplateNeedsToken, match="writes eos_token, and the tokenizer has none"):
+        load(chats_file, tokenizer=BYTES, chat_template="plain")
+    with pytest.raises(TemplateUnknown, match=r"no template 'chatlm'[\s\S]*Did you mean 'chatml'"):
+        load(chats_file, chat_template="chatlm")
