@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nxdt_core.checkpoint.foreign import recognise
 from nxdt_core.checkpoint.hf_keys import sources
 from nxdt_core.errors import HFNotWritable
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import assemble
+from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.peft_config import peft_config
 from nxdt_plugin_lora.peft_files import write_peft
-from nxdt_plugin_lora.peft_names import PeftTensor, base_of, peft_tensors
+from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
 from nxdt_plugin_lora.saved import SavedLora, open_saved
 from nxdt_plugin_lora.targets import adaptable_names, tables_of
 
-__all__ = ["ExportedLora", "export_lora"]
+__all__ = ["ExportedLora", "describe", "export_lora"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +54,8 @@ def export_lora(source: str, target: str, *, base_model: str | None = None) -> E
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise HFNotWritable(directory=target)
     saved = open_saved(source)
-    builder = assemble.model_builder(saved.config)
-    tensors = peft_tensors(builder, saved.trained, tables_of(builder))
     base = base_model or _began_with(saved)
-    adaptable, found = adaptable_names(builder), sources(builder)
-    modules = [hf.removesuffix(".weight") for each in found if each.name in adaptable for hf in each.hf_names]
-    config = peft_config(
-        saved.lora,
-        base=base,
-        targets=_modules(tensors, updates=True),
-        whole=_whole_modules(tensors),
-        modules=modules,
-        transposed=any("transpose" in each.transform for each in found if each.name in saved.updated),
-    )
+    config, tensors = describe(assemble.model_builder(saved.config), saved.lora, saved.trained, base=base)
     size_bytes = write_peft(directory, config, tensors, saved.read, base=saved.manifest.facts.base)
     return ExportedLora(
         source=saved.uri,
@@ -74,18 +67,34 @@ def export_lora(source: str, target: str, *, base_model: str | None = None) -> E
     )
 
 
-def _modules(tensors: dict[str, PeftTensor], *, updates: bool) -> set[str]:
-    return {module for each in tensors.values() if (each.leaf is not None) is updates for module in each.modules}
+def describe(
+    builder: ModelBuilder, lora: LoraConfig, trained: Mapping[str, tuple[int, ...]], *, base: str | None
+) -> tuple[dict[str, Any], dict[str, PeftTensor]]:
+    """The content of ``adapter_config.json``, and what each trained parameter is in the other file.
 
-
-def _whole_modules(tensors: dict[str, PeftTensor]) -> set[str]:
-    """Modules of which more than the bias trains whole."""
-    return {
-        module
-        for name, each in tensors.items()
-        if base_of(name) is None and not name.endswith(".bias")
-        for module in each.modules
-    }
+    Args:
+        builder: of the base.
+        lora: section of the run.
+        trained: shapes of what trains, by name.
+        base: name or path of the base, for peft.
+    """
+    tensors = peft_tensors(builder, trained, tables_of(builder))
+    adaptable, found = adaptable_names(builder), sources(builder)
+    updated = {each.leaf.base for each in tensors.values() if each.leaf is not None}
+    config = peft_config(
+        lora,
+        base=base,
+        targets={module for each in tensors.values() if each.leaf is not None for module in each.modules},
+        whole={
+            module
+            for name, each in tensors.items()
+            if each.leaf is None and not name.endswith(".bias")
+            for module in each.modules
+        },
+        modules=[hf.removesuffix(".weight") for each in found if each.name in adaptable for hf in each.hf_names],
+        transposed=any("transpose" in each.transform for each in found if each.name in updated),
+    )
+    return config, tensors
 
 
 def _began_with(saved: SavedLora) -> str | None:

@@ -1,0 +1,175 @@
+"""The same numbers as peft's LoRA on the same weights: logits, gradients, and files that either side wrote."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from nxdt_plugin_lora.errors import AdapterDiffers
+from nxdt_plugin_lora.exporting import describe
+from nxdt_plugin_lora.peft_config import shortened
+from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS, write_peft
+
+from nxdt_core.errors import AdapterOfAnotherBase, NxdtError, WeightsDoNotFit
+from nxdt_core.training.frozen import base_digest
+
+peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+
+KINDS = {
+    "linear": ("llama", {}),
+    "some": ("llama", {"target_modules": ["q_proj", "layers.1.mlp"], "use_rslora": True, "lora_alpha": 5}),
+    "dora": ("llama", {"use_dora": True}),
+    "vocabulary": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "whole": ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "mlp_norm"]}),
+    "tied": ("tied", {"target_modules": ["embed_tokens", "down_proj"]}),
+    "fused": ("gpt2", {"target_modules": ["qkv_proj", "o_proj", "embedding.tokens"]}),
+    "fused-dora": ("gpt2", {"target_modules": ["qkv_proj", "up_proj"], "use_dora": True}),
+    "all-biases": ("gpt2", {"target_modules": ["qkv_proj"], "lora_bias": "all"}),
+    "some-biases": ("gpt2", {"target_modules": ["qkv_proj", "down_proj"], "bias": "lora_only"}),
+    "experts": ("mixtral", {"target_modules": ["experts", "q_proj"]}),
+    "hf": ("hf", {}),
+}
+
+
+@pytest.fixture(params=KINDS, ids=KINDS)
+def run(request, start):
+    made = start(*KINDS[request.param])
+    made.shake()
+    return made
+
+
+def written(run, directory):
+    """The adapter of ``run`` as peft keeps it."""
+    shapes = {name: tuple(p.shape) for name, p in run.trained.items()}
+    config, tensors = describe(run.builder, run.lora, shapes, base=None)
+    trained = run.trained
+    write_peft(
+        directory, config, tensors, lambda name: trained[name].detach(), base=base_digest(run.model, run.engine.ranks)
+    )
+    return directory
+
+
+def theirs_of(run, tmp_path, adapter=None):
+    """The base of ``run`` under peft, with an adapter of its own or that in a directory."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(run.save_base(tmp_path / "base"), dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
+
+
+def logits_of(run, ids, rows):
+    """Without the rows that fill the vocabulary up."""
+    run.module.eval()
+    return run.module(ids)[..., :rows]
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def test_peft_opens_an_adapter_of_ours_and_gives_the_same_logits_and_gradients(run, tmp_path, ids):
+    theirs = theirs_of(run, tmp_path, written(run, tmp_path / "adapter"))
+    expected = theirs(ids).logits
+    found = logits_of(run, ids, expected.shape[-1])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    assert all(p.grad is None for p in run.module.parameters() if not p.requires_grad)
+    if any("experts" in name for name in run.trained):
+        return  # peft holds two matrices of an expert in one update: its gradients have no counterpart
+    own = {name: g for each, tensor in run.peft_tensors.items() for name, g in tensor.write(run.trained[each].grad)}
+    gradients = {_file_name(name): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert own.keys() == gradients.keys()
+    for name, gradient in own.items():
+        scale = gradients[name].abs().max().clamp(min=1e-3)
+        assert (gradient - gradients[name]).abs().max() / scale < 5e-4, name
+
+
+def _file_name(parameter):
+    """What peft's file calls one of its parameters."""
+    name = parameter.replace(".default", "").replace(".modules_to_save", "")
+    return name.removesuffix(".weight") if "magnitude" in name else name
+
+
+def test_an_adapter_that_peft_wrote_loads_here(run, start, tmp_path, ids, request):
+    opened = theirs_of(run, tmp_path, written(run, tmp_path / "ours"))
+    if any("experts" in name for name in run.trained):
+        pytest.skip("peft writes the two matrices of an expert as one update, which the key map does not know")
+    opened.save_pretrained(tmp_path / "theirs", safe_serialization=True)
+    model, adapter = KINDS[request.node.callspec.params["run"]]
+    more = {"load_lora_from_ckpt": True, "lora_save_dir": str(tmp_path), "lora_load_tag": "theirs"}
+    loaded = start(model, {**adapter, **more})
+    for name, tensor in run.peft_tensors.items():  # without rows that fill a vocabulary up
+        kept, found = (dict(tensor.write(each.trained[name].detach())) for each in (run, loaded))
+        assert all(torch.equal(kept[part], found[part]) for part in kept), name
+
+
+def test_dropout_drops_what_an_update_is_given_and_nothing_else(start, ids):
+    plain, dropped = start("llama", {}), start("llama", {"lora_dropout": 0.5})
+    for run in (plain, dropped):
+        run.shake()
+    assert torch.equal(logits_of(plain, ids, 60), logits_of(dropped, ids, 60))
+    dropped.module.train()
+    assert not torch.allclose(dropped.module(ids), plain.module(ids))
+    with torch.no_grad():
+        for name, parameter in dropped.trained.items():
+            if name.endswith("lora_B"):
+                parameter.zero_()
+    base = start("llama", {})
+    torch.testing.assert_close(dropped.module(ids), base.module(ids))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"r": 8}, "lora_rank is 8 there and 4 here"),
+        ({"lora_alpha": 1}, "lora_alpha is 1 there and 32.0 here"),
+        ({"use_dora": True}, "use_dora is True there"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ],
+)
+def test_an_adapter_of_other_options_is_refused(start, tmp_path, change, said):
+    run = start("llama", {"target_modules": ["q_proj"]})
+    directory = written(run, tmp_path / "adapter")
+    config = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps({**config, **change}))
+    with pytest.raises(AdapterDiffers, match=said):
+        start("llama", {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+
+
+def test_an_adapter_of_other_layers_is_refused(start, tmp_path):
+    directory = written(start("llama", {"target_modules": ["q_proj"]}), tmp_path / "adapter")
+    with pytest.raises(WeightsDoNotFit, match="v_proj"):
+        start("llama", {"target_modules": ["v_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+
+
+def test_an_adapter_of_another_base_is_refused(start, tmp_path):
+    run = start("llama", {"target_modules": ["q_proj"]})
+    directory = written(run, tmp_path / "adapter")
+    load = {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)}
+    start("llama", load)
+    with pytest.raises(AdapterOfAnotherBase):
+        start("llama", load, seed=99)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        (CONFIG, b'{"peft_type": "IA3"}', "peft_type is 'IA3'"),
+        (CONFIG, b"{", "adapter_config.json"),
+        (WEIGHTS, b"not safetensors", "adapter_model.safetensors"),
+        (WEIGHTS, None, "adapter_model.safetensors"),
+    ],
+)
+def test_a_broken_directory_is_named(start, tmp_path, file, content, said):
+    directory = written(start("llama", {"target_modules": ["q_proj"]}), tmp_path / "adapter")
+    (directory / file).unlink() if content is None else (directory / file).write_bytes(content)
+    with pytest.raises(NxdtError, match=said):
+        start("llama", {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+
+
+def test_targets_are_written_short_where_the_last_word_says_all():
+    modules = ["a.0.q", "a.1.q", "a.0.v", "a.1.v"]
+    assert shortened(["a.0.q", "a.1.q", "a.1.v"], modules) == ["a.1.v", "q"]

@@ -1,0 +1,100 @@
+"""Which layers names mean, and what is said where they mean none."""
+
+import pytest
+import torch
+from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound
+
+LAYER = "layers.0"
+LINEAR = [
+    *(f"attention.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+]
+
+
+def updated(run):
+    return {name.removesuffix(".update.lora_B") for name in run.trained if name.endswith("lora_B")}
+
+
+@pytest.mark.parametrize(
+    ("names", "meant"),
+    [
+        (["all-linear"], LINEAR),
+        (["q_proj"], ["attention.q_proj"]),
+        (["attention"], LINEAR[:4]),
+        (["0.mlp.up_proj"], ["mlp.up_proj"]),
+        (["layers.0.*"], LINEAR),
+        (["*.?_proj"], LINEAR[:4]),
+        (["own"], ["mlp.down_proj"]),
+        (["qkv_proj"], LINEAR[:3]),
+        (["gate_up_proj", "o_proj"], ["attention.o_proj", "mlp.gate_proj", "mlp.up_proj"]),
+    ],
+    ids=lambda value: ",".join(value) if len(value) < 3 else "",
+)
+def test_names_mean_layers(start, names, meant):
+    found = updated(start("llama", {"target_modules": names}))
+    assert {path for path in found if path.startswith(LAYER)} == {f"{LAYER}.{path}" for path in meant}
+
+
+def test_all_linear_leaves_embedding_and_head_alone(start):
+    assert len(updated(start("llama", {}))) == 2 * len(LINEAR)
+    assert updated(start("llama", {"target_modules": ["embed_tokens", "lm_head"]})) == {"embed_tokens", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("key", "names", "near"),
+    [
+        ("target_modules", ["q_proj", "q_porj"], "'q_proj'"),
+        ("target_modules", ["self_attn.*"], "NXDT-L001"),
+        ("target_modules", ["attention_norm"], "matches no layer"),
+        ("modules_to_save", ["lm_heat"], "'lm_head'"),
+    ],
+)
+def test_a_name_that_means_nothing_is_told_with_the_nearest(start, key, names, near):
+    with pytest.raises(TargetNotFound) as raised:
+        start("llama", {key: names})
+    assert near in str(raised.value)
+    assert names[-1] in raised.value.what()
+
+
+@pytest.mark.parametrize(("model", "target"), [("llama", "embed_tokens"), ("mixtral", "experts")])
+def test_dora_is_refused_where_it_is_not_defined(start, model, target):
+    with pytest.raises(LayerNotAdaptable, match="NXDT-L002"):
+        start(model, {"target_modules": [target], "use_dora": True})
+
+
+@pytest.mark.parametrize(
+    ("biases", "kinds"),
+    [("none", set()), ("lora_only", {"qkv_proj"}), ("all", {"qkv_proj", "o_proj", "up_proj", "attention_norm"})],
+)
+def test_biases_train_as_asked_for(start, biases, kinds):
+    run = start("gpt2", {"target_modules": ["qkv_proj"], "lora_bias": biases})
+    found = {name.split(".")[-2] for name in run.trained if name.endswith(".bias")}
+    assert found >= kinds
+    assert bool(found) is bool(kinds)
+    assert biases != "lora_only" or found == kinds
+
+
+def test_an_update_changes_nothing_at_the_start(start):
+    ids = torch.arange(24).view(2, 12)
+    for model, adapter in [
+        ("llama", {"target_modules": ["all-linear", "embed_tokens", "lm_head"]}),
+        ("llama", {"use_dora": True}),
+        ("mixtral", {"target_modules": ["all-linear"], "init_lora_weights": "gaussian"}),
+        ("gpt2", {}),
+    ]:
+        with_update, without = start(model, adapter), start(model, {"enable_lora": False})
+        assert without.model.added == frozenset()
+        torch.testing.assert_close(with_update.module(ids), without.module(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_starts_are_those_of_peft(start):
+    default, gaussian = (start("llama", {"init_lora_weights": kind}).trained for kind in ("default", "gaussian"))
+    name = f"{LAYER}.mlp.up_proj.update.lora_A"
+    assert 0.9 / 32**0.5 < float(default[name].abs().max()) <= 1 / 32**0.5
+    assert 0.2 < float(gaussian[name].std()) < 0.3  # 1 / rank
+
+
+def test_masters_are_kept_of_what_trains_alone(start):
+    run = start("llama", {}, precision="mixed_precision")
+    dtypes = {(p.requires_grad, p.dtype) for _, p in run.model.named_parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
