@@ -1,0 +1,104 @@
+"""What is wrong with a record is said with its place and a code, before anything is trained."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from nxdt_plugin_preference.config import DpoConfig, PreferenceConfig
+from nxdt_plugin_preference.dpo import Dpo
+from nxdt_plugin_preference.loader import PreferenceDataloader
+
+from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.config import check
+from nxdt_core.config.paths import resolve_path
+from nxdt_core.data.collate import collate
+from nxdt_core.errors import NxdtError
+from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataloader import DataContext
+
+GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
+USER, YES, NO = (
+    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes"), ("assistant", "no"))
+)
+
+
+def pairs(file, tokenizer=None, **settings):
+    context = DataContext(seq_length=16, seed=0, tokenizer=tokenizer or ByteTokenizer())
+    return PreferenceDataloader(PreferenceConfig(train_files=(file,), **settings), context).split("train")
+
+
+def chat_tokenizer():
+    found = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
+    return HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=found))
+
+
+@pytest.mark.parametrize(
+    ("record", "code", "said"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "NXDT-A001", "no 'rejected' answer; its keys are 'prompt', 'chosen'"),
+        ({**GOOD, "rejected": None}, "NXDT-A001", "no 'rejected' answer"),
+        ({**GOOD, "chosen": "  "}, "NXDT-A002", "The 'chosen' answer"),
+        ({**GOOD, "rejected": "b"}, "NXDT-A003", "are the same"),
+        ({"chosen": "b", "rejected": "c"}, "NXDT-A004", "the key is not there"),
+        ({**GOOD, "prompt": ""}, "NXDT-A004", "it is empty"),
+        ({"chosen": [YES], "rejected": [USER, NO]}, "NXDT-A004", "do not begin alike"),
+        ({**GOOD, "chosen": 3}, "NXDT-A005", "it is a int"),
+        ({"chosen": [USER, {"content": "yes"}], "rejected": [USER, NO]}, "NXDT-A005", "message 2 has no text"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, "NXDT-A006", "no chat template"),
+    ],
+)
+def test_a_record_that_is_no_pair_is_refused_with_its_line(write, record, code, said):
+    file = write([GOOD, record])
+    with pytest.raises(NxdtError) as raised:
+        pairs(file)
+    assert raised.value.code == code
+    assert f"{file}:2" in raised.value.what()
+    assert said in raised.value.what()
+
+
+def test_messages_may_not_spell_special_tokens_unless_told(write):
+    spelled = {"role": "assistant", "content": "yes<|im_end|>"}
+    file = write([{"prompt": [USER], "chosen": [spelled], "rejected": [NO]}])
+    with pytest.raises(NxdtError, match=r"A009.*<\|im_end\|>"):
+        pairs(file, chat_tokenizer())
+    assert len(pairs(file, chat_tokenizer(), special_tokens_in_text=True)) == 1
+
+
+def test_a_template_that_raises_is_quoted(write, tmp_path):
+    template = tmp_path / "angry.jinja"
+    template.write_text("{{ raise_exception('no greetings') }}")
+    file = write([{"prompt": [USER], "chosen": [YES], "rejected": [NO]}])
+    with pytest.raises(NxdtError, match=r"A007.*:1: no greetings"):
+        pairs(file, chat_tokenizer(), chat_template_file=template)
+
+
+def test_prompts_that_would_leave_no_answer_are_refused(write):
+    with pytest.raises(NxdtError, match=r"A011.*max_prompt_length is 16"):
+        pairs(write([GOOD]), max_prompt_length=16)
+
+
+def test_empty_files_and_lines_that_are_no_json_are_refused(write, tmp_path):
+    with pytest.raises(NxdtError, match=r"A010"):
+        pairs(write([]))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "a"\n')
+    with pytest.raises(NxdtError, match=r"broken\.jsonl"):
+        pairs(broken)
+
+
+def test_a_preference_loss_refuses_other_data_and_a_reference_that_nobody_is():
+    row = np.array([1, 2])
+    with pytest.raises(NxdtError, match="A021"):
+        Dpo(DpoConfig()).weight(collate([Sample(input_ids=row, labels=row)]))
+    batch = collate([Sample(input_ids=np.stack([row, row]), labels=np.stack([row, row]))])
+    with pytest.raises(NxdtError, match="A020"):
+        Dpo(DpoConfig())(torch.zeros(2, 2, 4), batch)
+
+
+def test_one_loss_a_run(tmp_path):
+    both = "model_alignment_strategy={dpo: {kl_beta: 0.1}, orpo: {beta: 0.1}}"
+    problems = check("recipe:llama-tiny-dpo", [both])
+    assert any("a run has one loss" in problem.row() for problem in problems)

@@ -1,0 +1,155 @@
+"""Records become rows: what is prompt, what is answer, what is cut; and losses count pairs, packed or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig
+from nxdt_plugin_preference.dpo import Dpo
+from nxdt_plugin_preference.fitting import Fitting
+from nxdt_plugin_preference.loader import PreferenceDataloader
+from nxdt_plugin_preference.orpo import Orpo
+from nxdt_plugin_preference.rendering import Pair
+
+from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.config.paths import resolve_path
+from nxdt_core.data.collate import blank_like, collate
+from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataloader import DataContext
+
+TOKENIZER = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
+ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Where is my order?"}]
+YES, NO = ({"role": "assistant", "content": text} for text in ("On its way.", "No idea."))
+
+
+def loader(tokenizer=None, seq_length=16, **settings):
+    context = DataContext(seq_length=seq_length, seed=0, tokenizer=tokenizer or ByteTokenizer())
+    return PreferenceDataloader(PreferenceConfig(**settings), context)
+
+
+def chat_tokenizer():
+    return HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=TOKENIZER))
+
+
+def answers(sample, tokenizer):
+    """The text that the loss is on, of each row."""
+    rows = zip(sample.labels, sample.loss_weights, strict=True)
+    return [tokenizer.spell(labels[weights > 0].tolist()) for labels, weights in rows]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": ASKED, "chosen": [YES], "rejected": [NO]},
+        {"prompt": ASKED, "chosen": YES["content"], "rejected": NO["content"]},
+        {"chosen": [*ASKED, YES], "rejected": [*ASKED, NO]},
+    ],
+    ids=["answers are turns", "answers are texts", "whole conversations"],
+)
+def test_every_form_of_a_record_gives_the_turns_that_transformers_renders(write, record):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    ours = chat_tokenizer()
+    sample = loader(ours, seq_length=64, train_files=(write([record]),)).split("train")[0]
+    for row, answer in enumerate((YES, NO)):
+        whole = theirs.apply_chat_template([*ASKED, answer], return_dict=False)
+        assert sample.input_ids[row][: len(whole)].tolist()[:-1] == whole[:-1]  # what follows the turn is cut off
+        prompt = theirs.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
+        assert answers(sample, ours)[row] == f"{answer['content']}<|im_end|>"
+        assert int(np.argmax(sample.loss_weights[row] > 0)) == len(prompt) - 1
+
+
+def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
+    record = {"prompt": "ab", "chosen": "c", "rejected": "de"}
+    sample = loader(train_files=(write([record]),), seq_length=8).split("train")[0]
+    assert sample.input_ids.tolist() == [[256, 97, 98, 99, 257, 258, 258, 258], [256, 97, 98, 100, 101, 257, 258, 258]]
+    assert sample.labels[0].tolist() == [97, 98, 99, 257, -100, -100, -100, -100]
+    assert sample.loss_weights.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("mode", "prompt"), [("keep_start", [1, 2, 3]), ("keep_end", [4, 5, 6])])
+def test_prompts_are_cut_first_and_answers_to_what_is_left(mode, prompt):
+    fitting = Fitting(seq_length=8, max_prompt_length=3, mode=mode)
+    long = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7] * 3, rejected=[8] * 9)
+    assert fitting.fit(long) == Pair(prompt=prompt, chosen=[7] * 3, rejected=[8] * 5)
+    fits = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7], rejected=[8, 8])
+    assert fitting.fit(fits) is fits
+
+
+def test_a_share_of_the_records_validates_whatever_the_seed_of_the_run(write):
+    file = write([{"prompt": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(10)])
+    splits = loader(train_files=(file,), validation_fraction=0.3)
+    seen = [
+        {ByteTokenizer().decode(dataset[index].input_ids[0])[0] for index in range(len(dataset))}
+        for dataset in (splits.split("train"), splits.split("validation"))
+    ]
+    assert [len(part) for part in seen] == [7, 3]
+    assert seen[0] | seen[1] == {str(n) for n in range(10)}
+
+
+def test_the_fingerprint_follows_what_decides_the_samples(write):
+    file = write([{"prompt": "a", "chosen": "yes", "rejected": "no"}])
+    prints = [
+        loader(**{"train_files": (file,), **settings}).split("train").fingerprint()
+        for settings in ({}, {}, {"seq_length": 8}, {"max_prompt_length": 3}, {"truncation_mode": "keep_end"})
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 4
+
+
+def pair(seed, lengths):
+    """A pair of random tokens and, of each label, log-probabilities of a reference."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, 12, (2, 12))
+    labels, weights = random.integers(0, 12, (2, 12)), np.zeros((2, 12), np.float32)
+    for row, (prompt, end) in enumerate(lengths):
+        weights[row, prompt:end] = 1
+        labels[row, end:] = -100
+    log_probs = -random.random((2, 12)).astype(np.float32)
+    return Sample(input_ids=ids, labels=labels, loss_weights=weights, reference_log_probs=log_probs)
+
+
+@pytest.mark.parametrize("objective", [Dpo(DpoConfig(kl_beta=0.5)), Orpo(OrpoConfig(beta=0.5))], ids=["dpo", "orpo"])
+def test_packed_pairs_have_the_loss_and_metrics_of_separate_ones(objective):
+    samples = [pair(1, ((2, 5), (2, 6))), pair(2, ((1, 3), (1, 4)))]
+    logits = {id(sample): torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(n))
+              for n, sample in enumerate(samples)}  # fmt: skip
+    apart = objective(torch.cat([logits[id(sample)] for sample in samples]), collate(samples))
+    first, second = samples
+    fields = ("input_ids", "labels", "loss_weights", "reference_log_probs")
+    joined = {name: np.concatenate([getattr(s, name)[:, :6] for s in (first, second)], 1) for name in fields}
+    joined["document_ids"] = np.repeat([[0, 1]], 6, axis=1).repeat(2, axis=0)
+    joined["document_ids"][:, -1] = -1  # padding
+    joined["labels"][:, -1] = -100
+    rows = torch.cat([logits[id(sample)][:, :6] for sample in samples], 1)
+    together = objective(rows, collate([Sample(**joined)]))
+    assert together.metrics.keys() == apart.metrics.keys()
+    if isinstance(objective, Dpo):
+        torch.testing.assert_close(together.loss_sum, apart.loss_sum)
+        assert float(objective.weight(collate([Sample(**joined)]))) == 2
+    for name in ("rewards/chosen", "rewards/margins", "logps/rejected"):
+        torch.testing.assert_close(together.metrics[name], apart.metrics[name])
+
+
+@pytest.mark.parametrize("objective", [Dpo(DpoConfig()), Orpo(OrpoConfig())], ids=["dpo", "orpo"])
+def test_blank_pairs_add_nothing(objective):
+    real = pair(1, ((2, 5), (2, 6)))
+    logits = torch.randn(4, 12, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    filled = collate([real, blank_like(real)])
+    with_blank, without = objective(logits, filled), objective(logits[:2], collate([real]))
+    assert torch.equal(objective.weight(filled), objective.weight(collate([real])))
+    torch.testing.assert_close(with_blank.loss_sum, without.loss_sum)
+    with_blank.loss_sum.sum().backward()
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[2:].any()
+
+
+def test_orpo_has_a_finite_gradient_at_certain_answers():
+    real = pair(1, ((2, 5), (2, 6)))
+    logits = torch.zeros(2, 12, 12).scatter(2, torch.from_numpy(real.labels).clamp(min=0)[..., None], 200.0)
+    logits.requires_grad_()
+    Orpo(OrpoConfig())(logits, collate([real])).loss_sum.sum().backward()
+    assert logits.grad.isfinite().all()
