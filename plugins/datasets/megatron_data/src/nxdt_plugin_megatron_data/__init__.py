@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import DataloaderComponent, hookimpl
+from nxdt_core.api import CliCommand, DataloaderComponent, hookimpl
 
 
 @hookimpl
@@ -16,4 +16,21 @@ def nxdt_dataloaders() -> list[DataloaderComponent]:
             summary="Megatron's .bin/.idx files: splits, weighted blends, documents kept apart on request",
             aliases=("megatron",),
         )
+    ]
+
+
+@hookimpl
+def nxdt_cli() -> list[CliCommand]:
+    """Declare the commands that make indexed files and look at them."""
+    return [
+        CliCommand(
+            name="data preprocess",
+            target="nxdt_plugin_megatron_data.preprocess.command:preprocess",
+            summary="Tokenise JSONL or text into Megatron's .bin/.idx files.",
+        ),
+        CliCommand(
+            name="data inspect",
+            target="nxdt_plugin_megatron_data.inspect:inspect",
+            summary="Check a pair of .bin/.idx files and say what it holds.",
+        ),
     ]

@@ -23,10 +23,7 @@ class IndexedFileMissing(NxdtError):
 
     code = "NXDT-D101"
     happened = "{key}: there is no {path}{near}."
-    remedy = (
-        "Give the path without .bin and .idx; 'nxdt data preprocess' makes both. "
-        "A relative path starts at the directory of the file that names it."
-    )
+    remedy = "Give the path without .bin and .idx; 'nxdt data preprocess' makes both."
     key: str
     path: str
     candidates: tuple[str, ...] = ()

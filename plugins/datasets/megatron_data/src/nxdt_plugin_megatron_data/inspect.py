@@ -1,0 +1,84 @@
+"""``nxdt data inspect``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nxdt_core.cli.table import human_size, print_facts
+from nxdt_core.cli.verb import Verb, as_json, print_json
+
+if TYPE_CHECKING:
+    from nxdt_plugin_megatron_data.reader import IndexedTokens
+
+__all__ = ["inspect"]
+
+_QUANTILES = (0, 25, 50, 75, 95, 100)
+
+
+@click.command(
+    cls=Verb,
+    short_help="Check a pair of .bin/.idx files and say what it holds.",
+    examples=("nxdt data inspect data/corpus", "nxdt data inspect data/corpus --json"),
+)
+@click.argument("prefix", type=click.Path(path_type=Path))
+@as_json
+def inspect(prefix: Path, json_output: bool) -> None:
+    """Check PREFIX.bin and PREFIX.idx, and say what they hold and who made them.
+
+    The index is checked whole, and every token is read once for the largest.
+    """
+    from nxdt_plugin_megatron_data.reader import IndexedTokens
+
+    if prefix.suffix in (".bin", ".idx"):
+        prefix = prefix.with_suffix("")
+    found = _facts(IndexedTokens(prefix.absolute(), key="PREFIX"))
+    if json_output:
+        print_json(found)
+        return
+    lengths, note = found["lengths"], found["made_by"]
+    facts = [
+        ("tokens", f"{found['tokens']:,} ({found['dtype']}, {human_size(found['bin_bytes'])})"),
+        ("documents", f"{found['documents']:,} in {found['sequences']:,} sequences"),
+        ("lengths", " · ".join(f"{name} {value:,}" for name, value in lengths.items())),
+        ("ids", f"{found['smallest_id']:,} to {found['largest_id']:,}" if found["tokens"] else "none"),
+        ("tokenizer", "unknown: there is no note beside the files" if note is None else _made_by(note)),
+    ]
+    if found["unused_bytes"]:
+        facts.append(("unused", f"{found['unused_bytes']:,} bytes of the .bin that no sequence names"))
+    print_facts(facts)
+
+
+def _facts(source: IndexedTokens) -> dict[str, Any]:
+    import numpy as np
+
+    from nxdt_plugin_megatron_data.format import bin_path
+    from nxdt_plugin_megatron_data.note import read_note
+
+    names = ("min", "p25", "median", "p75", "p95", "max")
+    lengths = np.percentile(source.lengths, _QUANTILES, method="nearest").tolist() if len(source) else [0] * len(names)
+    note = read_note(source.prefix)
+    tokens, used = source.total_tokens(), source.tokens
+    bin_bytes = bin_path(source.prefix).stat().st_size
+    return {
+        "prefix": str(source.prefix),
+        "dtype": source.dtype.name,
+        "tokens": tokens,
+        "documents": source.documents,
+        "sequences": len(source),
+        "bin_bytes": bin_bytes,
+        "unused_bytes": max(0, bin_bytes - tokens * source.dtype.itemsize),
+        "lengths": dict(zip(names, map(int, lengths), strict=True)),
+        "smallest_id": int(used.min()) if len(used) else None,
+        "largest_id": int(used.max()) if len(used) else None,
+        "multimodal": source.modes is not None,
+        "made_by": None if note is None else asdict(note),
+    }
+
+
+def _made_by(note: dict[str, Any]) -> str:
+    end = "no token" if note["eod_id"] is None else f"token {note['eod_id']}"
+    return f"{note['tokenizer']} (vocabulary {note['vocab_size']:,}); {end} behind each document"

@@ -1,0 +1,184 @@
+"""``nxdt data preprocess``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nxdt_core.cli.verb import Verb, as_json, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from nxdt_plugin_megatron_data.preprocess.progress import Counts
+    from nxdt_plugin_megatron_data.preprocess.run import Job, Outcome
+
+__all__ = ["preprocess"]
+
+
+@click.command(
+    cls=Verb,
+    short_help="Tokenise JSONL or text into Megatron's .bin/.idx files.",
+    examples=(
+        "nxdt data preprocess --input corpus.jsonl --output-prefix data/corpus --tokenizer byte",
+        "nxdt data preprocess --input a.jsonl.gz b.jsonl.zst --output-prefix data/web --tokenizer tokenizer.json",
+        "nxdt data preprocess --input books/one.txt --output-prefix data/books --tokenizer byte --separator '\\n\\n'",
+        "nxdt data preprocess --input c.jsonl --output-prefix c --tokenizer gpt2 "
+        "--tokenizer-option eos_token='<|endoftext|>' --workers 8",
+    ),
+)
+@click.option("--input", "inputs", multiple=True, required=True, metavar="FILE...", help="Files, in this order.")
+@click.argument("more", nargs=-1, metavar="")
+@click.option(
+    "--output-prefix",
+    "prefix",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Path of the files to make, without .bin and .idx.",
+)
+@click.option(
+    "--tokenizer", required=True, help="'byte', a tokenizer.json, a directory, a SentencePiece model, or a hub name."
+)
+@click.option(
+    "--tokenizer-option", multiple=True, metavar="KEY=VALUE", help="A key of data.tokenizer; may be given repeatedly."
+)
+@click.option("--workers", type=click.IntRange(min=1), help="Tokenising processes. Default: one a core.")
+@click.option("--text-key", default="text", show_default=True, help="Key of the text in each JSON object.")
+@click.option(
+    "--separator", help="What stands between documents of text files, such as '\\n\\n'. Default: a file is a document."
+)
+@click.option(
+    "--append-eod/--no-append-eod", default=True, show_default=True, help="Put the end-of-text token behind documents."
+)
+@click.option(
+    "--max-bad-share",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
+    help="Stop where more of the records than this hold no text.",
+)
+@click.option(
+    "--save-every",
+    type=click.FloatRange(min=0),
+    default=10,
+    show_default=True,
+    help="Seconds of work that a kill may cost.",
+)
+@click.option("--overwrite", is_flag=True, help="Begin anew, whatever lies at the prefix.")
+@as_json
+def preprocess(
+    inputs: Sequence[str],
+    more: Sequence[str],
+    prefix: Path,
+    tokenizer: str,
+    tokenizer_option: Sequence[str],
+    workers: int | None,
+    text_key: str,
+    separator: str | None,
+    append_eod: bool,
+    max_bad_share: float,
+    save_every: float,
+    overwrite: bool,
+    json_output: bool,
+) -> None:
+    """Tokenise files into PREFIX.bin and PREFIX.idx, as Megatron-Core writes them.
+
+    A name that ends in .jsonl, .ndjson or .json has a JSON object a line, every other is text; .gz and .zst behind
+    it are decompressed. Records without text are counted, and the first ones named. A run that was killed goes on
+    where it stopped when the same command is given again.
+    """
+    from nxdt_core.data.files import expand
+    from nxdt_plugin_megatron_data.preprocess.records import Recipe
+    from nxdt_plugin_megatron_data.preprocess.run import Job
+    from nxdt_plugin_megatron_data.preprocess.run import preprocess as run
+    from nxdt_plugin_megatron_data.preprocess.tokenizers import find_tokenizer
+
+    job = Job(
+        files=tuple(expand((*inputs, *more), "--input")),
+        prefix=prefix.absolute(),
+        tokenizer=find_tokenizer(tokenizer, tokenizer_option),
+        recipe=Recipe(
+            text_key=text_key,
+            separator=separator.replace("\\n", "\n").replace("\\t", "\t") if separator else None,
+            append_eod=append_eod,
+        ),
+        workers=workers or _cores(),
+        max_bad_share=max_bad_share,
+        save_every_s=save_every,
+        overwrite=overwrite,
+    )
+    with _bar(job.files) as watch:
+        outcome = run(job, watch)
+    if json_output:
+        print_json(_facts(job, outcome))
+    else:
+        _tell(job, outcome)
+
+
+@contextmanager
+def _bar(files: Sequence[Path]) -> Iterator[Callable[[int, Counts], None]]:
+    """A bar of the files' bytes with the tokens a second; nothing where no terminal reads it."""
+    from tqdm import tqdm
+
+    size_bytes = sum(path.stat().st_size for path in files)
+    hidden = not sys.stderr.isatty()
+    with tqdm(total=size_bytes, unit="B", unit_scale=True, file=sys.stderr, disable=hidden, leave=False) as bar:
+        start: list[int] = []
+
+        def watch(disk_bytes: int, counts: Counts) -> None:
+            if hidden:
+                return
+            start[:] = start or [counts.tokens]
+            bar.update(disk_bytes - bar.n)
+            seconds = bar.format_dict["elapsed"] or 1
+            bar.set_postfix_str(
+                f"{(counts.tokens - start[0]) / seconds:,.0f} tokens/s, {counts.bad} bad", refresh=False
+            )
+
+        yield watch
+
+
+def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
+    counts = outcome.counts
+    return {
+        "prefix": str(job.prefix),
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+        "records": counts.records,
+        "empty": counts.empty,
+        "bad": counts.bad,
+        "first_bad": counts.first_bad,
+        "tokens_before": outcome.tokens_before,
+        "seconds": round(outcome.seconds, 3),
+        "tokens_per_second": round(_rate(outcome)),
+    }
+
+
+def _tell(job: Job, outcome: Outcome) -> None:
+    counts = outcome.counts
+    if outcome.tokens_before:
+        click.echo(f"Went on behind {outcome.tokens_before:,} tokens of an unfinished run.")
+    click.echo(
+        f"Wrote {job.prefix}.bin and .idx: {counts.tokens:,} tokens in {counts.documents:,} documents, "
+        f"{_rate(outcome):,.0f} tokens/s."
+    )
+    if counts.empty:
+        click.echo(f"{counts.empty:,} of {counts.records:,} records are empty and are left out.")
+    if counts.bad:
+        click.echo(f"{counts.bad:,} of {counts.records:,} records hold no text and are left out; the first of them:")
+        for fault in counts.first_bad:
+            click.echo(f"  {fault}")
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _rate(outcome: Outcome) -> float:
+    return (outcome.counts.tokens - outcome.tokens_before) / max(outcome.seconds, 1e-9)

@@ -1,0 +1,103 @@
+"""Errors of preprocessing: codes ``NXDT-D11x``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxdt_core.errors import NxdtError
+
+__all__ = [
+    "NoDocuments",
+    "NoRoom",
+    "OtherJob",
+    "OutputExists",
+    "OutputTaken",
+    "OutputUnwritable",
+    "TooManyBadRecords",
+    "WorkerDied",
+]
+
+
+class OutputExists(NxdtError):
+    """Files that a run would replace."""
+
+    code = "NXDT-D110"
+    happened = "{path} exists already."
+    remedy = "Choose another --output-prefix, or say --overwrite to make it anew."
+    path: str
+
+
+class TooManyBadRecords(NxdtError):
+    """More records without text than are put up with."""
+
+    code = "NXDT-D111"
+    happened = "{bad} of {records} records hold no text, more than the share of {share:g} that is put up with:{faults}"
+    remedy = (
+        "Raise --max-bad-share, with which the same command goes on where this one stopped; or correct the files, or "
+        "name the key of the text with --text-key, and say --overwrite."
+    )
+    bad: int
+    records: int
+    share: float
+    first: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "faults": "".join(f"\n    {fault}" for fault in self.first)}
+
+
+class NoRoom(NxdtError):
+    """A disk, or a quota on it, that is full."""
+
+    code = "NXDT-D112"
+    happened = "There is no room left for {path} after {tokens} tokens: {reason}."
+    remedy = "Free some space and give the same command again: it goes on where it stopped."
+    path: str
+    tokens: int
+    reason: str
+
+
+class WorkerDied(NxdtError):
+    """A tokenising process that ended by itself."""
+
+    code = "NXDT-D113"
+    happened = "A process that tokenises has died, likely for want of memory."
+    remedy = "Give the same command with fewer --workers: it goes on where it stopped."
+
+
+class OtherJob(NxdtError):
+    """An unfinished run with other inputs or settings."""
+
+    code = "NXDT-D114"
+    happened = "At {path} lies an unfinished run whose files, tokenizer or settings were others than these."
+    remedy = "Give its own command to finish it, say --overwrite to begin anew, or choose another --output-prefix."
+    path: str
+
+
+class OutputTaken(NxdtError):
+    """Another process that writes the same files."""
+
+    code = "NXDT-D115"
+    happened = "Another process writes {path}: {note}."
+    remedy = "Wait for it, or choose another --output-prefix."
+    path: str
+    note: str
+
+
+class NoDocuments(NxdtError):
+    """Files without any text."""
+
+    code = "NXDT-D116"
+    happened = "The {files} files hold no text: {records} records, none of which becomes a token."
+    remedy = "Check the files, and the key of the text (--text-key)."
+    files: int
+    records: int
+
+
+class OutputUnwritable(NxdtError):
+    """Files that the operating system does not let us write."""
+
+    code = "NXDT-D117"
+    happened = "{path} cannot be written: {reason}."
+    remedy = "Choose an --output-prefix in a directory that you may write to."
+    path: str
+    reason: str

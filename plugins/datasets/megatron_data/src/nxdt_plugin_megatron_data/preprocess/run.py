@@ -1,0 +1,198 @@
+"""Reads, has tokenised, and writes; whoever calls sees how far it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from nxdt_core.builtins.file_lock import take_file_lock
+from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.errors import SpecialTokenMissing
+from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
+from nxdt_plugin_megatron_data.note import Note, note_path
+from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks
+from nxdt_plugin_megatron_data.preprocess.errors import (
+    NoDocuments,
+    NoRoom,
+    OutputExists,
+    OutputTaken,
+    OutputUnwritable,
+    TooManyBadRecords,
+    WorkerDied,
+)
+from nxdt_plugin_megatron_data.preprocess.progress import Counts, Output
+from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode_here, start_worker
+from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
+
+__all__ = ["Job", "Outcome", "preprocess"]
+
+_AHEAD_PER_WORKER = 3
+"""Blocks that are read before their turn: each process finds its next one ready."""
+_JUDGED_FROM = 1000
+"""Records after which their bad ones may stop a run before its end."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be made of what."""
+
+    files: tuple[Path, ...]
+    prefix: Path
+    tokenizer: NamedTokenizer
+    recipe: Recipe
+    workers: int
+    max_bad_share: float
+    save_every_s: float
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was made."""
+
+    counts: Counts
+    tokens_before: int
+    """Tokens of them that an earlier, unfinished run had written."""
+    seconds: float
+    """That this run took."""
+
+
+def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
+    """Do the job, or the rest of it.
+
+    Args:
+        job: see there.
+        watch: told the bytes of the files, as they lie on the disk, that are done, and the counts.
+
+    Raises:
+        OutputExists, OtherJob, OutputTaken: of the prefix.
+        TooManyBadRecords, NoDocuments, DataFileUnreadable: of the input.
+        NoRoom, WorkerDied: of the machine.
+        SpecialTokenMissing: the tokenizer has no end-of-text token to append.
+    """
+    began = time.monotonic()
+    tokenizer = job.tokenizer.build()
+    if job.recipe.append_eod and tokenizer.eos_id is None:
+        raise SpecialTokenMissing(key="--append-eod", token="end of text")
+    note = Note(
+        tokenizer=job.tokenizer.label,
+        fingerprint=tokenizer.fingerprint(),
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eos_id if job.recipe.append_eod else None,
+        inputs=tuple(map(str, job.files)),
+    )
+    decides = digest(*map(file_digest, job.files), note.fingerprint, job.recipe)
+    with _told(job.prefix, lambda: 0):
+        job.prefix.parent.mkdir(parents=True, exist_ok=True)
+    with _told(job.prefix, lambda: 0), _alone(job.prefix):
+        _clear(job)
+        output = Output(job.prefix, dtype_for(note.vocab_size), decides)
+        before = output.counts.tokens
+        with _told(job.prefix, lambda: output.counts.tokens), closing(output):
+            _write_all(job, output, watch)
+            _judge(output, job.max_bad_share, at_least=1)
+            if not output.counts.documents:
+                raise NoDocuments(files=len(job.files), records=output.counts.records)
+            output.finish(note)
+    return Outcome(counts=output.counts, tokens_before=before, seconds=time.monotonic() - began)
+
+
+def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -> None:
+    separator = job.recipe.separator
+    blocks = read_blocks(job.files, output.place, separator.encode() if separator else None)
+    saved = time.monotonic()
+    for block, encoded in _encoded(blocks, job):
+        path, counts = job.files[block.begin.file], output.counts
+        for fault in encoded.faults:
+            counts.add_fault(path, block.begin.line + fault.line, fault.reason)
+        counts.records += encoded.records
+        counts.empty += encoded.empty
+        output.append(encoded.tokens, encoded.lengths, block.end)
+        watch(block.disk_bytes, counts)
+        if time.monotonic() - saved >= job.save_every_s:
+            output.save()
+            saved = time.monotonic()
+        _judge(output, job.max_bad_share, at_least=_JUDGED_FROM)
+
+
+def _encoded(blocks: Iterator[Block], job: Job) -> Iterator[tuple[Block, Encoded]]:
+    """Blocks and what became of them, in the order of the blocks, whichever process is done first."""
+    pool = ProcessPoolExecutor(
+        job.workers, get_context("spawn"), initializer=start_worker, initargs=(job.tokenizer, job.recipe)
+    )
+    begun: deque[tuple[Block, Future[Encoded]]] = deque()
+    try:
+        for block in blocks:
+            json_lines = is_json(job.files[block.begin.file])
+            begun.append((block, pool.submit(encode_here, block.content, json_lines)))
+            if len(begun) > _AHEAD_PER_WORKER * job.workers:
+                first, future = begun.popleft()
+                yield first, future.result()
+        for block, future in begun:
+            yield block, future.result()
+    except BrokenProcessPool as error:
+        raise WorkerDied() from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _judge(output: Output, share: float, *, at_least: int) -> None:
+    counts = output.counts
+    if counts.bad > share * counts.records and counts.records >= at_least:
+        output.save()
+        first = tuple(counts.first_bad)
+        raise TooManyBadRecords(bad=counts.bad, records=counts.records, share=share, first=first)
+
+
+def _clear(job: Job) -> None:
+    """Refuse what lies there, or remove it."""
+    unfinished, outputs = Output.unfinished(job.prefix), (bin_path(job.prefix), idx_path(job.prefix))
+    if job.overwrite:
+        for path in (*unfinished, *outputs, note_path(job.prefix)):
+            path.unlink(missing_ok=True)
+        return
+    going_on = unfinished[0].exists()
+    for path in outputs:
+        if path.exists() and not going_on:
+            raise OutputExists(path=str(path))
+
+
+@contextmanager
+def _told(prefix: Path, tokens: Callable[[], int]) -> Iterator[None]:
+    """Tell in words why the operating system does not take what is written."""
+    try:
+        yield
+    except OSError as error:
+        path, reason = str(bin_path(prefix)), error.strerror or str(error)
+        if error.errno in _FULL:
+            raise NoRoom(path=path, tokens=tokens(), reason=reason) from error
+        raise OutputUnwritable(path=path, reason=reason) from error
+
+
+@contextmanager
+def _alone(prefix: Path) -> Iterator[None]:
+    """Keep other processes from writing the same files, where the file system has locks."""
+    path = prefix.with_name(f"{prefix.name}.lock")
+    try:
+        lock = take_file_lock(path, f"process {os.getpid()}".encode())
+    except LocksUnsupported:
+        yield
+        return
+    if lock is None:
+        raise OutputTaken(path=str(bin_path(prefix)), note=path.read_text(errors="replace"))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()

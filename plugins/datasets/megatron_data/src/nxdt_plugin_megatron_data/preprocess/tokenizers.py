@@ -1,0 +1,76 @@
+"""The tokenizer that ``--tokenizer`` names, as something that other processes can make again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from nxdt_core.config.location import Locator
+from nxdt_core.config.node import Node
+from nxdt_core.config.overrides import COMMAND_LINE, apply_overrides
+from nxdt_core.config.reading import read_part
+from nxdt_core.errors import ConfigError, ConfigProblem
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.tokenizer import Tokenizer
+
+__all__ = ["NamedTokenizer", "find_tokenizer"]
+
+_SECTION = "data.tokenizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTokenizer:
+    """A component of kind ``tokenizer`` and its configuration."""
+
+    label: str
+    """As it was named."""
+    component: str
+    config: Any
+
+    def build(self) -> Tokenizer:
+        """Make it."""
+        component = Kernel.start().registry.get("tokenizer", self.component)
+        return cast(Tokenizer, component.load_target()(self.config))
+
+
+def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
+    """The tokenizer of a name.
+
+    Args:
+        name: ``byte`` or another component without settings; a path: a ``tokenizer.json``, a directory, a
+            SentencePiece ``.model``; or a name on the Hugging Face hub.
+        options: ``KEY=VALUE`` of the section ``data.tokenizer``; ``library`` among them chooses the component.
+
+    Raises:
+        ConfigError: an option is wrong.
+        UnknownComponent: there is no such library.
+    """
+    section, problems = apply_overrides(Node({}, COMMAND_LINE), options)
+    kernel = Kernel.start()
+    library = section.plain("library")
+    path = Path(name).expanduser()
+    known = {alias for each in kernel.registry.all("tokenizer") for alias in (each.record.name, *each.record.aliases)}
+    if library is None and not path.exists() and name in known:
+        library, named = name, {}
+    else:
+        library = library or ("sentencepiece" if path.suffix == ".model" and path.is_file() else "huggingface")
+        key = "model" if path.exists() or library != "huggingface" else "type"
+        named = {} if "vocab_file" in section.children else {key: str(path.absolute()) if key == "model" else name}
+    for key, value in named.items():
+        section = section.set(key, Node(value, COMMAND_LINE)) if section.find(key) is None else section
+    component = kernel.registry.get("tokenizer", str(library))
+    config = _read(component.load_config(), section.without("library"), problems)
+    return NamedTokenizer(label=name, component=component.qualified_name, config=config)
+
+
+def _read(cls: type | None, section: Node, problems: Sequence[ConfigProblem]) -> Any:
+    if problems:
+        raise ConfigError(source="--tokenizer-option", problems=tuple(problems))
+    if cls is None:
+        return None
+    config, wrong = read_part(cls, section, _SECTION, Locator(COMMAND_LINE.where))
+    if wrong:
+        raise ConfigError(source="--tokenizer", problems=tuple(wrong))
+    return config

@@ -1,0 +1,294 @@
+"""``nxdt data preprocess`` and ``nxdt data inspect`` from the command line, in real processes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from nxdt_plugin_megatron_data.format import bin_path, idx_path
+from nxdt_plugin_megatron_data.note import read_note
+from nxdt_plugin_megatron_data.reader import IndexedTokens
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from nxdt_core.builtins.file_lock import take_file_lock
+from nxdt_core.config.paths import resolve_path
+
+KJV = resolve_path("package://nxdt_plugin_text/data/kjv.txt").read_text()
+DOCUMENTS = [text for text in KJV.split("\n\n") if text.strip()]
+NXDT = (sys.executable, "-m", "nxdt_core")
+
+
+def nxdt(*words, cwd, **options):
+    command = [*NXDT, "data", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def start(*words, cwd):
+    command = [*NXDT, "data", *map(str, words)]
+    return subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def write_jsonl(path, texts, key="text"):
+    lines = "".join(json.dumps({"id": number, key: text}) + "\n" for number, text in enumerate(texts)).encode()
+    packed = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}.get(path.suffix, bytes)(lines)
+    path.write_bytes(packed)
+
+
+def content(prefix):
+    return bin_path(prefix).read_bytes(), idx_path(prefix).read_bytes()
+
+
+def texts_of(prefix):
+    read = IndexedTokens(prefix)
+    return [bytes(read[number][:-1].tolist()).decode() for number in range(len(read))]
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level BPE trained on the shipped text, as a ``tokenizer.json``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=["<end>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(DOCUMENTS[:40], trainer)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_files_of_all_kinds_become_one_pair_in_their_order(tmp_path, bpe):
+    parts = [DOCUMENTS[:5], DOCUMENTS[5:9], DOCUMENTS[9:12], DOCUMENTS[12:14]]
+    for name, texts in zip(("a.jsonl", "b.jsonl.gz", "c.json.zst"), parts, strict=False):
+        write_jsonl(tmp_path / name, texts)
+    (tmp_path / "d.txt").write_text("\n\n".join(parts[3]))
+    done = nxdt(
+        "preprocess", "--input", "a.jsonl", "b.jsonl.gz", "c.json.zst", "d.txt", "--output-prefix", "out/all",
+        "--tokenizer", bpe, "--tokenizer-option", "eos_token=<end>", "--separator", r"\n\n", "--workers", 2, "--json",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    read, library = IndexedTokens(tmp_path / "out/all"), Tokenizer.from_file(str(bpe))
+    wanted = [[*library.encode(text).ids, library.token_to_id("<end>")] for text in DOCUMENTS[:14]]
+    assert [read[number].tolist() for number in range(len(read))] == wanted
+    assert (said["documents"], said["tokens"], said["bad"]) == (14, sum(map(len, wanted)), 0)
+    assert said["tokens_per_second"] > 0
+    assert (read.dtype, read.documents) == (np.dtype("<u2"), 14)
+    note = read_note(tmp_path / "out/all")
+    assert (note.vocab_size, note.eod_id) == (1000, 0)
+    assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx", "all.json"]
+
+
+def test_the_files_are_those_that_megatron_core_writes(megatron, tmp_path):
+    import torch
+
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:20])
+    nxdt("preprocess", "--input", "a.jsonl", "--output-prefix", "ours", "--tokenizer", "byte", cwd=tmp_path)
+    builder = megatron.indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for text in DOCUMENTS[:20]:
+        builder.add_item(torch.tensor([*text.encode(), 257]))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    assert content(tmp_path / "ours") == content(tmp_path / "theirs")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Six megabytes in two files, one of them compressed, and what becomes of them."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_jsonl(folder / "a.jsonl", DOCUMENTS * 2)
+    write_jsonl(folder / "b.jsonl.zst", DOCUMENTS * 2)
+    done = nxdt(
+        "preprocess", "--input", "a.jsonl", "b.jsonl.zst", "--output-prefix", "whole", "--tokenizer", "byte",
+        "--workers", 1, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert texts_of(folder / "whole") == DOCUMENTS * 4
+    return folder
+
+
+def job(corpus, prefix, *more):
+    return (
+        "preprocess", "--input", corpus / "a.jsonl", corpus / "b.jsonl.zst", "--output-prefix", prefix,
+        "--tokenizer", "byte", "--workers", 2, *more,
+    )  # fmt: skip
+
+
+def processes(session):
+    """Those of a session that are alive."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_a_run_that_is_killed_goes_on_and_the_files_are_the_same(corpus, tmp_path):
+    run = start(*job(corpus, "out", "--save-every", "0"), cwd=tmp_path)
+    until((tmp_path / "out.run").exists)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate()
+    until(lambda: not processes(run.pid))  # nobody stays behind
+    assert not (tmp_path / "out.bin").exists()
+    with (tmp_path / "out.bin.part").open("ab") as file:
+        file.write(b"what was not made safe")
+    done = nxdt(*job(corpus, "out", "--json"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["tokens_before"] > 0
+    assert said["documents"] == len(DOCUMENTS) * 4
+    assert content(tmp_path / "out") == content(corpus / "whole")
+    assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.idx", "out.json"]
+
+
+def test_a_worker_that_dies_is_told_and_the_next_run_goes_on(corpus, tmp_path):
+    run = start(*job(corpus, "out", "--save-every", "0"), cwd=tmp_path)
+    until((tmp_path / "out.run").exists)
+    for worker in processes(run.pid):
+        if "spawn_main" in Path(f"/proc/{worker}/cmdline").read_text():
+            os.kill(worker, signal.SIGKILL)
+            break
+    _, said = run.communicate(timeout=60)
+    assert (run.returncode, "NXDT-D113" in said, "Traceback" in said) == (2, True, False), said
+    assert nxdt(*job(corpus, "out"), cwd=tmp_path).returncode == 0
+    assert content(tmp_path / "out") == content(corpus / "whole")
+
+
+def test_a_full_disk_is_told_in_words_and_the_next_run_goes_on(corpus, tmp_path):
+    room = 4 << 20
+
+    def little_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    done = nxdt(*job(corpus, "out", "--save-every", "0"), cwd=tmp_path, preexec_fn=little_room)
+    assert done.returncode == 2, done.stderr
+    assert "NXDT-D112" in done.stderr
+    assert "no room left for" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = nxdt(*job(corpus, "out", "--json"), cwd=tmp_path)
+    assert 0 < json.loads(done.stdout)["tokens_before"] <= room // 2
+    assert content(tmp_path / "out") == content(corpus / "whole")
+
+
+def write_broken(path, good, bad):
+    lines = [json.dumps({"text": DOCUMENTS[number % 50]}) for number in range(good)]
+    for number in range(bad):
+        lines.insert(2 + 3 * number, '{"txt": "x"}' if number % 2 else "{no json")
+    path.write_text("\n".join(lines))
+
+
+def test_lines_without_text_are_counted_and_the_first_are_named(tmp_path):
+    write_broken(tmp_path / "a.jsonl", good=300, bad=12)
+    words = ("preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--tokenizer", "byte", "--workers", 1)
+    done = nxdt(*words, "--max-bad-share", "0.05", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "12 of 312 records hold no text" in done.stdout
+    assert f"{tmp_path}/a.jsonl:3: not a JSON object" in done.stdout
+    assert f"{tmp_path}/a.jsonl:6: no text under the key 'text'; its keys are 'txt'" in done.stdout
+    assert done.stdout.count(str(tmp_path / "a.jsonl:")) == 10
+    assert len(IndexedTokens(tmp_path / "a")) == 300
+
+
+def test_too_many_lines_without_text_stop_the_run_until_more_are_put_up_with(tmp_path):
+    write_broken(tmp_path / "a.jsonl", good=100, bad=5)
+    words = ("preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--tokenizer", "byte", "--workers", 1)
+    done = nxdt(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "NXDT-D111" in done.stderr
+    assert "5 of 105 records hold no text, more than the share of 0.01" in done.stderr
+    assert "a.jsonl:3: not a JSON object" in done.stderr
+    assert not (tmp_path / "a.bin").exists()
+    done = nxdt(*words, "--max-bad-share", "0.1", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens_before"] == json.loads(done.stdout)["tokens"]
+
+
+@pytest.fixture
+def small(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:3])
+    return ("preprocess", "--input", "a.jsonl", "--output-prefix", "out", "--tokenizer", "byte", "--workers", 1)
+
+
+def refused(done, code, said):
+    assert done.returncode == 2, done.stderr
+    assert code in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_replaced_unless_it_is_asked_for(small, tmp_path):
+    assert nxdt(*small, cwd=tmp_path).returncode == 0
+    refused(nxdt(*small, cwd=tmp_path), "NXDT-D110", "out.bin exists already")
+    done = nxdt(*small, "--overwrite", "--no-append-eod", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert IndexedTokens(tmp_path / "out")[0].max() < 256
+    assert read_note(tmp_path / "out").eod_id is None
+
+
+def test_an_unfinished_run_of_other_files_is_not_gone_on_with(small, tmp_path):
+    (tmp_path / "out.bin.part").write_bytes(b"")
+    (tmp_path / "out.run").write_text('{"job": "another"}')
+    refused(nxdt(*small, cwd=tmp_path), "NXDT-D114", "an unfinished run whose files")
+
+
+def test_two_processes_do_not_write_the_same_files(small, tmp_path):
+    lock = take_file_lock(tmp_path / "out.lock", b"process 1")
+    refused(nxdt(*small, cwd=tmp_path), "NXDT-D115", "process 1")
+    lock.release()
+    assert nxdt(*small, cwd=tmp_path).returncode == 0
+
+
+def test_files_without_text_are_refused(small, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
+    refused(nxdt(*small, cwd=tmp_path), "NXDT-D116", "1 records, none of which becomes a token")
+
+
+def test_what_cannot_be_read_written_or_found_is_told(small, tmp_path, bpe):
+    refused(nxdt(*small, "--input", "b.jsonl", cwd=tmp_path), "NXDT-D001", "nearby lies")
+    (tmp_path / "file").write_text("")
+    words = [*small[:4], "file/out", *small[5:]]
+    refused(nxdt(*words, cwd=tmp_path), "NXDT-D117", "cannot be written")
+    words = [*small[:6], bpe, *small[7:]]
+    refused(nxdt(*words, cwd=tmp_path), "NXDT-D013", "--append-eod")
+    refused(nxdt(*words, "--tokenizer-option", "eos_tokn=x", cwd=tmp_path), "NXDT-C", "eos_tok")
+    refused(nxdt(*words, "--tokenizer-option", "library=bite", cwd=tmp_path), "NXDT-K002", "byte")
+
+
+def test_inspect_says_what_files_hold(corpus, tmp_path):
+    said = json.loads(nxdt("inspect", corpus / "whole", "--json", cwd=tmp_path).stdout)
+    sizes = [len(text.encode()) + 1 for text in DOCUMENTS * 4]
+    assert (said["tokens"], said["documents"], said["dtype"]) == (sum(sizes), len(sizes), "uint16")
+    assert (said["lengths"]["min"], said["lengths"]["max"]) == (min(sizes), max(sizes))
+    assert (said["smallest_id"], said["largest_id"], said["unused_bytes"]) == (10, 257, 0)
+    assert said["made_by"]["tokenizer"] == "byte"
+    text = nxdt("inspect", corpus / "whole.bin", cwd=tmp_path).stdout
+    assert f"{sum(sizes):,} (uint16" in text
+    assert "token 257 behind each document" in text
+
+
+def test_inspect_refuses_what_is_broken(by_hand, tmp_path):
+    prefix = by_hand("x", [[1, 2, 3]])
+    assert "there is no note" in nxdt("inspect", prefix, cwd=tmp_path).stdout
+    bin_path(prefix).write_bytes(b"")
+    refused(nxdt("inspect", prefix, cwd=tmp_path), "NXDT-D103", "has 0 bytes")
