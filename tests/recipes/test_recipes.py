@@ -40,7 +40,7 @@ def loaded(name: str) -> ResolvedConfig:
 
 def family(name: str) -> str:
     """The released model that a recipe trains: what :mod:`tests.recipes.published` knows it by."""
-    return re.sub(r"(-dropless)?(-trn[12])?$", "", name)
+    return re.sub(r"(-dropless|-sft|-lora|-dpo|-orpo)*(-trn[12])?$", "", name)
 
 
 def number(text: str) -> int:

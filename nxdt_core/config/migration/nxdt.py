@@ -225,5 +225,8 @@ def _defaults(draft: Draft) -> None:
         for path, value in DEFAULTS.get(str(draft.value("model.name")), {}).items():
             draft.put(path, value, "the default there; here it is another")
     draft.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
+    if draft.value("data.name") == "sft-chat":
+        draft.put("data.chat_template", "plain", "NxD Training puts the output right behind the input")
+        draft.put("data.truncation", "drop", "NxD Training leaves out what is longer than a sequence")
     if draft.value("data.name") == "hf-data":
         draft.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")

@@ -8,17 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nxdt_core.api import AdapterComponent, DataloaderComponent, hookimpl
-
-
-@dataclass(kw_only=True)
-class ChatConfig:
-    """Records of prompts and answers."""
-
-    train_dir: str
-    val_dir: str | None = None
-    dev_choose_samples: int | None = None
-    packing: bool = False
+from nxdt_core.api import AdapterComponent, hookimpl
 
 
 @dataclass(kw_only=True)
@@ -40,12 +30,6 @@ class LoraConfig:
 
 def declared(kind: type, name: str, config: type) -> Any:
     return kind(name=name, target=f"{__name__}:nothing", config=f"{__name__}:{config.__name__}", summary="stands in")
-
-
-@hookimpl
-def nxdt_dataloaders():
-    parts = {"sft-chat": ChatConfig}
-    return [declared(DataloaderComponent, name, config) for name, config in parts.items()]
 
 
 @hookimpl

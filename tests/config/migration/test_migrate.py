@@ -151,6 +151,8 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("lora", "adapter.name", "added", "", "peft asks for it"),
         ("lora", "model.encoder_seq_length", "ignored", "", "batches have data.seq_length (4096) tokens"),
         ("sft", "data.name", "added", "", "model_alignment_strategy is given"),
+        ("sft", "data.chat_template", "added", "", "right behind the input"),
+        ("sft", "data.truncation", "added", "", "longer than a sequence"),
         ("dpo", "alignment.dpo.kl_beta", "renamed", "objective.kl_beta", "searching the whole file"),
         ("dpo", "alignment.dpo.loss_type", "renamed", "objective.loss_type", "its loss is always sigmoid"),
         ("dpo", "exp_manager.save_bf16", "ignored", "", "never reads it"),

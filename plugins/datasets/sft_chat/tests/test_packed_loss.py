@@ -1,0 +1,74 @@
+"""A packed sequence trains a model as its conversations do apart, to the last bit that float64 has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxdt_core.builtins.objective_causal_lm import CausalLM
+from nxdt_core.config import load as load_config
+from nxdt_core.data.collate import collate
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.training import assemble
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A Llama of two layers in float64, with weights drawn here."""
+    pytest.importorskip("nxdt_plugin_llama", reason="nxdt-plugin-llama is not installed")
+    config = load_config("recipe:llama-tiny-sft", ["model.num_layers=2"])
+    torch.manual_seed(1)
+    built = assemble.model_builder(config).build().double()
+    for module in built.modules():
+        reset = getattr(module, "reset_buffers", None)
+        if reset is not None:
+            reset()
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return built
+
+
+def trained(model, batches):
+    """Loss sum, weight, and gradients of a pass over ``batches``."""
+    model.zero_grad()
+    objective, total, weight = CausalLM(), 0.0, 0.0
+    for batch in batches:
+        found = objective(model(batch.input_ids, batch.position_ids, batch.document_ids), batch)
+        found.loss_sum.backward()
+        total += found.loss_sum.item()
+        weight += found.weight.item()
+    return total, weight, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def batches(dataset):
+    return [collate([dataset[index]]) for index in range(len(dataset))]
+
+
+@pytest.fixture
+def apart_and_packed(load, write, shipped):
+    path = write(*shipped[:24])
+    apart, packed = (load(path, seq_length=384, packing=packing, truncation="drop") for packing in (False, True))
+    assert len(packed) < len(apart) / 2
+    return batches(apart), batches(packed)
+
+
+def test_loss_and_gradients_of_packed_conversations_are_those_of_padded_ones(model, apart_and_packed):
+    (loss, weight, gradient), (packed_loss, packed_weight, packed_gradient) = (
+        trained(model, b) for b in apart_and_packed
+    )
+    assert packed_weight == weight > 500
+    assert packed_loss == pytest.approx(loss, rel=1e-12)
+    assert torch.allclose(packed_gradient, gradient, rtol=1e-9, atol=1e-10)
+    assert gradient.abs().sum() > 1
+
+
+@pytest.mark.parametrize("forgotten", ["document_ids", "position_ids"])
+def test_it_is_documents_and_positions_that_keep_them_apart(model, apart_and_packed, forgotten):
+    apart, packed = apart_and_packed
+    blind = [Batch(input_ids=b.input_ids, labels=b.labels, **_but(b, forgotten)) for b in packed]
+    assert trained(model, blind)[0] != pytest.approx(trained(model, apart)[0], rel=1e-6)
+
+
+def _but(batch, forgotten):
+    kept = {"document_ids": batch.document_ids, "position_ids": batch.position_ids}
+    return {**kept, forgotten: None}

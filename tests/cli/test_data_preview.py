@@ -1,0 +1,55 @@
+"""``nxdt data preview`` in a child process, on data of several plugins."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+RECIPE = "recipe:llama-tiny-sft"
+
+
+def test_the_report_marks_what_is_trained(nxdt):
+    done = nxdt("data", "preview", RECIPE, "-n", "1")
+    assert done.returncode == 0, done.stderr
+    assert "<|im_start|>assistant\n⟦" in done.stdout
+    assert "<|im_end|>⟧" in done.stdout
+    assert "records  100\n" in done.stdout
+    assert "assistant's turn 2" in done.stdout
+    assert click.unstyle(done.stdout) == done.stdout
+
+
+def test_json_has_samples_and_counts(nxdt):
+    done = nxdt("data", "preview", RECIPE, "data.packing=false", "--split", "validation", "-n", "2", "--json")
+    found = json.loads(done.stdout)
+    assert (found["split"], found["seq_length"], found["samples"]) == ("validation", 512, 11)
+    assert len(found["shown"]) == 2
+    (document,) = found["shown"][0]["documents"]
+    ids = [id_ for part in document["parts"] for id_ in part["ids"]]
+    assert len(ids) == document["tokens"]
+    assert document["trained"] == sum(len(part["ids"]) for part in document["parts"] if part["trained"])
+    report = found["report"]
+    assert report["records"] == 11
+    assert report["samples"] is None
+    assert report["by_role"]["assistant"]["share_trained"] == 1.0
+    assert 0 < report["efficiency"] < 0.5
+    assert set(report["lengths"]) == {"min", "median", "mean", "p95", "max"}
+
+
+def test_ids_stand_behind_their_tokens(nxdt):
+    done = nxdt("data", "preview", "recipe:llama-tiny", "-n", "1", "--ids", "data.shuffle=false")
+    assert "\nG·71·⟦e·101·n·110·e·101·" in done.stdout
+    assert "counted" in done.stdout
+
+
+def test_a_split_that_is_not_named_is_told(nxdt):
+    done = nxdt("data", "preview", RECIPE, "--split", "test")
+    assert done.returncode == 2
+    assert "[NXDT-D014] The configuration names no test data." in done.stderr
+
+
+def test_what_training_would_refuse_is_refused(nxdt):
+    done = nxdt("data", "preview", RECIPE, "data.seq_length=64")
+    assert done.returncode == 2
+    assert "[NXDT-D310]" in done.stderr
+    assert "chats.jsonl:" in done.stderr

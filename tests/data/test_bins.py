@@ -1,0 +1,44 @@
+"""First-fit decreasing beside a loop that does what its name says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxdt_core.data.bins import first_fit_decreasing
+
+
+def by_the_book(lengths, capacity):
+    """Each item, the longest first, into the first bin with room."""
+    bins = []
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for content in bins:
+            if sum(lengths[i] for i in content) + lengths[item] <= capacity:
+                content.append(item)
+                break
+        else:
+            bins.append([item])
+    return bins
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), max_size=60))
+def test_bins_are_those_of_the_definition(lengths):
+    found = first_fit_decreasing(np.array(lengths, np.int64), 20)
+    assert [content.tolist() for content in found] == by_the_book(lengths, 20)
+
+
+def test_a_hundred_thousand_skewed_lengths_leave_little_room():
+    lengths = np.random.default_rng(0).lognormal(5.5, 0.9, 100_000).astype(np.int64).clip(16, 4096)
+    found = first_fit_decreasing(lengths, 4096)
+    assert sorted(np.concatenate(found).tolist()) == list(range(100_000))
+    assert max(lengths[content].sum() for content in found) <= 4096
+    assert lengths.sum() / (4096 * len(found)) > 0.99
+
+
+@pytest.mark.parametrize("lengths", [[21], [0], [-1, 3]])
+def test_items_that_fit_into_no_bin_are_refused(lengths):
+    with pytest.raises(ValueError, match="between 1 and 20"):
+        first_fit_decreasing(np.array(lengths), 20)
