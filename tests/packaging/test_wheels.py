@@ -15,6 +15,10 @@ OURS = {
     "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),
     "nxdt_plugin_hf_data": ("nxdt-plugin-hf-data", ("nxdt_plugin_hf_data/data/kjv/train/state.json",)),
     "nxdt_plugin_megatron_data": ("nxdt-plugin-megatron-data", ("nxdt_plugin_megatron_data/reader.py",)),
+    "nxdt_plugin_sft_chat": (
+        "nxdt-plugin-sft-chat",
+        ("nxdt_plugin_sft_chat/data/chats.jsonl", "nxdt_plugin_sft_chat/templates/chatml.jinja"),
+    ),
     "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
     "nxdt_plugin_gpt": ("nxdt-plugin-gpt", ("nxdt_plugin_gpt/recipes/gpt-tiny.yaml",)),
     "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/configs/qwen3-tiny/config.json",)),
@@ -65,6 +69,7 @@ def test_each_plugin_has_one_entry_point_of_its_own_package(wheels):
         "plugins/checkpoint_backends/s3",
         "plugins/datasets/hf_data",
         "plugins/datasets/megatron_data",
+        "plugins/datasets/sft_chat",
         "plugins/datasets/text",
         "plugins/models/gpt",
         "plugins/models/hf",
