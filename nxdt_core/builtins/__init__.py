@@ -6,6 +6,7 @@ Each target lies in a module of its own beside this file and is imported when a 
 from __future__ import annotations
 
 from nxdt_core.api import (
+    CallbackComponent,
     DataloaderComponent,
     EngineComponent,
     LoggerComponent,
@@ -38,7 +39,7 @@ def nxdt_dataloaders() -> list[DataloaderComponent]:
 
 @hookimpl
 def nxdt_tokenizers() -> list[TokenizerComponent]:
-    """Byte-level, Hugging Face and SentencePiece tokenizers."""
+    """Those of the libraries that models are published with, and bytes."""
     return [
         TokenizerComponent(
             name="byte",
@@ -54,10 +55,22 @@ def nxdt_tokenizers() -> list[TokenizerComponent]:
             aliases=("hf",),
         ),
         TokenizerComponent(
+            name="megatron",
+            target=f"{_HERE}.tokenizer_megatron:MegatronTokenizer",
+            config=f"{_HERE}.tokenizer_config:MegatronTokenizerConfig",
+            summary="GPT-2's byte-level BPE from vocab.json and merges.txt",
+        ),
+        TokenizerComponent(
             name="sentencepiece",
             target=f"{_HERE}.tokenizer_sentencepiece:SentencePieceTokenizer",
             config=f"{_HERE}.tokenizer_config:SentencePieceTokenizerConfig",
-            summary="a SentencePiece model file",
+            summary="a SentencePiece model file, with tokens appended where they are asked for",
+        ),
+        TokenizerComponent(
+            name="tiktoken",
+            target=f"{_HERE}.tokenizer_tiktoken:TiktokenTokenizer",
+            config=f"{_HERE}.tokenizer_config:TiktokenTokenizerConfig",
+            summary="a file of BPE ranks, such as Llama 3's tokenizer.model",
         ),
     ]
 
@@ -114,6 +127,19 @@ def nxdt_parallel_engines() -> list[EngineComponent]:
             name="torch",
             target="nxdt_core.parallel.engine:TorchEngine",
             summary="stock torch.distributed on any device type that torch knows",
+        )
+    ]
+
+
+@hookimpl
+def nxdt_callbacks() -> list[CallbackComponent]:
+    """What a run may do beside training."""
+    return [
+        CallbackComponent(
+            name="generations",
+            target=f"{_HERE}.callback_generations:Generations",
+            config=f"{_HERE}.callback_config:GenerationsConfig",
+            summary="what the model writes behind some prompts, at each validation",
         )
     ]
 

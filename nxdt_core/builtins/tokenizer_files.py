@@ -7,9 +7,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.errors import TokenizerFileNotFound, TokenizerLibraryMissing
+from nxdt_core.errors import BadTokenizerFile, TokenizerFileNotFound, TokenizerLibraryMissing
 
-__all__ = ["import_library", "not_found"]
+__all__ = ["import_library", "not_found", "read_file"]
 
 
 def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
@@ -30,3 +30,18 @@ def not_found(path: Path, *, key: str, wanted: str) -> TokenizerFileNotFound:
     near = difflib.get_close_matches(path.name, beside, n=3)
     candidates = tuple(str(path.parent / name) for name in near)
     return TokenizerFileNotFound(key=key, path=str(path), wanted=wanted, candidates=candidates)
+
+
+def read_file(path: Path, *, key: str, wanted: str) -> bytes:
+    """Content of a tokenizer's file.
+
+    Raises:
+        TokenizerFileNotFound: there is none; ``wanted`` says of what kind it would be.
+        BadTokenizerFile: it cannot be read.
+    """
+    if not path.is_file():
+        raise not_found(path, key=key, wanted=wanted)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadTokenizerFile(path=str(path), wanted="readable file", reason=error.strerror or str(error)) from error

@@ -2,89 +2,123 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.builtins.tokenizer_config import SentencePieceTokenizerConfig
-from nxdt_core.builtins.tokenizer_files import import_library, not_found
+from nxdt_core.builtins.tokenizer_files import import_library, read_file
+from nxdt_core.builtins.tokenizer_sentencepiece_files import pretrained_files
 from nxdt_core.data.digest import digest
-from nxdt_core.errors import BadTokenizerFile
+from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile
 
 __all__ = ["SentencePieceTokenizer"]
 
 
 class SentencePieceTokenizer:
-    """Wraps ``sentencepiece.SentencePieceProcessor``.
+    """Wraps ``sentencepiece.SentencePieceProcessor``; tokens may be appended to its vocabulary.
 
     Raises:
         TokenizerLibraryMissing: sentencepiece is not installed.
         TokenizerFileNotFound: there is no such file.
         BadTokenizerFile: the file is no SentencePiece model.
+        BadTokenizerConfig: the keys contradict each other, or name a token that neither is there nor is appended.
     """
 
     def __init__(self, config: SentencePieceTokenizerConfig) -> None:
+        for key, message in config.check():
+            raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=message)
         library = import_library("sentencepiece", tokenizer="sentencepiece", extra="sentencepiece")
-        content = _read(config.model)
+        content = read_file(config.model, key="data.tokenizer.model", wanted="SentencePiece model file")
         self._processor = _parse(library, content, config.model)
         self._content = content
-        self._fingerprint = digest("sentencepiece", content)
-        self.vocab_size: int = self._processor.vocab_size()
-        self.bos_id: int | None = _known(self._processor.bos_id())
-        self.eos_id: int | None = _known(self._processor.eos_id())
-        self.pad_id: int | None = _known(self._processor.pad_id())
+        self._own_size: int = self._processor.vocab_size()
+        self._added: dict[str, int] = self._append(config) if config.sentencepiece_legacy else {}
+        self._appended = {id_: token for token, id_ in self._added.items() if id_ >= self._own_size}
+        self._parts = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))))
+        self.vocab_size: int = self._own_size + len(self._appended)
+        self.bos_id: int | None = self._special("bos_token", config.bos_token, self._processor.bos_id())
+        self.eos_id: int | None = self._special("eos_token", config.eos_token, self._processor.eos_id())
+        self.pad_id: int | None = self._special("pad_token", config.pad_token, self._processor.pad_id())
+        plain = config == SentencePieceTokenizerConfig(model=config.model)
+        more = () if plain else (self._added, self.bos_id, self.eos_id)
+        self._fingerprint = digest("sentencepiece", content, *more)
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, normalised as the model's trainer was told; no special tokens are added."""
-        ids: list[int] = self._processor.encode(text)
-        return ids
+        if not self._added:
+            ids: list[int] = self._processor.encode(text)
+            return ids
+        return [id_ for part in self._cut(text) for id_ in self._encode_part(part)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The same for many texts, on the library's threads."""
+        if self._added:
+            return [self.encode(text) for text in texts]
         ids: list[list[int]] = self._processor.encode(list(texts))
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; control tokens and ids that are not in the vocabulary are left out."""
-        text: str = self._processor.decode([i for i in ids if 0 <= i < self.vocab_size])
+        """Text of ``ids``; control and appended tokens and ids that are not in the vocabulary are left out."""
+        text: str = self._processor.decode([i for i in ids if 0 <= i < self._own_size])
         return text
 
     def fingerprint(self) -> str:
-        """Digest of the model file."""
+        """Digest of the model file and of what the configuration adds to it."""
         return self._fingerprint
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """The model file, and what makes transformers take its Llama tokenizer for it; nothing for a model that this
-        tokenizer would read otherwise than SentencePiece does: a unigram one, or one that merges spaces. (Of text that
-        begins with a space, transformers 5 drops one.)"""
-        pieces = (i for i in range(self.vocab_size) if not self._is_special(i))
-        merges = all(self._processor.get_score(i).is_integer() for i in pieces)  # ranks; of unigrams: log-probabilities
-        if not merges or self.encode("a  b") == self.encode("a b"):
-            return {}
+        """The model file and what makes transformers give the same ids; nothing for a model of which that is not known:
+        a unigram one, or one that normalises text or merges its spaces."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        record = {
-            "tokenizer_class": "LlamaTokenizer",
-            "unk_token": self._processor.id_to_piece(self._processor.unk_id()),
-            **{key: None if id_ is None else self._processor.id_to_piece(id_) for key, id_ in ids.items()},
-            "add_bos_token": False,
-            "add_eos_token": False,
-            "legacy": True,
-        }
-        return {"tokenizer.model": self._content, "tokenizer_config.json": json.dumps(record, indent=2).encode()}
+        names = {key: None if id_ is None else self._name(id_) for key, id_ in ids.items()}
+        return pretrained_files(self._content, self._added, names)
 
-    def _is_special(self, id_: int) -> bool:
-        kinds = (self._processor.is_control, self._processor.is_unknown, self._processor.is_byte)
-        return any(is_kind(id_) for is_kind in kinds)
+    def _append(self, config: SentencePieceTokenizerConfig) -> dict[str, int]:
+        """Token → id, of those that texts may spell out: appended ones, and further ones that the model has already."""
+        roles = [token for token in (config.bos_token, config.eos_token, config.pad_token) if token is not None]
+        added: dict[str, int] = {}
+        following = self._own_size
+        for token in dict.fromkeys((*roles, *config.special_tokens)):
+            id_ = self._own_id(token)
+            if id_ is None:
+                added[token], following = following, following + 1
+            elif token in config.special_tokens:
+                added[token] = id_
+        return added
 
+    def _own_id(self, token: str) -> int | None:
+        """Id of a piece of the model; the library gives that of the unknown piece for any it does not have."""
+        id_: int = self._processor.piece_to_id(token)
+        return id_ if self._processor.id_to_piece(id_) == token else None
 
-def _read(path: Path) -> bytes:
-    if not path.is_file():
-        raise not_found(path, key="data.tokenizer.model", wanted="SentencePiece model file")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BadTokenizerFile(path=str(path), wanted="readable file", reason=error.strerror or str(error)) from error
+    def _special(self, key: str, configured: str | None, of_model: int) -> int | None:
+        if configured is None:
+            return of_model if of_model >= 0 else None  # the library's −1 is a token that the model does not have
+        id_ = self._added.get(configured, self._own_id(configured))
+        if id_ is None:
+            reason = f"{configured!r} is not in the vocabulary of the model; sentencepiece_legacy: true appends it"
+            raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=reason)
+        return id_
+
+    def _name(self, id_: int) -> str:
+        name: str = self._processor.id_to_piece(id_) if id_ < self._own_size else self._appended[id_]
+        return name
+
+    def _cut(self, text: str) -> Iterator[str]:
+        """``text`` cut before and behind each appended token."""
+        at = 0
+        for found in self._parts.finditer(text):
+            yield text[at : found.start()]
+            yield found[0]
+            at = found.end()
+        yield text[at:]
+
+    def _encode_part(self, part: str) -> list[int]:
+        own = self._added.get(part)
+        ids: list[int] = self._processor.encode(part) if own is None else [own]
+        return ids
 
 
 def _parse(library: Any, content: bytes, path: Path) -> Any:
@@ -96,8 +130,3 @@ def _parse(library: Any, content: bytes, path: Path) -> Any:
     if processor is None or processor.vocab_size() < 1:
         raise BadTokenizerFile(path=str(path), wanted="SentencePiece model", reason="it holds no vocabulary")
     return processor
-
-
-def _known(token_id: int) -> int | None:
-    """SentencePiece reports −1 for a special token that the model does not have."""
-    return token_id if token_id >= 0 else None

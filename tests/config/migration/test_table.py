@@ -137,7 +137,7 @@ def base_of(key: str) -> tuple[Any, list[str]]:
     if key.startswith("precision.") and readers:
         return "recipe:llama-tiny", ["precision.type=manual"]
     if key.startswith("data.tokenizer.") and readers:
-        return "recipe:llama-tiny", [f"data.tokenizer.library={readers[-1]}"]
+        return "recipe:llama-tiny", [f"data.tokenizer.library={readers[0]}"]
     if key.startswith("data.") and readers and "text" not in readers:
         return "recipe:llama-tiny", [f"data.name={readers[0]}"]
     if key.startswith("model.") and readers and "gpt" not in readers:
