@@ -59,10 +59,11 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
 
 
 def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> ResolvedConfig:
+    from nxdt_core.cli.vocabulary import vocabulary_notes
     from nxdt_core.config import load
 
     config = load(source, overrides)
-    for note in config.notes if prints else ():
+    for note in (*config.notes, *vocabulary_notes(config)) if prints else ():
         click.echo(f"note: {note}", err=True)
     return config
 
