@@ -62,13 +62,13 @@ class Storage:
 
     @property
     def stored_bytes(self) -> int:
-        """By element of a parameter as it is stored and saved."""
+        """By element of a trained parameter as it is stored and saved; a frozen one is as it is computed with."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
 
-    def saved_bytes(self, *, bfloat16: bool) -> int:
+    def saved_bytes(self, *, bfloat16: bool, frozen: bool = False) -> int:
         """By element of a parameter in a checkpoint; with ``bfloat16`` wider weights lie there in that, too."""
-        rounded = _BYTES["bfloat16"] if bfloat16 and self.stored_bytes > _BYTES["bfloat16"] else 0
-        return self.stored_bytes + rounded
+        stored = self.compute_bytes if frozen else self.stored_bytes
+        return stored + (_BYTES["bfloat16"] if bfloat16 and stored > _BYTES["bfloat16"] else 0)
 
     @property
     def gradient_bytes(self) -> int:
@@ -128,12 +128,13 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
 def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool = False) -> tuple[int, int]:
     """Stored weights, and optimizer state with masters; masters that are rounded where they lie have a copy beside
     while the rank is ``computing``."""
-    stored = counts.stored * storage.stored_bytes
+    frozen = (counts.stored - counts.trained_stored) * storage.compute_bytes
+    trained = counts.trained_stored * storage.stored_bytes
     state = round(counts.trained_stored * storage.state_bytes)
     if not storage.policy.master_weights:
-        return stored, state
+        return frozen + trained, state
     copies = 2 if computing and storage.policy.stochastic_rounding else 1
-    return 0, copies * stored + state
+    return frozen, copies * trained + state
 
 
 def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:

@@ -103,11 +103,17 @@ def estimate(work: Workload) -> Estimate:
         micro_batches=work.micro_batches,
         tokens_per_step=work.global_batch_size * work.seq_length,
         bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches),
-        checkpoint_bytes=parameters * storage.saved_bytes(bfloat16=work.saves_bfloat16)
-        + round(trained * work.state_bytes),
+        checkpoint_bytes=_checkpoint_bytes(work, storage, frozen=parameters - trained, trained=trained),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
         ranks=tuple(ranks),
     )
+
+
+def _checkpoint_bytes(work: Workload, storage: Storage, *, frozen: int, trained: int) -> int:
+    saved = round(trained * (storage.saved_bytes(bfloat16=work.saves_bfloat16) + work.state_bytes))
+    if not all(adapter.saves_base for adapter in work.adapters):
+        return saved
+    return saved + frozen * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
 
 
 def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[object]:

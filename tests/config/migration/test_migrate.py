@@ -77,8 +77,8 @@ def row(done, key):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_written_passes_the_check_once_its_paths_are_set(migrated, complete, paths_set, name):
-    loaded = config.load(migrated[name].target, paths_set(migrated[name]), kernel=complete)
+def test_what_is_written_passes_the_check_once_its_paths_are_set(migrated, installed, paths_set, name):
+    loaded = config.load(migrated[name].target, paths_set(migrated[name]), kernel=installed)
     assert loaded.selected("model").component.record.name in migrated[name].text
 
 

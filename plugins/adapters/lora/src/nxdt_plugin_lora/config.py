@@ -53,11 +53,11 @@ class LoraConfig:
     save_lora_base: bool = True
     """Checkpoints hold the frozen weights too; ``false``: what trains, alone."""
     merge_lora: bool = False
-    """Write the merged model as a Hugging Face directory, ``merged`` in the run's directory, when training ends; needs
-    ``save_lora_base``. Checkpoints stay as they are, so that the run can go on."""
+    """Once the last step is saved, commit the merged model beside the checkpoints: their address with ``-merged``
+    behind it. Checkpoints stay as they are, so that the run can go on. Needs ``save_lora_base``."""
     save_lora_config_adapter: bool = True
-    """Keep this section in the checkpoints alone, which always have it; ``false``: also write
-    ``lora_adapter/adapter_config.json`` into the run's directory."""
+    """Keep these options in the checkpoints alone, which always have them; ``false``: also write them into the run's
+    directory, as ``lora_adapter/adapter_config.json``."""
     load_lora_from_ckpt: bool = False
     """Start from the adapter at ``lora_save_dir``."""
     lora_save_dir: str | None = None
