@@ -21,6 +21,9 @@ COMMANDS = {
     "train": LazyCommand(target="nxdt_core.cli.train:train", summary="Train a model from a YAML file or a recipe."),
     "plan": LazyCommand(target="nxdt_core.cli.plan:plan", summary="Say what a run would need, without its devices."),
     "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
+    "evaluate": LazyCommand(
+        target="nxdt_core.cli.evaluate:evaluate", summary="Judge a checkpoint by held-out records and tasks."
+    ),
     "data": LazyCommand(target="nxdt_core.cli.data:data", summary="Look at training data, and prepare them."),
     "config": LazyCommand(target="nxdt_core.cli.config:config", summary="Check, show and describe configurations."),
     "recipes": LazyCommand(target="nxdt_core.cli.recipes:recipes", summary="List and print ready-made runs."),

@@ -88,6 +88,11 @@ class ParallelModel(Protocol):
         mode, without gradients. Collective; equal on all ranks that read the same samples."""
         ...
 
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, seq, vocab] of ``input_ids`` [batch, seq], of the whole vocabulary; without gradients, in
+        evaluation mode. Collective; equal on all ranks that read the same samples."""
+        ...
+
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under their global names; a tied parameter once, under its owner."""
         ...

@@ -1,0 +1,74 @@
+"""The callback ``generations``: what the model writes behind some prompts, at each validation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+
+from nxdt_core.builtins.callback_config import GenerationsConfig
+from nxdt_core.data.chat import render
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.training.continuation import Sampling, continue_ids
+
+if TYPE_CHECKING:
+    from nxdt_core.training.module import NxdtModule
+
+__all__ = ["Generations"]
+
+_FILE = "generations.jsonl"
+
+
+class Generations(pl.Callback):
+    """Texts to every logger that takes some, such as TensorBoard, and to ``generations.jsonl`` of the run."""
+
+    def __init__(self, config: GenerationsConfig, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
+        """Write behind each prompt; on all ranks, which share the work of each token.
+
+        Raises:
+            CannotGenerate: the run has no tokenizer.
+            ChatTemplateMissing, ChatTemplateRefuses: of prompts that are to be a user's turn.
+        """
+        data: Any = getattr(trainer, "datamodule", None)
+        tokenizer: Tokenizer | None = getattr(data, "tokenizer", None)
+        if trainer.sanity_checking or tokenizer is None:
+            return
+        config, step = self._config, pl_module.train_state.step
+        sampling = Sampling(
+            max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
+        )
+        for number, prompt in enumerate(config.prompts):
+            written = continue_ids(
+                pl_module.model,
+                self._ids(prompt, tokenizer),
+                sampling,
+                window=pl_module.config.run.data.seq_length,
+                vocab_size=tokenizer.vocab_size,
+                stop_id=tokenizer.eos_id,
+            )
+            text = tokenizer.decode(written)
+            if trainer.is_global_zero:
+                self._log(trainer, step, number, prompt, text)
+
+    def _ids(self, prompt: str, tokenizer: Tokenizer) -> list[int]:
+        if self._config.chat:
+            messages = [{"role": "user", "content": prompt}]
+            text = render(messages, tokenizer, place="trainer.callbacks: generations", prompts=True)
+            assert isinstance(tokenizer, ChatTokenizer)
+            found: list[int] = tokenizer.locate([text])[0].ids.tolist()
+            return found
+        return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+
+    def _log(self, trainer: pl.Trainer, step: int, number: int, prompt: str, text: str) -> None:
+        with (self._run_dir / _FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        for logger in trainer.loggers:
+            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
+            if add_text is not None:
+                add_text(f"generations/{number}", f"**{prompt}** {text}", step)

@@ -1,0 +1,103 @@
+"""``nxdt evaluate``: judge a checkpoint by what it answers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nxdt_core.cli.verb import Verb
+
+if TYPE_CHECKING:
+    from nxdt_core.training.loaded import LoadedModel
+
+__all__ = ["evaluate"]
+
+_RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
+
+
+@click.command(
+    cls=Verb,
+    short_help="Judge a checkpoint by held-out records and tasks.",
+    examples=(
+        f"nxdt evaluate {_RUN} held-out.jsonl --limit 50 --show 3",
+        f"nxdt evaluate {_RUN} held-out.jsonl --json",
+        f"nxdt evaluate {_RUN} --task hellaswag --limit 100",
+    ),
+)
+@click.argument("checkpoint")
+@click.argument("files", nargs=-1)
+@click.option("--task", "tasks", multiple=True, help="Task of lm-evaluation-harness; may be given several times.")
+@click.option("--task-path", type=click.Path(exists=True, file_okay=False), help="Directory with tasks of your own.")
+@click.option("--limit", type=click.IntRange(min=1), help="Records to take of the files, and of each task.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of an answer.")
+@click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="Answers to print.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(
+    checkpoint: str,
+    files: tuple[str, ...],
+    tasks: tuple[str, ...],
+    task_path: str | None,
+    limit: int | None,
+    max_new_tokens: int,
+    show: int,
+    as_json: bool,
+) -> None:
+    """Judge the model of CHECKPOINT by the records of FILES and by tasks.
+
+    FILES are JSONL: `messages` whose last one is the wanted answer, `input` and `output`, or `prompt` and `answer`.
+    The likeliest answer is compared: share of exact matches, and ROUGE. Tasks are those of lm-evaluation-harness.
+    """
+    from nxdt_core.errors import NothingToJudge
+    from nxdt_core.training.loaded import load_model
+
+    if not files and not tasks:
+        raise NothingToJudge(found="neither files nor tasks are named")
+    loaded = load_model(checkpoint)
+    found: dict[str, Any] = {"step": loaded.step}
+    if files:
+        found |= _records(loaded, files, limit=limit, max_new_tokens=max_new_tokens, show=0 if as_json else show)
+    if tasks:
+        found["tasks"] = _tasks(loaded, tasks, task_path, limit)
+    click.echo(json.dumps(found) if as_json else "\n".join(_lines(found)))
+
+
+def _records(
+    loaded: LoadedModel, files: tuple[str, ...], *, limit: int | None, max_new_tokens: int, show: int
+) -> dict[str, Any]:
+    from nxdt_core.training.continuation import Sampling
+    from nxdt_core.training.evaluate import evaluate as ask
+    from nxdt_core.training.evaluate import questions, scores
+
+    asked = list(questions(files, loaded.tokenizer, limit=limit))
+    answers = []
+    for answer in ask(loaded, asked, Sampling(max_new_tokens=max_new_tokens)):
+        answers.append(answer)
+        if len(answers) <= show:
+            click.echo(f"{answer.question.place}\n  wanted: {answer.question.wanted}\n  given:  {answer.given}")
+    return {"records": len(answers), **scores(answers)}
+
+
+def _tasks(loaded: LoadedModel, tasks: tuple[str, ...], path: str | None, limit: int | None) -> dict[str, Any]:
+    from nxdt_core.errors import EvaluationLibraryMissing
+
+    try:
+        from nxdt_core.training.harness import run_tasks
+    except ImportError as error:
+        raise EvaluationLibraryMissing(
+            what="Tasks", library="lm-evaluation-harness", extra="lm-eval", reason=str(error)
+        ) from error
+    return run_tasks(loaded, tasks, path=path, limit=limit)
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"{name + ':':<14}{_shown(value)}" for name, value in found.items() if name != "tasks"]
+    for task, figures in found.get("tasks", {}).items():
+        named = {name: value for name, value in figures.items() if isinstance(value, float)}
+        lines += [f"{task}: {name.partition(',')[0]} {value:.4f}" for name, value in named.items()]
+    return lines
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

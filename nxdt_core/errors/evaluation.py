@@ -1,0 +1,73 @@
+"""Errors of judging a model by what it writes: codes ``NXDT-E…``."""
+
+from __future__ import annotations
+
+from nxdt_core.errors.base import NxdtError
+
+__all__ = [
+    "ChatTemplateMissing",
+    "ChatTemplateRefuses",
+    "EvaluationLibraryMissing",
+    "NoAnswerToJudge",
+    "NothingToJudge",
+    "TaskUnknown",
+]
+
+
+class ChatTemplateMissing(NxdtError):
+    """Messages, and nothing that says how they are written."""
+
+    code = "NXDT-E001"
+    happened = "{place} has messages, and the tokenizer brings no chat template."
+    remedy = "Take a tokenizer with a template, or name one where the data's section has a key for it."
+    place: str
+
+
+class ChatTemplateRefuses(NxdtError):
+    """A template that raises, or is none."""
+
+    code = "NXDT-E002"
+    happened = "The chat template cannot render {place}: {reason}."
+    remedy = "Correct the record, or choose another template."
+    place: str
+    reason: str
+
+
+class NoAnswerToJudge(NxdtError):
+    """A record without a question and a wanted answer."""
+
+    code = "NXDT-E003"
+    happened = "{place} cannot be judged: {reason}."
+    remedy = "Give 'messages' that end with the assistant's turn, 'input' and 'output', or 'prompt' and 'answer'."
+    place: str
+    reason: str
+
+
+class NothingToJudge(NxdtError):
+    """Neither records nor tasks."""
+
+    code = "NXDT-E004"
+    happened = "There is nothing to judge by: {found}."
+    remedy = "Name JSONL files with held-out records, or tasks with --task."
+    found: str
+
+
+class EvaluationLibraryMissing(NxdtError):
+    """A metric whose library is not installed."""
+
+    code = "NXDT-E005"
+    happened = "{what} need {library}, which cannot be imported: {reason}."
+    remedy = "pip install 'nxdt-core[{extra}]'"
+    what: str
+    library: str
+    extra: str
+    reason: str
+
+
+class TaskUnknown(NxdtError):
+    """A task that the harness does not have."""
+
+    code = "NXDT-E006"
+    happened = "The harness has no task {task!r}."
+    remedy = "Look at its list (lm-eval ls tasks), or name the directory of your own tasks with --task-path."
+    task: str

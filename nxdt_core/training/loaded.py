@@ -1,0 +1,69 @@
+"""A trained model out of a checkpoint, with the tokenizer of its run: for whatever asks it something."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nxdt_core import checkpoint
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors import CannotGenerate
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.engine import ParallelModel
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.training import assemble, primitives
+from nxdt_core.training.base_weights import base_weights
+from nxdt_core.training.continuation import Sampling, continue_ids
+from nxdt_core.training.saved_config import saved_config
+
+__all__ = ["LoadedModel", "load_model"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model with a checkpoint's weights."""
+
+    config: ResolvedConfig
+    """Of the run that wrote them."""
+    model: ParallelModel
+    tokenizer: Tokenizer
+    step: int
+    """Optimizer steps that the weights have seen."""
+
+    @property
+    def window(self) -> int:
+        """Tokens that it sees at once."""
+        return self.config.run.data.seq_length
+
+    def continuation(self, ids: Sequence[int], sampling: Sampling, *, stop_id: int | None = None) -> Iterator[int]:
+        """Tokens that it writes behind ``ids``; ``stop_id`` ends them, None: the tokenizer's end of text."""
+        stop = self.tokenizer.eos_id if stop_id is None else stop_id
+        vocab_size = self.tokenizer.vocab_size
+        return continue_ids(self.model, ids, sampling, window=self.window, vocab_size=vocab_size, stop_id=stop)
+
+
+def load_model(uri: str) -> LoadedModel:
+    """The model of a checkpoint, or of the newest good one of a run's.
+
+    Raises:
+        CannotGenerate: the run has no tokenizer.
+        NxdtError: what is wrong with the checkpoint.
+    """
+    found, step = checkpoint.locate(uri, Kernel.start())
+    manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning)
+    config = saved_config(manifest, where=assemble.step_uri(found, manifest.step))
+    tokenizer = assemble.tokenizer(config)
+    if tokenizer is None:
+        raise CannotGenerate(reason="its run names no tokenizer")
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine, materialise=False)
+    if manifest.facts.without_base:
+        below = base_weights(config, found, manifest)
+        for name in below.specs:
+            model.load_state_dict({name: below.read(name)}, strict=False)
+    primitives.load_checkpoint(found, manifest, engine=engine, model=model)
+    return LoadedModel(config=config, model=model, tokenizer=tokenizer, step=manifest.step)

@@ -1,0 +1,119 @@
+"""Whole runs: a run that was stopped goes on with the reference of its beginning; a third party's loss is a loss."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from nxdt_core.config import load
+from nxdt_core.errors import NxdtError
+from nxdt_core.testing.distributions import write_distribution
+from nxdt_core.training.run import train
+
+HINGE = """
+from nxdt_core.api import ObjectiveComponent, hookimpl
+
+
+@hookimpl
+def nxdt_objectives():
+    return [ObjectiveComponent(name="hinge", target="acme_hinge_loss:Hinge")]
+"""
+LOSS = '''
+import torch
+
+from nxdt_core.nn.loss import cross_entropies
+from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+
+
+class Hinge:
+    """SLiC's hinge between the two answers' log-probabilities, against nothing."""
+
+    traits = ObjectiveTraits(unit="pairs", rows_per_sample=2)
+
+    def __init__(self, config=None):
+        pass
+
+    def weight(self, batch):
+        return torch.tensor(float(batch.samples))
+
+    def __call__(self, logits, batch):
+        log_probs = (-cross_entropies(logits, batch.labels) * batch.loss_weights).sum(1).view(-1, 2)
+        margin = log_probs[:, 0] - log_probs[:, 1]
+        return ObjectiveOutput(
+            loss_sum=(1 - margin).relu().sum(), weight=self.weight(batch), metrics={"margin": margin.detach().sum()}
+        )
+'''
+
+
+@pytest.fixture
+def small(tmp_path):
+    """``small(objective, *overrides, name=…)``: a run of two layers and narrow ones."""
+
+    def made(*overrides, name="run"):
+        return load(
+            "recipe:llama-tiny-dpo",
+            [
+                *(f"exp_manager.exp_dir={tmp_path}", f"name={name}", "trainer.accelerator=cpu"),
+                *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48"),
+                *("data.global_batch_size=4", "data.micro_batch_size=2", "trainer.max_steps=4"),
+                *overrides,
+            ],
+        )
+
+    return made
+
+
+def rows(config, file="metrics.jsonl"):
+    found = [json.loads(line) for line in (config.run_dir / file).read_text().splitlines()]
+    return {row["step"]: {key: row.get(key) for key in ("loss", "rewards/margins")} for row in found}
+
+
+def test_a_stopped_run_goes_on_with_the_reference_of_its_beginning(small):
+    whole = small(name="whole")
+    train(whole)
+    first = small("trainer.max_steps=2", "model.optim.sched.max_steps=40", name="stopped")
+    train(first)
+    kept = first.run_dir / "reference"
+    shutil.move(kept, kept.with_name("elsewhere"))
+    with pytest.raises(NxdtError, match=r"A030.*reference"):
+        train(small(name="stopped"))
+    shutil.move(kept.with_name("elsewhere"), kept)
+    train(small("data.num_workers=2", name="stopped"))
+    assert rows(first) == rows(whole)
+    assert set(rows(whole)) == {1, 2, 3, 4}
+
+
+def test_a_reference_is_kept_for_the_weights_that_it_is_of(small, caplog):
+    config = small("trainer.max_steps=1")
+    with caplog.at_level("INFO"):
+        for seed in (1, 1, 2):
+            shutil.rmtree(config.run_dir / "checkpoints", ignore_errors=True)
+            caplog.clear()
+            train(small("trainer.max_steps=1", f"seed={seed}", "exp_manager.resume_if_exists=false"))
+            computed = [record for record in caplog.records if "computing reference" in record.getMessage()]
+            assert len(computed) == (0 if seed == 1 and (config.run_dir / "second").exists() else 2)
+            (config.run_dir / "second").touch()
+
+
+def test_the_loss_of_a_third_party_trains_by_its_entry_point(small, tmp_path, monkeypatch):
+    files = {"acme_hinge.py": HINGE, "acme_hinge_loss.py": LOSS}
+    write_distribution(tmp_path / "site", "acme-hinge", plugins={"hinge": "acme_hinge"}, files=files)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    config = load(
+        {
+            "base": "recipe:llama-tiny-dpo",
+            "name": "hinge",
+            "exp_manager": {"exp_dir": str(tmp_path)},
+            "trainer": {"max_steps": 6, "val_check_interval": 6, "accelerator": "cpu"},
+            "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48},
+            "objective": {"name": "hinge", "kl_beta": None},
+        }
+    )
+    train(config)
+    found = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert found[-1]["margin"] > found[0]["margin"]
+    (validated,) = (json.loads(line) for line in (config.run_dir / "validation.jsonl").read_text().splitlines())
+    assert validated["pairs"] == 8
+    assert "perplexity" not in validated
