@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.builtins.tokenizer_config import ByteTokenizerConfig
+from nxdt_core.builtins.tokenizer_places import located
 from nxdt_core.protocols.tokenizer import LocatedIds
 
 __all__ = ["ByteTokenizer"]
@@ -58,12 +59,8 @@ class ByteTokenizer:
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """As :meth:`encode`; the bytes of a character share its place."""
-        return [self._located(text) for text in texts]
-
-    def _located(self, text: str) -> LocatedIds:
-        widths = [len(character.encode("utf-8", "replace")) for character in text]
-        places = np.repeat(np.arange(len(text), dtype=np.int64), widths)
-        return LocatedIds(ids=self.encode_to_array(text).astype(np.int64), starts=places, ends=places + 1)
+        valid = [text.encode("utf-8", "replace").decode() for text in texts]
+        return [located(text, ids, [1] * len(ids)) for text, ids in zip(valid, map(self.encode, valid), strict=True)]
 
     def spell(self, ids: Iterable[int]) -> str:
         """As :meth:`decode`, with special tokens as ``<bos>``, ``<eos>`` and ``<pad>``."""

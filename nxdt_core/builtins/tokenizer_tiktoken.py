@@ -13,8 +13,10 @@ from typing import Any
 
 from nxdt_core.builtins.tokenizer_config import TiktokenTokenizerConfig
 from nxdt_core.builtins.tokenizer_files import import_library, read_file
+from nxdt_core.builtins.tokenizer_places import located
 from nxdt_core.data.digest import digest
 from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile
+from nxdt_core.protocols.tokenizer import LocatedIds
 
 __all__ = ["LLAMA_3_PATTERN", "LLAMA_3_SPECIAL_TOKENS", "TiktokenTokenizer"]
 
@@ -98,6 +100,33 @@ class TiktokenTokenizer:
         text: str = self._encoding.decode([i for i in ids if 0 <= i < len(self._ranks)])
         return text
 
+    def chat_template(self) -> str | None:
+        """None: the file has ranks only."""
+        return None
+
+    def special_tokens(self) -> Mapping[str, str]:
+        """The begin, end and padding token, where there are such."""
+        names = {id_: token for token, id_ in self._special.items()}
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        return {key: names[id_] for key, id_ in ids.items() if id_ is not None}
+
+    def reserved_tokens(self) -> Sequence[str]:
+        """All special tokens."""
+        return list(self._special)
+
+    def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
+        """As :meth:`encode_batch`; tokens that share a character have its place in common."""
+        found = zip(texts, self.encode_batch(texts), strict=True)
+        return [located(_unicode(text), ids, self._widths(ids)) for text, ids in found]
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """As :meth:`decode`, special tokens included."""
+        text: str = self._encoding.decode([i for i in ids if 0 <= i < self.vocab_size])
+        return text
+
+    def _widths(self, ids: Sequence[int]) -> list[int]:
+        return [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
+
     def fingerprint(self) -> str:
         """Digest of the file, the pattern, and the special tokens."""
         return self._fingerprint
@@ -150,6 +179,11 @@ def _parse(content: bytes, path: Path) -> dict[bytes, int]:
     if reason is not None:
         raise BadTokenizerFile(path=str(path), wanted="file of BPE ranks", reason=reason)
     return ranks
+
+
+def _unicode(text: str) -> str:
+    """``text`` as the library takes it: a lone surrogate becomes U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _between_spaces(text: str) -> list[str]:

@@ -60,7 +60,7 @@ def preview(
     else:
         from nxdt_core.cli.data.preview_report import print_preview
 
-        print_preview(found, title=f"{split} data of {source}", ids=ids)
+        print_preview(found, title=f"{split} samples of {source}", ids=ids)
 
 
 def _json(found: Preview) -> dict[str, Any]:

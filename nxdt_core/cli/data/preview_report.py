@@ -23,7 +23,7 @@ def print_preview(found: Preview, *, title: str, ids: bool) -> None:
 
     Args:
         found: what to show.
-        title: first words of the facts.
+        title: what the samples are of.
         ids: put each token's id behind it.
     """
     coloured = _coloured()
@@ -91,7 +91,7 @@ def _small(text: str, coloured: bool) -> str:
 
 def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
     report = found.report
-    yield "data", title if found.samples is None else f"{title}: {found.samples:,} samples"
+    yield "data", title if found.samples is None else f"{title}, {found.samples:,} in all"
     if found.counted is not None:
         yield "counted", f"the first {found.counted:,} samples"
     yield "records", f"{report.records:,}"

@@ -1,0 +1,25 @@
+"""Where in a text the tokens of a byte-level vocabulary lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nxdt_core.protocols.tokenizer import LocatedIds
+
+__all__ = ["located"]
+
+
+def located(text: str, ids: Sequence[int], widths: Sequence[int]) -> LocatedIds:
+    """``ids`` with the characters that their bytes are of.
+
+    Args:
+        text: valid Unicode.
+        ids: of all of it, in order.
+        widths: bytes of each; together those of the text in UTF-8.
+    """
+    characters = np.repeat(np.arange(len(text), dtype=np.int64), [len(c.encode()) for c in text])
+    behind = np.cumsum(widths, dtype=np.int64)
+    starts = characters[behind - widths] if len(ids) else behind
+    return LocatedIds(ids=np.array(ids, dtype=np.int64), starts=starts, ends=characters[behind - 1] + 1)
