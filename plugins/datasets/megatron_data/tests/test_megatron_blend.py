@@ -9,6 +9,7 @@ import pytest
 from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset
 
 from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataloader import PassingDataset
 
 
 class Numbers:
@@ -76,6 +77,16 @@ def test_a_pass_for_training_has_every_sample_of_every_set():
     assert {key for key in seen if key[0] == 1} == {(1, i) for i in range(20)}
     assert max(count for key, count in seen.items() if key[0] == 0) == 1
     assert set(Counter(seen[key] for key in seen if key[0] == 1)) == {2, 3}
+
+
+def test_the_next_pass_takes_what_the_one_before_left_of_a_smaller_set():
+    blend = blended([50, 20], (0.5, 0.5))
+    assert isinstance(blend, PassingDataset)
+    seen = Counter(
+        tuple(blend.at(index, epoch).input_ids.tolist()) for epoch in range(2) for index in range(len(blend))
+    )
+    assert sum(seen[0, number] == 2 for number in range(50)) >= 49
+    assert max(seen[1, n] for n in range(20)) - min(seen[1, n] for n in range(20)) <= 1
 
 
 def test_a_pass_for_validation_takes_nothing_twice():

@@ -52,14 +52,18 @@ class BlendedDataset:
         return self._length
 
     def __getitem__(self, index: int, /) -> Sample:
-        which, number = self.source(index)
-        return self._datasets[which][number]
+        return self.at(index, 0)
 
-    def source(self, index: int) -> tuple[int, int]:
-        """The set that sample ``index`` is of, and its number there."""
+    def at(self, index: int, epoch: int) -> Sample:
+        """The sample at ``index`` in a pass; each pass goes on where the one before left each set."""
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
-        turn, slot = divmod(index, _SLOTS)
+        which, number = self.source(index + epoch * self._length)
+        return self._datasets[which][number]
+
+    def source(self, place: int) -> tuple[int, int]:
+        """The set that stands at a place of the order, passes counted through, and the number of its sample."""
+        turn, slot = divmod(place, _SLOTS)
         which = int(self._owners[slot])
         number = turn * int(self._counts[which]) + int(self._ranks[slot])
         return which, number % self._sizes[which]
