@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from nxdt_core.errors.base import NxdtError
+from typing import Any
+
+from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = ["ReferenceLost", "ReferenceNeedsAdapter", "ReferenceNeedsLength"]
 
@@ -36,8 +38,12 @@ class ReferenceNeedsAdapter(NxdtError):
 
     code = "NXDT-A032"
     happened = (
-        "The objective {objective!r} asks for the reference at every step, and the model has no adapter: its own "
-        "weights change, and it has no others."
+        "The objective {objective!r} asks for the reference at every step, and there is no frozen base to be one: "
+        "{which} of the model itself change."
     )
     remedy = "Set objective.precompute_ref_log_probs to true, or train an adapter (adapter.name: lora)."
     objective: str
+    trained: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "which": listing(self.trained, 3) if self.trained else "all weights"}

@@ -6,14 +6,28 @@ of experts below ``updates.<matrix>``). Engines shard an update with its layer, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Update", "UpdatedEmbedding", "UpdatedLinear", "unchanged", "updated_linear"]
+__all__ = ["Update", "UpdatedEmbedding", "UpdatedLinear", "unchanged", "updated_linear", "updates_off"]
+
+
+_OFF: ContextVar[bool] = ContextVar("nxdt_updates_off", default=False)
+
+
+@contextmanager
+def updates_off() -> Iterator[None]:
+    """Within the block, layers give what they would without their updates: the model is the frozen base."""
+    token = _OFF.set(True)
+    try:
+        yield
+    finally:
+        _OFF.reset(token)
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,6 +47,13 @@ class Update(nn.Module):
     follows: Mapping[str, int] = {}
     """Parameter → the dimension that it shares with the layer's weight, at the same place in both; where the weight is
     cut along that, so is the parameter. One that is named nowhere is never cut."""
+
+    def __call__(self, inputs: torch.Tensor, product: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        """As ``forward``; within :func:`updates_off`, ``product``."""
+        if _OFF.get():
+            return product
+        updated: torch.Tensor = super().__call__(inputs, product, *more)
+        return updated
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +98,7 @@ class UpdatedEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
         """int64 [...] to [..., width]."""
-        return cast(torch.Tensor, self.update(input, super().forward(input), self.weight))
+        return self.update(input, super().forward(input), self.weight)
 
 
 def updated_linear(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,15 @@ import torch
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.digest import digest
+from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.managed_save import ManagedSave
 from nxdt_core.training.misfit import misfit_explained
+from nxdt_core.training.reference import check_base_frozen, with_base
 from nxdt_core.training.state import TrainState, seed_all
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.weight_average import WeightAverage
@@ -58,6 +62,7 @@ class NxdtModule(pl.LightningModule):
         """The checkpoint that this run went on from."""
         self.resumed_horizon: int | None = None
         """Last step of the schedule that it was trained with."""
+        self._refers = traits_of(self.objective).reference == "step"
         self._resume: tuple[CheckpointStorage, Manifest] | None = None
         self._weights_only: tuple[CheckpointStorage, Manifest] | None = None
         self._foreign: Path | None = None
@@ -101,6 +106,8 @@ class NxdtModule(pl.LightningModule):
         if self._resume is None:
             for adapter in assemble.adapters(self.config):
                 adapter.begin(self.model, self.config, self.engine)
+        if self._refers:
+            check_base_frozen(self.model, self.config.run.objective.name)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer."""
@@ -180,7 +187,7 @@ class NxdtModule(pl.LightningModule):
         self.last = primitives.train_step(
             self.model,
             self.optimizer,
-            batch.micro_batches,
+            self._referred(batch.micro_batches),
             self.objective,
             self.schedule,
             self.train_state,
@@ -207,4 +214,8 @@ class NxdtModule(pl.LightningModule):
         self, batch: StepInput, batch_idx: int, dataloader_idx: int = 0
     ) -> StepLoss:
         """Loss of one global batch."""
-        return self.model.run_eval(batch.micro_batches, self.objective)
+        return self.model.run_eval(self._referred(batch.micro_batches), self.objective)
+
+    def _referred(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        """With the log-probabilities under the frozen base, where the objective wants them at each step."""
+        return with_base(micro_batches, self.model) if self._refers else micro_batches

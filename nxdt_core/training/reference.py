@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,14 @@ from tqdm import tqdm
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.references import LogProbs, Referenced, weighted_labels
-from nxdt_core.errors import ReferenceLost
+from nxdt_core.errors import ReferenceLost, ReferenceNeedsAdapter
+from nxdt_core.nn.updates import updates_off
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
 from nxdt_core.training.run_files import run_dir_explained
 
-__all__ = ["compute_log_probs", "with_reference"]
+__all__ = ["check_base_frozen", "compute_log_probs", "with_base", "with_reference"]
 
 _log = logging.getLogger(__name__)
 _DIRECTORY = "reference"
@@ -98,6 +100,27 @@ def compute_log_probs(
                 found[index] = values[weighted_labels(dataset[index])]
     of_ranks = engine.ranks.all_gather_object(found if _speaks_for_its_samples(engine) else {})
     return LogProbs.gather({index: values for part in of_ranks for index, values in part.items()})
+
+
+def check_base_frozen(model: ParallelModel, objective: str) -> None:
+    """Let a model pass whose own weights do not change: what trains was added by adapters.
+
+    Raises:
+        ReferenceNeedsAdapter: others train, too, or nothing was added.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not model.added or trained - model.added:
+        raise ReferenceNeedsAdapter(objective=objective, trained=sorted(trained - model.added))
+
+
+def with_base(micro_batches: Sequence[Batch], model: ParallelModel) -> list[Batch]:
+    """The batches with the log-probabilities of their labels under the model without its adapters. Collective."""
+    with updates_off():
+        found = model.log_probs(micro_batches)
+    return [
+        replace(batch, reference_log_probs=values.to(batch.labels.device))
+        for batch, values in zip(micro_batches, found, strict=True)
+    ]
 
 
 def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDArray[np.float32]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nxdt_core.config.marks import Fraction
@@ -23,6 +23,8 @@ class TextConfig:
     """Files to train on, in this order."""
     validation_files: tuple[Path, ...] = ()
     """Files to validate on."""
+    validation_sets: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Files by name, instead of ``validation_files``: each set has a loss and a perplexity of its own."""
     test_files: tuple[Path, ...] = ()
     """Files to test on."""
     validation_fraction: Fraction = 0.0
@@ -53,6 +55,8 @@ class TextConfig:
             yield "validation_fraction", "validation_files are named too; set one of the two"
         if self.validation_fraction and not self.train_files:
             yield "validation_fraction", "there are no train_files to take a share of"
+        if self.validation_sets and (self.validation_files or self.validation_fraction):
+            yield "validation_sets", "validation_files or validation_fraction is set too; set one of them"
         if self.document_separator == "":
             yield "document_separator", "an empty string separates nothing; use null for one document a file"
         if self.eod_mask_loss and not self.add_eos:

@@ -36,8 +36,8 @@ class TextDataloader:
         self._eos_id = _special("data.add_eos", config.add_eos, self._tokenizer.eos_id, "end of text")
         self._train_and_validation: tuple[PackedDataset, PackedDataset] | None = None
 
-    def split(self, name: SplitName) -> PackedDataset | None:
-        """The samples of a split; None where no files and no fraction are named for it.
+    def split(self, name: SplitName) -> PackedDataset | dict[str, PackedDataset] | None:
+        """The samples of a split, by name where ``validation_sets`` has some; None where nothing is named for it.
 
         Raises:
             DataFileNotFound, DataFileUnreadable, EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing: of the
@@ -47,6 +47,9 @@ class TextDataloader:
         if self._config.validation_fraction and name != "test":
             train, validation = self._divided()
             return train if name == "train" else validation
+        if name == "validation" and self._config.validation_sets:
+            sets = self._config.validation_sets.items()
+            return {one: self._packed(*self._read(files, f"data.validation_sets.{one}"), one) for one, files in sets}
         patterns = {
             "train": self._config.train_files,
             "validation": self._config.validation_files,
@@ -54,13 +57,13 @@ class TextDataloader:
         }[name]
         if not patterns:
             return None
-        stream, source = self._read(patterns, name)
+        stream, source = self._read(patterns, f"data.{name}_files")
         return self._packed(stream, source, name)
 
     def _divided(self) -> tuple[PackedDataset, PackedDataset]:
         """Training files cut in two at a token, so that no token belongs to both."""
         if self._train_and_validation is None:
-            stream, source = self._read(self._config.train_files, "train")
+            stream, source = self._read(self._config.train_files, "data.train_files")
             fraction = self._config.validation_fraction
             first, second = stream.split(len(stream) - round(len(stream) * fraction))
             self._train_and_validation = (
@@ -69,13 +72,13 @@ class TextDataloader:
             )
         return self._train_and_validation
 
-    def _read(self, patterns: tuple[Path, ...], split: SplitName) -> tuple[TokenStream, str]:
-        """Tokens of the files, and a digest of all that decides them."""
+    def _read(self, patterns: tuple[Path, ...], key: str) -> tuple[TokenStream, str]:
+        """Tokens of the files that ``key`` names, and a digest of all that decides them."""
         config = self._config
         digests: list[str] = []
 
         def texts() -> Iterator[str]:
-            for path in expand(patterns, f"data.{split}_files"):
+            for path in expand(patterns, key):
                 content = read_bytes(path)
                 digests.append(digest(content))
                 yield from documents(path, content, text_key=config.text_key, separator=config.document_separator)
@@ -84,7 +87,7 @@ class TextDataloader:
         settings = (config.text_key, config.document_separator, self._bos_id, self._eos_id)
         return stream, digest(*digests, self._tokenizer.fingerprint(), settings)
 
-    def _packed(self, stream: TokenStream, source: str, split: SplitName) -> PackedDataset:
+    def _packed(self, stream: TokenStream, source: str, split: str) -> PackedDataset:
         needed = self._seq_length + 1
         if len(stream) < needed:
             hint = ", or change data.validation_fraction" if self._config.validation_fraction else ""
