@@ -22,6 +22,7 @@ OURS = {
     "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
     "nxdt_plugin_gpt": ("nxdt-plugin-gpt", ("nxdt_plugin_gpt/recipes/gpt-tiny.yaml",)),
     "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/configs/qwen3-tiny/config.json",)),
+    "nxdt_plugin_lora": ("nxdt-plugin-lora", ("nxdt_plugin_lora/recipes/llama-tiny-lora.yaml",)),
     "nxdt_plugin_llama": ("nxdt-plugin-llama", ("nxdt_plugin_llama/recipes/llama-tiny.yaml",)),
     "nxdt_plugin_mixtral": ("nxdt-plugin-mixtral", ("nxdt_plugin_mixtral/recipes/mixtral-tiny.yaml",)),
 }
@@ -65,6 +66,7 @@ def test_each_plugin_has_one_entry_point_of_its_own_package(wheels):
 @pytest.mark.parametrize(
     "path",
     [
+        "plugins/adapters/lora",
         "plugins/checkpoint_backends/fsx",
         "plugins/checkpoint_backends/s3",
         "plugins/datasets/hf_data",

@@ -62,7 +62,7 @@ class LoraConfig:
     """Start from the adapter at ``lora_save_dir``."""
     lora_save_dir: str | None = None
     """A store of checkpoints of a LoRA run, or a directory that peft wrote."""
-    lora_load_tag: str | None = None
+    lora_load_tag: str | int | None = None
     """The step to take at ``lora_save_dir``: ``step-00000100`` or ``100``; ``null``: the newest."""
     lora_verbose: bool = False
     """Print the layers that get an update."""

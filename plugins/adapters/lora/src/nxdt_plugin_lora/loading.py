@@ -37,7 +37,7 @@ def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, 
         WeightsDoNotFit: it has updates of other layers.
     """
     assert own.lora_save_dir is not None
-    directory = Path(own.lora_save_dir, own.lora_load_tag or "")
+    directory = Path(own.lora_save_dir, "" if own.lora_load_tag is None else str(own.lora_load_tag))
     if is_peft(directory):
         _load_peft(directory, own, model, config, engine)
     else:
@@ -45,8 +45,9 @@ def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, 
 
 
 def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
-    tag, uri = own.lora_load_tag, str(own.lora_save_dir)
-    if tag is not None:
+    uri = str(own.lora_save_dir)
+    if own.lora_load_tag is not None:
+        tag = str(own.lora_load_tag)
         uri = f"{uri.rstrip('/')}/{step_name(int(tag)) if tag.isdigit() else tag}"
     storage, step = assemble.locate(config, uri)
     manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=engine.ranks)

@@ -1,0 +1,167 @@
+"""Checkpoints of LoRA runs: what they hold, how runs go on from them, and what they are merged and exported to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.config import load
+from nxdt_core.errors import AdapterOfAnotherBase
+from nxdt_core.training.run import train
+
+RUN = {
+    "name": "tuned",
+    "trainer": {"max_steps": 4, "accelerator": "cpu", "log_every_n_steps": 1, "enable_progress_bar": False},
+    "exp_manager": {"resume_if_exists": True, "resume_ignore_no_checkpoint": True},
+    "data": {
+        "name": "text",
+        "train_files": ["package://nxdt_plugin_text/data/kjv.txt"],
+        "tokenizer": {"library": "byte"},
+        "seq_length": 16,
+        "micro_batch_size": 1,
+        "global_batch_size": 2,
+    },
+    "model": {
+        "name": "llama",
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 40,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "vocab_size": 272,
+        "max_position_embeddings": 16,
+        "optim": {"name": "adamw", "lr": 0.05, "sched": {"name": "constant"}},
+    },
+    "precision": {"type": "fp32"},
+    "checkpoint": {"every_n_train_steps": 2},
+    "adapter": {"name": "lora", "lora_rank": 2, "save_lora_base": False},
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """``run(name, *overrides)``: train to the end; returns the directory of the run."""
+
+    def trained(name: str, *overrides: str) -> Path:
+        config = load(RUN, [f"name={name}", f"exp_manager.exp_dir={tmp_path}", *overrides])
+        train(config)
+        return tmp_path / name
+
+    return trained
+
+
+def manifest_of(directory, step=None):
+    storage = checkpoint.open_storage(str(directory))
+    return storage, checkpoint.find_checkpoint(storage, step, warn=print)
+
+
+def weights_of(directory, step=None):
+    return checkpoint.load_model(*manifest_of(directory, step))
+
+
+def command(*words):
+    line = (sys.executable, "-m", "nxdt_core", *map(str, words))
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_an_adapter_s_checkpoint_holds_what_trains_and_nothing_else(run):
+    storage, manifest = manifest_of(run("tuned") / "checkpoints")
+    held = {name for section in ("model", "optim") for name in manifest.tensors[section]}
+    assert held
+    assert all(".update.lora_" in name for name in held)
+    names, weights = manifest.tensors["model"], checkpoint.load_model(storage, manifest)
+    rank, hidden, ffn, kv = 2, 32, 40, 16
+    layer = 2 * (hidden + hidden) + 2 * (hidden + kv) + 3 * (hidden + ffn)
+    assert sum(weights[name].numel() for name in names) == 2 * rank * layer
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(), ("adapter.save_lora_base=true",), ("adapter.use_dora=true", "adapter.modules_to_save=[lm_head]")],
+    ids=["alone", "with-base", "dora"],
+)
+def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(run, more):
+    whole = weights_of(run("whole", *more) / "checkpoints")
+    run("broken", "trainer.max_steps=2", *more)
+    broken = weights_of(run("broken", *more) / "checkpoints")
+    assert whole.keys() == broken.keys()
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert any(bool(whole[name].any()) for name in whole if name.endswith("lora_B"))
+
+
+def test_a_run_over_named_weights_goes_on_over_them(run):
+    base = run("base", "adapter.enable_lora=false") / "checkpoints"
+    over = (f"checkpoint.resume_from={base}", "checkpoint.weight_init_only=true")
+    whole = weights_of(run("whole", *over) / "checkpoints")
+    run("broken", "trainer.max_steps=2", *over)
+    broken = weights_of(run("broken", *over) / "checkpoints")
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+
+
+def test_an_adapter_of_another_base_is_refused(run):
+    directory = run("tuned", "trainer.max_steps=2")
+    with pytest.raises(AdapterOfAnotherBase, match="NXDT-S091"):
+        run("tuned", "seed=77")
+    load_it = ("adapter.load_lora_from_ckpt=true", f"adapter.lora_save_dir={directory / 'checkpoints'}")
+    run("started", *load_it, "adapter.lora_load_tag=2")
+    with pytest.raises(AdapterOfAnotherBase):
+        run("other", *load_it, "seed=77")
+
+
+def test_a_run_starts_from_a_saved_adapter(run):
+    first = run("first", "trainer.max_steps=2") / "checkpoints"
+    more = ("adapter.load_lora_from_ckpt=true", f"adapter.lora_save_dir={first}", "adapter.lora_load_tag=step-00000002")
+    second = run("second", *more, "model.optim.lr=0.0", "trainer.max_steps=1", "checkpoint.every_n_train_steps=1")
+    kept, found = weights_of(first), weights_of(second / "checkpoints")
+    assert all(torch.equal(kept[name], found[name]) for name in kept)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("adapter.target_modules=[all-linear,embed_tokens,lm_head]",), ("adapter.use_dora=true", "adapter.lora_bias=all")],
+    ids=["everywhere", "dora"],
+)
+def test_a_merged_model_says_what_the_run_says(run, tmp_path, more):
+    kept = run("tuned", *more) / "checkpoints"
+    done = command("checkpoint", "merge-lora", kept, tmp_path / "merged", "--json")
+    assert done.returncode == 0, done.stderr
+    merged = weights_of(tmp_path / "merged")
+    assert not [name for name in merged if "lora" in name]
+    assert json.loads(done.stdout)["merged"] == sum(name.endswith("lora_B") for name in weights_of(kept))
+    said = [command("generate", at, "In the", "--max-new-tokens", 8) for at in (kept, tmp_path / "merged")]
+    assert said[0].stdout == said[1].stdout != "", said[0].stderr
+    again = command("checkpoint", "merge-lora", kept, tmp_path / "merged")
+    assert again.returncode == 2
+    assert "NXDT-S07" in again.stderr
+
+
+def test_a_run_merges_its_last_step_and_writes_its_options_where_asked_to(run):
+    directory = run(
+        "tuned", "adapter.save_lora_base=true", "adapter.merge_lora=true", "adapter.save_lora_config_adapter=false"
+    )
+    _, manifest = manifest_of(f"{directory / 'checkpoints'}-merged")
+    assert manifest.step == 4
+    assert not [name for name in manifest.tensors["model"] if "lora" in name]
+    options = json.loads((directory / "lora_adapter" / "adapter_config.json").read_text())
+    assert (options["r"], options["target_modules"]) == (2, ["all-linear"])
+
+
+def test_what_cannot_be_merged_or_exported_is_told(run, tmp_path):
+    plain = run("plain", "adapter.name=null", "trainer.max_steps=1", "checkpoint.every_n_train_steps=1") / "checkpoints"
+    tied = ("model.share_embeddings_and_output_weights=true", "adapter.target_modules=[embed_tokens]")
+    one = run("tied", *tied, "trainer.max_steps=2") / "checkpoints"
+    for words, code in [
+        (("merge-lora", plain, tmp_path / "a"), "NXDT-L006"),
+        (("export-lora", plain, tmp_path / "b"), "NXDT-L006"),
+        (("merge-lora", one, tmp_path / "c"), "NXDT-L007"),
+        (("merge-lora", run("other", "seed=5") / "checkpoints", tmp_path / "d", "--base", plain), "NXDT-S091"),
+    ]:
+        done = command("checkpoint", *words)
+        assert done.returncode == 2, done.stderr
+        assert code in done.stderr
