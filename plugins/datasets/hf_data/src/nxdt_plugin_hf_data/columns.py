@@ -5,8 +5,10 @@ Memory-mapped tables stay on the disk: what is kept here of a row is where its t
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
@@ -25,21 +27,21 @@ class Chunks:
 
     def __init__(self, arrays: list[NDArray[np.integer]]) -> None:
         self._arrays = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
-        self._ends = np.cumsum([len(array) for array in self._arrays], dtype=np.int64)
+        self._ends = list(accumulate(len(array) for array in self._arrays))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, places: slice, /) -> NDArray[np.integer]:
-        begin, end, _ = places.indices(len(self))
-        first, last = np.searchsorted(self._ends, (begin, max(begin, end - 1)), side="right").tolist()
+        begin, end, _ = places.indices(self._ends[-1])
+        first = min(bisect_right(self._ends, begin), len(self._ends) - 1)
         before = self._ends[first - 1] if first else 0
-        if first >= last:
-            found: NDArray[np.integer] = self._arrays[min(first, len(self._arrays) - 1)]
-            return found[begin - before : max(begin, end) - before]
-        parts = self._arrays[first : last + 1]
-        head, tail = parts[0][begin - before :], parts[-1][: end - int(self._ends[last - 1])]
-        return np.concatenate([head, *parts[1:-1], tail])
+        head = self._arrays[first][begin - before : max(begin, end) - before]
+        if end <= self._ends[first]:
+            return head
+        last = bisect_left(self._ends, end)
+        tail = self._arrays[last][: end - self._ends[last - 1]]
+        return np.concatenate([head, *self._arrays[first + 1 : last], tail])
 
     def all(self) -> bool:
         """Whether none of the values is 0."""

@@ -100,7 +100,7 @@ class Cutting:
             TokenOutOfVocabulary: one of the samples that are looked at has a token that the model has not.
         """
         dataset = RowDataset(columns, seq_length=self.seq_length, path=path, source=source)
-        return Guarded(dataset, self.vocab_size, path)
+        return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None)
 
     def packed(self, columns: TokenColumns, *, path: str, source: str, split: SplitName) -> MapDataset:
         """Rows end to end, cut into samples.
@@ -124,7 +124,7 @@ class Cutting:
             source=source,
             labels=None if labels is None else labels.values,
         )
-        return Guarded(dataset, self.vocab_size, path)
+        return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None)
 
 
 def _special(key: str, token_id: int | None, meaning: str) -> int:

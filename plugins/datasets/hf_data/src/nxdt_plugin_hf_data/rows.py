@@ -67,6 +67,8 @@ def row_sample(
     short of is padding: token 0, seen by nothing and without a label.
     """
     count = len(ids)
+    if mask is None and count >= seq_length:
+        return _whole(ids, ids if labels is None else labels, seq_length)
     inputs = np.zeros(seq_length, np.int64)
     inputs[: min(count, seq_length)] = ids[:seq_length]
     real = np.zeros(seq_length + 1, bool)
@@ -83,3 +85,11 @@ def row_sample(
         position_ids=np.maximum(np.cumsum(within) - 1, 0),
         document_ids=np.where(within, 0, -1),
     )
+
+
+def _whole(ids: NDArray[np.integer], labels: NDArray[np.integer], seq_length: int) -> Sample:
+    """A sample of a row that has no padding."""
+    targets = np.empty(seq_length, np.int64)
+    targets[-1] = IGNORE_INDEX
+    targets[: len(labels) - 1] = labels[1:]
+    return Sample(input_ids=ids[:seq_length].astype(np.int64), labels=targets)

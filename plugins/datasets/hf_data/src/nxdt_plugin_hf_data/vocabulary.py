@@ -21,15 +21,17 @@ class Guarded:
         dataset: whose samples these are.
         vocab_size: rows of the model's vocabulary; None where they are not known.
         path: names the dataset in errors.
+        labelled: whether labels are others than the tokens that follow.
 
     Raises:
         TokenOutOfVocabulary: a sample holds a token from there on, or a negative one.
     """
 
-    def __init__(self, dataset: MapDataset, vocab_size: int | None, path: str) -> None:
+    def __init__(self, dataset: MapDataset, vocab_size: int | None, path: str, *, labelled: bool) -> None:
         self._dataset = dataset
         self._limit = vocab_size
         self._path = path
+        self._labelled = labelled
         if vocab_size is not None and len(dataset):
             for index in np.linspace(0, len(dataset) - 1, _PROBES, dtype=np.int64).tolist():
                 self[index]
@@ -39,7 +41,8 @@ class Guarded:
 
     def __getitem__(self, index: int, /) -> Sample:
         sample = self._dataset[index]
-        for ids in (sample.input_ids, np.where(sample.labels == IGNORE_INDEX, 0, sample.labels)):
+        labels = sample.labels if self._labelled else sample.labels[-1:]  # the others are inputs, one place on
+        for ids in (sample.input_ids, np.where(labels == IGNORE_INDEX, 0, labels)):
             check_ids(ids, self._limit, lambda: f"Sample {index} of {self._path}")
         return sample
 
