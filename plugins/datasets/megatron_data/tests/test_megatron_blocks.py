@@ -14,7 +14,7 @@ from nxdt_plugin_megatron_data.preprocess.records import Recipe, RecordEncoder
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
 from nxdt_core.errors import DataFileUnreadable
 
-PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
 
 
 @pytest.fixture(autouse=True)

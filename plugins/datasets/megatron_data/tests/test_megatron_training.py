@@ -49,7 +49,7 @@ def blend(tmp_path):
         lines = [json.dumps({"text": f"{name} {number} said so"}) for number in range(documents)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
         words = ("--input", f"{name}.jsonl", "--output-prefix", name, "--tokenizer", "byte", "--workers", "1")
-        subprocess.run([*NXDT, "data", "preprocess", *words], cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=120)
+        subprocess.run([*NXDT, "data", "preprocess", *words], cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=240)
     return f"data.data_prefix=[0.5, {tmp_path / 'low'}, 0.5, {tmp_path / 'high'}]"
 
 
@@ -57,7 +57,7 @@ def test_a_run_that_is_killed_goes_on_over_two_ranks_with_the_same_samples(blend
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     words = ("train", RECIPE, *SMALL, blend, f"exp_manager.exp_dir={killed}", "checkpoint.every_n_train_steps=5")
     with subprocess.Popen([*NXDT, *words, "trainer.max_steps=100000"], env=ENVIRONMENT, start_new_session=True) as run:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while step_of(killed) < 12 and time.monotonic() < end and run.poll() is None:
             time.sleep(0.02)
         os.killpg(run.pid, signal.SIGKILL)

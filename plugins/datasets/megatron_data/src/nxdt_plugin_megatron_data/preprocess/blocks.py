@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ import zstandard
 
 from nxdt_core.data.files import JSON_LINES
 from nxdt_core.errors import DataFileUnreadable
+from nxdt_plugin_megatron_data.preprocess.zstd import ZstdFile
 
 __all__ = ["Block", "Place", "is_json", "read_blocks"]
 
@@ -110,8 +112,7 @@ def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if path.suffix == ".zst":
-        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-        return cast(IO[bytes], reader)
+        return io.BufferedReader(ZstdFile(raw))
     return raw
 
 

@@ -1,0 +1,54 @@
+"""Reads Zstandard files of any number of frames; one that was cut off is an error. (The library's own reader takes the
+end of the file for the end of the text.)"""
+
+from __future__ import annotations
+
+import io
+from typing import IO, TYPE_CHECKING, Any
+
+import zstandard
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["ZstdFile"]
+
+_CHUNK_BYTES = 1 << 17
+
+
+class ZstdFile(io.RawIOBase):
+    """The text of ``raw``.
+
+    Raises:
+        EOFError: on reading: the file ends within a frame.
+        zstandard.ZstdError: on reading: it is damaged, or no Zstandard file.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._frame: Any = None
+        self._packed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        """As of :class:`io.RawIOBase`."""
+        while not self._ready:
+            packed = self._packed or self._raw.read(_CHUNK_BYTES)
+            if not packed and self._frame is not None:
+                raise EOFError("it ends in the middle")
+            if not packed:
+                return 0
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._ready = memoryview(self._frame.decompress(packed))
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        target = memoryview(buffer).cast("B")
+        count = min(len(target), len(self._ready))
+        target[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
