@@ -101,7 +101,7 @@ def estimate(work: Workload) -> Estimate:
         parameters=parameters,
         trained=trained,
         micro_batches=work.micro_batches,
-        tokens_per_step=work.global_batch_size * work.seq_length,
+        tokens_per_step=work.global_batch_size * work.seq_length * work.rows // work.micro_batch_size,
         bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches),
         checkpoint_bytes=_checkpoint_bytes(work, storage, frozen=parameters - trained, trained=trained),
         flops_per_token=work.builder.flops_per_token(work.seq_length),

@@ -12,7 +12,7 @@ from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.objective import Objective, traits_of
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["Workload"]
@@ -43,19 +43,27 @@ class Workload:
         """Of one step, on each rank."""
         return self.global_batch_size // (self.micro_batch_size * self.sizes.dp)
 
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.micro_batch_size * traits_of(self.objective).rows_per_sample
+
     def batch(self) -> Batch:
         """One micro-batch as a rank sees it, on the meta device."""
 
         def tokens() -> torch.Tensor:
-            shape = self.micro_batch_size, self.seq_length // self.sizes.cp
+            shape = self.rows, self.seq_length // self.sizes.cp
             return torch.empty(shape, dtype=torch.int64, device="meta")
 
+        traits = traits_of(self.objective)
         placed = self.sizes.cp > 1 or self.sizes.pp > 1 or self.packed
         return Batch(
             input_ids=tokens(),
             labels=tokens(),
             position_ids=tokens() if placed else None,
             document_ids=tokens() if self.packed else None,
+            reference_log_probs=tokens().float() if traits.reference else None,
+            rows_per_sample=traits.rows_per_sample,
         )
 
     def hidden(self, size: int) -> torch.Tensor:
@@ -64,7 +72,7 @@ class Workload:
         if self.options.sequence_parallel:
             sequence //= self.sizes.tp
         dtype = getattr(torch, self.precision.parameters)
-        return torch.empty(self.micro_batch_size, sequence, size, dtype=dtype, device="meta")
+        return torch.empty(self.rows, sequence, size, dtype=dtype, device="meta")
 
     def hidden_bytes(self, size: int) -> int:
         """Bytes of :meth:`hidden`; 0 where nothing travels."""

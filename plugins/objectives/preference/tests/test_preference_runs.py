@@ -97,18 +97,41 @@ def test_a_reference_is_kept_for_the_weights_that_it_is_of(small, caplog):
             (config.run_dir / "second").touch()
 
 
+def test_under_an_adapter_the_frozen_base_may_be_the_reference_of_each_step(small):
+    precomputed, each_step = (
+        small("adapter.name=lora", f"objective.precompute_ref_log_probs={before}", name=f"before-{before}")
+        for before in ("true", "false")
+    )
+    train(precomputed)
+    train(each_step)
+    assert not (each_step.run_dir / "reference").exists()
+    wanted, found = rows(precomputed), rows(each_step)
+    assert wanted[4]["rewards/margins"] != 0
+    assert found == {step: pytest.approx(row, abs=1e-6) for step, row in wanted.items()}
+    with pytest.raises(NxdtError, match="A032"):
+        train(small("objective.precompute_ref_log_probs=false", name="without"))
+
+
 def test_the_loss_of_a_third_party_trains_by_its_entry_point(small, tmp_path, monkeypatch):
     files = {"acme_hinge.py": HINGE, "acme_hinge_loss.py": LOSS}
     write_distribution(tmp_path / "site", "acme-hinge", plugins={"hinge": "acme_hinge"}, files=files)
     monkeypatch.syspath_prepend(tmp_path / "site")
     config = load(
         {
-            "base": "recipe:llama-tiny-dpo",
+            "base": "recipe:llama-tiny",
             "name": "hinge",
             "exp_manager": {"exp_dir": str(tmp_path)},
-            "trainer": {"max_steps": 6, "val_check_interval": 6, "accelerator": "cpu"},
+            "trainer": {"max_steps": 6, "val_check_interval": 6, "limit_val_batches": None, "accelerator": "cpu"},
             "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48},
-            "objective": {"name": "hinge", "kl_beta": None},
+            "data": {
+                "name": "preference",
+                "train_files": ["package://nxdt_plugin_preference/data/pairs-train.jsonl"],
+                "validation_files": ["package://nxdt_plugin_preference/data/pairs-validation.jsonl"],
+                "validation_fraction": 0,
+                "seq_length": 64,
+                "global_batch_size": 8,
+            },
+            "objective": {"name": "hinge"},
         }
     )
     train(config)

@@ -10,8 +10,6 @@ __all__ = [
     "AnswersEqual",
     "AnswersInseparable",
     "BadPreference",
-    "ChatTemplateMissing",
-    "ChatTemplateRefuses",
     "NoPairs",
     "NoRoomForAnswers",
     "PromptMissing",
@@ -72,29 +70,10 @@ class BadPreference(NxdtError):
     reason: str
 
 
-class ChatTemplateMissing(NxdtError):
-    """Messages, and nothing that says how they are written."""
-
-    code = "NXDT-A006"
-    happened = "{place} has messages, and the tokenizer brings no chat template."
-    remedy = "Set data.chat_template_file, or take a tokenizer with a template."
-    place: str
-
-
-class ChatTemplateRefuses(NxdtError):
-    """A template that raises, or is none."""
-
-    code = "NXDT-A007"
-    happened = "The chat template cannot render {place}: {reason}."
-    remedy = "Correct the record, or choose another template with data.chat_template_file."
-    place: str
-    reason: str
-
-
 class AnswersInseparable(NxdtError):
     """A template whose prompt changes with the answer."""
 
-    code = "NXDT-A008"
+    code = "NXDT-A006"
     happened = "Where the {key!r} answer of {place} begins cannot be told: the chat template renders what precedes it "
     happened += "otherwise once it follows."
     remedy = "Choose another template with data.chat_template_file."
@@ -105,7 +84,7 @@ class AnswersInseparable(NxdtError):
 class SpecialTokenInText(NxdtError):
     """A text that would become part of the conversation's frame."""
 
-    code = "NXDT-A009"
+    code = "NXDT-A007"
     happened = "{place} spells the special token {token!r} in a text."
     remedy = "Take it out, or set data.special_tokens_in_text to true where it is meant."
     place: str

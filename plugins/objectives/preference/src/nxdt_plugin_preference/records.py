@@ -15,9 +15,8 @@ from nxdt_plugin_preference.errors import (
     PromptMissing,
 )
 
-__all__ = ["Messages", "Preference", "Text", "read_preference"]
+__all__ = ["Preference", "Text", "read_preference"]
 
-Messages = Sequence[Mapping[str, Any]]
 Text = str | tuple[Mapping[str, Any], ...]
 """A text as it stands, or messages for a chat template."""
 

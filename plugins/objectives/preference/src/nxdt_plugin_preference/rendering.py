@@ -6,23 +6,18 @@ into an answer belongs to the answers, as in TRL.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nxdt_core.config.paths import resolve_path
+from nxdt_core.data.chat import Messages, render
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files import decode, read_bytes
 from nxdt_core.errors import DataFileNotFound
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_plugin_preference.errors import (
-    AnswersInseparable,
-    ChatTemplateMissing,
-    ChatTemplateRefuses,
-    SpecialTokenInText,
-)
-from nxdt_plugin_preference.records import Messages, Preference
+from nxdt_plugin_preference.errors import AnswersInseparable, SpecialTokenInText
+from nxdt_plugin_preference.records import Preference
 
 __all__ = ["Pair", "Renderer"]
 
@@ -82,11 +77,10 @@ class Renderer:
             return _parted(ids, begin, end)
         assert not isinstance(chosen, str)
         assert not isinstance(rejected, str)
-        if self._chat is None:
-            raise ChatTemplateMissing(place=pair.place)
         texts = [self._written(pair, prompt, prompts=True)]
         for key, answer in (("chosen", chosen), ("rejected", rejected)):
             texts.append(self._answered(pair, prompt, answer, key))
+        assert self._chat is not None  # nothing else renders
         return _parted([located.ids.tolist() for located in self._chat.locate(texts)])
 
     def _answered(self, pair: Preference, prompt: Messages, answer: Messages, key: str) -> str:
@@ -99,22 +93,9 @@ class Renderer:
         return text.rstrip()
 
     def _written(self, pair: Preference, messages: Messages, *, prompts: bool = False) -> str:
-        """Messages as the template of a sandbox writes them, with the beginning of a turn where ``prompts``."""
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        if self._chat is None or self._template is None:
-            raise ChatTemplateMissing(place=pair.place)
-        tokens: Mapping[str, Any] = self._chat.special_tokens()
-        tools = None if pair.tools is None else [*pair.tools]
-        try:
-            texts, _ = render_jinja_template(
-                [list(messages)], tools=tools, chat_template=self._template, add_generation_prompt=prompts, **tokens
-            )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            reason = str(error).rstrip(".") or type(error).__name__
-            raise ChatTemplateRefuses(place=pair.place, reason=reason) from error
-        return str(texts[0])
+        return render(
+            messages, self._tokenizer, place=pair.place, template=self._template, prompts=prompts, tools=pair.tools
+        )
 
     def _check_texts(self, place: str, messages: Messages) -> None:
         for message in messages:
