@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.model_mutants import MUTANTS
+from tests.testing.outcomes import Outcomes, run_contract
 from tests.testing.small_model import SmallBuilder
 
 FILE = Path(__file__).with_name("model_mutants.py")
@@ -44,33 +45,14 @@ CAUGHT_BY = {
 }
 
 
-class _Outcomes:
-    """Pytest plugin that notes how each test of each class ended."""
-
-    def __init__(self) -> None:
-        self.failed: set[tuple[str, str]] = set()
-        self.passed: set[tuple[str, str]] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        _, class_name, test = report.nodeid.split("::", 2)
-        if report.failed:
-            self.failed.add((class_name.removeprefix("Test"), test))
-        elif report.when == "call" and report.passed:
-            self.passed.add((class_name.removeprefix("Test"), test))
-
-
 @pytest.fixture(scope="module")
-def outcomes() -> _Outcomes:
+def outcomes() -> Outcomes:
     """Of the right model under all tests, and of each mutant under the one that shall catch it."""
-    plugin = _Outcomes()
-    wanted = [f"{FILE}::Test{RIGHT}", *(f"{FILE}::Test{mutant}::{test}" for mutant, test in CAUGHT_BY.items())]
-    options = ["-q", "--no-header", "--tb=no", "--show-capture=no", "-r", "", "-p", "no:cacheprovider"]
-    pytest.main([*wanted, *options], plugins=[plugin])
-    return plugin
+    return run_contract(FILE, [RIGHT], CAUGHT_BY)
 
 
 @pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY.items())
-def test_the_contract_catches(outcomes: _Outcomes, mutant: str, test: str) -> None:
+def test_the_contract_catches(outcomes: Outcomes, mutant: str, test: str) -> None:
     assert (mutant, test) in outcomes.failed
 
 
@@ -78,6 +60,6 @@ def test_every_mutant_is_expected_to_be_caught() -> None:
     assert {mutant.__name__ for mutant in MUTANTS} == {RIGHT, *CAUGHT_BY}
 
 
-def test_the_right_model_passes_every_test_that_catches_one(outcomes: _Outcomes) -> None:
+def test_the_right_model_passes_every_test_that_catches_one(outcomes: Outcomes) -> None:
     assert {(RIGHT, test) for test in CAUGHT_BY.values()} <= outcomes.passed
     assert not {test for name, test in outcomes.failed if name == RIGHT}

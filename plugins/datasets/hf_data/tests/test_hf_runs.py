@@ -42,7 +42,7 @@ def train(where, sources, steps, *more):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +62,7 @@ def sources(tmp_path, verses):
     return made
 
 
-@pytest.mark.timeout(2700)
+@pytest.mark.timeout(600)
 def test_a_run_on_two_processes_goes_on_in_one_as_if_it_had_never_stopped(tmp_path, sources):
     whole = train(tmp_path / "whole", sources, WHOLE)
     first = train(tmp_path / "parts", sources, HALF, "trainer.devices=2")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,9 @@ class FileStream:
                 self._text = not is_tokenised(table)
                 if self._text:
                     return cutting.packs is not False
-                lengths = np.diff(token_columns(table, str(path)).input_ids.offsets)
-                return cutting.packs_rows_of(lengths, str(path))
+                ids = token_columns(table, str(path)).input_ids
+                check_ids(ids.values[:], cutting.vocab_size, partial(str, path))
+                return cutting.packs_rows_of(np.diff(ids.offsets), str(path))
         raise EmptyData(key=self._source.key, path=", ".join(map(str, self._source.files[:3])))
 
     def _packed(self) -> Generator[Sample, None, int]:

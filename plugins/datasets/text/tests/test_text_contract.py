@@ -1,0 +1,28 @@
+"""The dataset keeps what the core expects of every dataset."""
+
+from __future__ import annotations
+
+import pytest
+from nxdt_plugin_text.config import TextConfig
+from nxdt_plugin_text.loader import TextDataloader
+
+from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.testing.dataset_contract import DatasetContract
+
+
+class TestText(DatasetContract):
+    @pytest.fixture
+    def make(self, tmp_path):
+        def open_(word="many"):
+            path = tmp_path / f"{word}.txt"
+            path.write_text("\n\n".join(f"verse {number} of {word}" for number in range(30)))
+            config = TextConfig(train_files=(path,), document_separator="\n\n")
+            context = DataContext(seq_length=16, seed=1, tokenizer=ByteTokenizer())
+            return TextDataloader(config, context).split("train")
+
+        return open_
+
+    @pytest.fixture
+    def changed(self, make):
+        return make("some")

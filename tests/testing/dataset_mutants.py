@@ -1,0 +1,217 @@
+"""Wrong datasets, each with one mistake that a real author could make, under the contract.
+
+Not collected by name: ``test_dataset_mutants.py`` runs this file and expects failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.testing.dataset_contract import DatasetContract
+
+LENGTH, COUNT = 8, 30
+MUTANTS: list[type] = []
+
+
+def mutant(cls: type) -> type:
+    MUTANTS.append(cls)
+    return cls
+
+
+@mutant
+class ByIndex:
+    """Right: two documents of four tokens a sample."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if not 0 <= index < COUNT:
+            raise IndexError(index)
+        tokens = self.start + index * LENGTH + np.arange(LENGTH + 1)
+        labels = tokens[1:].copy()
+        labels[LENGTH // 2 - 1] = IGNORE_INDEX
+        half = np.arange(LENGTH) // (LENGTH // 2)
+        return Sample(
+            input_ids=tokens[:-1], labels=labels, position_ids=np.arange(LENGTH) % (LENGTH // 2), document_ids=half
+        )
+
+    def fingerprint(self) -> str:
+        return f"from {self.start}"
+
+
+@mutant
+class InOrder:
+    """Right: the same samples as a stream without end."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.samples, self.next = ByIndex(start), 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        while True:
+            self.next += 1
+            yield self.samples[(self.next - 1) % COUNT]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+    def fingerprint(self) -> str:
+        return self.samples.fingerprint()
+
+
+class Changed(ByIndex):
+    """A base of those whose samples are wrong."""
+
+    def __getitem__(self, index: int, /) -> Sample:
+        return self.change(super().__getitem__(index))
+
+    def change(self, sample: Sample) -> Sample:
+        raise NotImplementedError
+
+
+@mutant
+class HasNoFingerprint(ByIndex):
+    fingerprint = None
+
+
+@mutant
+class GivesSmallIntegers(Changed):
+    def change(self, sample: Sample) -> Sample:
+        return replace(sample, input_ids=sample.input_ids.astype(np.int32))
+
+
+@mutant
+class ForgetsAPosition(Changed):
+    def change(self, sample: Sample) -> Sample:
+        return replace(sample, position_ids=sample.position_ids[:-1])
+
+
+@mutant
+class LearnsNothing(Changed):
+    def change(self, sample: Sample) -> Sample:
+        return replace(sample, labels=np.full_like(sample.labels, IGNORE_INDEX))
+
+
+@mutant
+class IgnoresByAnotherNumber(Changed):
+    def change(self, sample: Sample) -> Sample:
+        return replace(sample, labels=np.where(sample.labels == IGNORE_INDEX, -1, sample.labels))
+
+
+@mutant
+class DoesNotShift(Changed):
+    def change(self, sample: Sample) -> Sample:
+        return replace(sample, labels=np.where(sample.labels == IGNORE_INDEX, IGNORE_INDEX, sample.input_ids))
+
+
+@mutant
+class LearnsAcrossDocuments(Changed):
+    def change(self, sample: Sample) -> Sample:
+        return replace(sample, labels=sample.input_ids + 1)
+
+
+@mutant
+class LearnsPadding(Changed):
+    def change(self, sample: Sample) -> Sample:
+        return replace(sample, document_ids=np.where(sample.document_ids == 1, -1, 0))
+
+
+@mutant
+class RepeatsPositions(Changed):
+    def change(self, sample: Sample) -> Sample:
+        return replace(sample, position_ids=sample.position_ids // 2)
+
+
+@mutant
+class CountsItsReads(ByIndex):
+    def __init__(self, start: int = 0) -> None:
+        super().__init__(start)
+        self.reads = 0
+
+    def __getitem__(self, index: int, /) -> Sample:
+        self.reads += 1
+        sample = super().__getitem__(index)
+        return replace(sample, labels=sample.labels if self.reads % 7 else np.full_like(sample.labels, IGNORE_INDEX))
+
+
+@mutant
+class FingerprintsItself(ByIndex):
+    def fingerprint(self) -> str:
+        return str(id(self))
+
+
+@mutant
+class ForgetsTheContent(ByIndex):
+    def fingerprint(self) -> str:
+        return f"{COUNT} samples"
+
+
+@mutant
+class CountsFromTheEnd(ByIndex):
+    def __getitem__(self, index: int, /) -> Sample:
+        return super().__getitem__(index % COUNT)
+
+
+@mutant
+class StandsBeforeItsSample(InOrder):
+    def __iter__(self) -> Iterator[Sample]:
+        while True:
+            yield self.samples[self.next % COUNT]
+            self.next += 1
+
+
+@mutant
+class ReadsAhead(InOrder):
+    def __iter__(self) -> Iterator[Sample]:
+        while True:
+            block = [self.samples[(self.next + place) % COUNT] for place in range(4)]
+            self.next += 4
+            yield from block
+
+
+@mutant
+class KeepsAnArray(InOrder):
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": np.int64(self.next)}
+
+
+@mutant
+class ForgetsItsState(InOrder):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@mutant
+class BeginsAnew(InOrder):
+    def __iter__(self) -> Iterator[Sample]:
+        self.next = 0
+        return super().__iter__()
+
+
+def under_contract(cls: type) -> type[DatasetContract]:
+    class Contract(DatasetContract):
+        @pytest.fixture
+        def make(self):
+            return cls
+
+        @pytest.fixture
+        def changed(self):
+            return cls(1000)
+
+    return Contract
+
+
+for _mutant in MUTANTS:
+    globals()[f"Test{_mutant.__name__}"] = under_contract(_mutant)
