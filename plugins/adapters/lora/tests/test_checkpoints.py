@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxdt_core import checkpoint
+from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors import AdapterOfAnotherBase
+from nxdt_core.training.generate import generate
 from nxdt_core.training.run import train
 
 RUN = {
@@ -65,9 +65,17 @@ def weights_of(directory, step=None):
     return checkpoint.load_model(*manifest_of(directory, step))
 
 
-def command(*words):
-    line = (sys.executable, "-m", "nxdt_core", *map(str, words))
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def command(capsys):
+    """``command(*words)``: exit status, standard output and standard error of ``nxdt WORDS``, in this process."""
+
+    def called(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main([str(word) for word in words])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return called
 
 
 def test_an_adapter_s_checkpoint_holds_what_trains_and_nothing_else(run):
@@ -127,24 +135,23 @@ def test_a_run_starts_from_a_saved_adapter(run):
     [("adapter.target_modules=[all-linear,embed_tokens,lm_head]",), ("adapter.use_dora=true", "adapter.lora_bias=all")],
     ids=["everywhere", "dora"],
 )
-def test_a_merged_model_says_what_the_run_says(run, tmp_path, more):
+def test_a_merged_model_says_what_the_run_says(run, command, tmp_path, more):
     kept = run("tuned", *more) / "checkpoints"
-    done = command("checkpoint", "merge-lora", kept, tmp_path / "merged", "--json")
-    assert done.returncode == 0, done.stderr
+    status, said, complaint = command("checkpoint", "merge-lora", kept, tmp_path / "merged", "--json")
+    assert status == 0, complaint
     merged = weights_of(tmp_path / "merged")
     assert not [name for name in merged if "lora" in name]
-    assert json.loads(done.stdout)["merged"] == sum(name.endswith("lora_B") for name in weights_of(kept))
-    said = [command("generate", at, "In the", "--max-new-tokens", 8) for at in (kept, tmp_path / "merged")]
-    assert said[0].stdout == said[1].stdout != "", said[0].stderr
-    again = command("checkpoint", "merge-lora", kept, tmp_path / "merged")
-    assert again.returncode == 2
-    assert "NXDT-S07" in again.stderr
+    assert json.loads(said)["merged"] == sum(name.endswith("lora_B") for name in weights_of(kept))
+    texts = ["".join(generate(str(at), "In the", max_new_tokens=8)) for at in (kept, tmp_path / "merged")]
+    assert texts[0] == texts[1] != ""
+    status, _, complaint = command("checkpoint", "merge-lora", kept, tmp_path / "merged")
+    assert status == 2
+    assert "NXDT-S07" in complaint
 
 
 def test_a_run_merges_its_last_step_and_writes_its_options_where_asked_to(run):
-    directory = run(
-        "tuned", "adapter.save_lora_base=true", "adapter.merge_lora=true", "adapter.save_lora_config_adapter=false"
-    )
+    asked = ("save_lora_base=true", "merge_lora=true", "save_lora_config_adapter=false")
+    directory = run("tuned", *(f"adapter.{key}" for key in asked))
     _, manifest = manifest_of(f"{directory / 'checkpoints'}-merged")
     assert manifest.step == 4
     assert not [name for name in manifest.tensors["model"] if "lora" in name]
@@ -152,16 +159,17 @@ def test_a_run_merges_its_last_step_and_writes_its_options_where_asked_to(run):
     assert (options["r"], options["target_modules"]) == (2, ["all-linear"])
 
 
-def test_what_cannot_be_merged_or_exported_is_told(run, tmp_path):
-    plain = run("plain", "adapter.name=null", "trainer.max_steps=1", "checkpoint.every_n_train_steps=1") / "checkpoints"
+def test_what_cannot_be_merged_or_exported_is_told(run, command, tmp_path):
+    plain = run("plain", "adapter.enable_lora=false", "trainer.max_steps=2") / "checkpoints"
     tied = ("model.share_embeddings_and_output_weights=true", "adapter.target_modules=[embed_tokens]")
     one = run("tied", *tied, "trainer.max_steps=2") / "checkpoints"
+    other = run("other", "seed=5", "trainer.max_steps=2") / "checkpoints"
     for words, code in [
         (("merge-lora", plain, tmp_path / "a"), "NXDT-L006"),
         (("export-lora", plain, tmp_path / "b"), "NXDT-L006"),
         (("merge-lora", one, tmp_path / "c"), "NXDT-L007"),
-        (("merge-lora", run("other", "seed=5") / "checkpoints", tmp_path / "d", "--base", plain), "NXDT-S091"),
+        (("merge-lora", other, tmp_path / "d", "--base", plain), "NXDT-S091"),
     ]:
-        done = command("checkpoint", *words)
-        assert done.returncode == 2, done.stderr
-        assert code in done.stderr
+        status, _, complaint = command("checkpoint", *words)
+        assert status == 2, words
+        assert code in complaint
