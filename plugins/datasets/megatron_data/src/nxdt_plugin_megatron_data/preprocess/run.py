@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nxdt_core.builtins.file_lock import take_file_lock
 from nxdt_core.data.digest import digest, file_digest
-from nxdt_core.errors import SpecialTokenMissing
+from nxdt_core.errors import DataFileUnreadable, SpecialTokenMissing
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.note import Note, note_path
@@ -92,7 +92,7 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
         eod_id=tokenizer.eos_id if job.recipe.append_eod else None,
         inputs=tuple(map(str, job.files)),
     )
-    decides = digest(*map(file_digest, job.files), note.fingerprint, job.recipe)
+    decides = digest(*map(_content, job.files), note.fingerprint, job.recipe)
     with _told(job.prefix, lambda: 0):
         job.prefix.parent.mkdir(parents=True, exist_ok=True)
     with _told(job.prefix, lambda: 0), _alone(job.prefix):
@@ -106,6 +106,13 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
                 raise NoDocuments(files=len(job.files), records=output.counts.records)
             output.finish(note)
     return Outcome(counts=output.counts, tokens_before=before, seconds=time.monotonic() - began)
+
+
+def _content(path: Path) -> str:
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
 
 
 def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -> None:
