@@ -130,6 +130,7 @@ def test_the_loss_of_a_third_party_trains_by_its_entry_point(small, tmp_path, mo
                 "validation_fraction": 0,
                 "seq_length": 64,
                 "global_batch_size": 8,
+                "dev_choose_samples": 8,  # one batch, which repeats
             },
             "objective": {"name": "hinge"},
         }
