@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ SHAPES = {
     "1B": ("model.num_layers=16", "model.hidden_size=2048", "model.ffn_hidden_size=8192"),
 }
 RANK, ALPHA = 16, 32
-VARIANTS = {"lora": {}, "dora": {"use_dora": True}}
+VARIANTS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
 LR = 1e-4
 
 

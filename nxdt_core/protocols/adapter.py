@@ -11,7 +11,6 @@ from nxdt_core.protocols.plan import ParallelPlan
 if TYPE_CHECKING:
     import torch
 
-    from nxdt_core.config import ResolvedConfig
     from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
 
 __all__ = ["Adapter"]
@@ -38,7 +37,8 @@ class Adapter(Protocol):
         """Rules for the parameters that it added; they precede the model's own."""
         ...
 
-    def begin(self, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+    def begin(self, model: ParallelModel, config: Any, engine: ParallelEngine) -> None:
         """Set what depends on the base's weights, or load what was trained before. Collective; called once the base has
-        its weights, in a run that does not go on from a checkpoint of its own."""
+        its weights, in a run that does not go on from a checkpoint of its own. ``config`` is the whole resolved
+        configuration."""
         ...
