@@ -12,12 +12,12 @@ class Chats(DatasetContract):
 
     @pytest.fixture
     def make(self, load, write, shipped):
-        path = write(*shipped)
-        return lambda: load(path, packing=self.packing)
+        path = write(*shipped * 4)
+        return lambda: load(path, seq_length=512, packing=self.packing)
 
     @pytest.fixture
     def changed(self, load, write, shipped):
-        return load(write(*shipped[1:], name="fewer.jsonl"), packing=self.packing)
+        return load(write(*shipped * 3, name="fewer.jsonl"), seq_length=512, packing=self.packing)
 
 
 class TestPadded(Chats):
