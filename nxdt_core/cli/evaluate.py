@@ -86,7 +86,7 @@ def _tasks(loaded: LoadedModel, tasks: tuple[str, ...], path: str | None, limit:
         from nxdt_core.training.harness import run_tasks
     except ImportError as error:
         raise EvaluationLibraryMissing(
-            what="Tasks", library="lm-evaluation-harness", extra="lm-eval", reason=str(error)
+            needed_by="Tasks", library="lm-evaluation-harness", extra="lm-eval", reason=str(error)
         ) from error
     return run_tasks(loaded, tasks, path=path, limit=limit)
 

@@ -56,9 +56,9 @@ class EvaluationLibraryMissing(NxdtError):
     """A metric whose library is not installed."""
 
     code = "NXDT-E005"
-    happened = "{what} need {library}, which cannot be imported: {reason}."
+    happened = "{needed_by} need {library}, which cannot be imported: {reason}."
     remedy = "pip install 'nxdt-core[{extra}]'"
-    what: str
+    needed_by: str
     library: str
     extra: str
     reason: str

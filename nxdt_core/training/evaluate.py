@@ -84,7 +84,7 @@ def scores(answers: Sequence[Answer]) -> dict[str, float]:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise EvaluationLibraryMissing(
-            what="ROUGE figures", library="rouge-score", extra="evaluate", reason=str(error)
+            needed_by="ROUGE figures", library="rouge-score", extra="evaluate", reason=str(error)
         ) from error
     scorer = RougeScorer(ROUGE)
     rows = [

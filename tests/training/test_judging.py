@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -144,6 +145,12 @@ def test_a_task_of_the_harness_runs_offline(trained, tmp_path, capsys, monkeypat
     assert found["tasks"]["tiny_words"]["acc,none"] in (0.0, 0.5, 1.0)
     assert main(["evaluate", uri, "--task", "tiny_wrds", "--task-path", str(tmp_path)]) == 2
     assert "NXDT-E006" in capsys.readouterr().err
+
+
+def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(NxdtError, match=r"E005.*ROUGE figures need rouge-score(.|\n)*nxdt-core\[evaluate\]"):
+        scores([Answer(question=Question(place="", ids=[1], wanted="a"), given="b")])
 
 
 def test_nothing_to_judge_by_is_an_error(trained, capsys):
