@@ -48,6 +48,8 @@ class Dropout(nn.Module):
         self.p = p
         self.salt: int | None = None
         """A slot: engines fill it where several ranks run the model. Below 2⁶²."""
+        self.whole = False
+        """A slot: whether tensor parallel ranks hold the same values, though it lies in a tensor block."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` of any shape to the same."""

@@ -35,7 +35,8 @@ def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, 
     for path, part in module.named_modules():
         if not hasattr(part, "salt"):
             continue
-        own = sequence_parallel or any(matches_any(plan.tensor_blocks, outer) for outer in _upwards(path))
+        block = sequence_parallel or any(matches_any(plan.tensor_blocks, outer) for outer in _upwards(path))
+        own = block and not getattr(part, "whole", False)
         name = "\0".join(map(str, (path, *tokens, mesh.rank("tp") if own else "all")))
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nxdt_core.errors import ShardDoesNotDivide, TensorPlanUnusable
+from nxdt_core.nn.dropout import Dropout
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.parallel.collectives import reduce_from_group
@@ -127,6 +128,9 @@ class TensorSharder:
             if dim == cut.spread.dim:
                 setattr(update, name, self._shard(getattr(update, name), cut))
         update.local = local_part
+        for part in update.modules():
+            if isinstance(part, Dropout):
+                part.whole = cut.spread.dim == 0
         if cut.spread.dim == 1:
             update.over_inputs = partial(reduce_from_group, group=self._group)
         return update

@@ -97,6 +97,8 @@ class Run:
 def start():
     """``start(model, adapter)``: a :class:`Run` of one of ``MODELS``; ``more`` are further sections."""
 
+    engines: list[ParallelEngine] = []
+
     def begun(model: str, adapter: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Run:
         section = {"name": "lora", "lora_rank": 4, "lora_dropout": 0.0, **adapter}
         config = load(
@@ -111,10 +113,13 @@ def start():
             }
         )
         engine = assemble.engine(config)
+        engines.append(engine)
         engine.start()
         built = primitives.initialize_parallel_model(config, engine)
         for adapter_ in assemble.adapters(config):
             adapter_.begin(built, config, engine)
         return Run(config=config, engine=engine, model=built)
 
-    return begun
+    yield begun
+    for engine in engines:
+        engine.shutdown()

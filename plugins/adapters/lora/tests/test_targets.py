@@ -4,6 +4,12 @@ import pytest
 import torch
 from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound
 
+from nxdt_core.parallel.estimate.fake_world import fake_mesh
+from nxdt_core.parallel.layout import LayoutOptions, lay_out
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.training import assemble
+
 LAYER = "layers.0"
 LINEAR = [
     *(f"attention.{name}_proj" for name in "qkvo"),
@@ -98,3 +104,17 @@ def test_masters_are_kept_of_what_trains_alone(start):
     run = start("llama", {}, precision="mixed_precision")
     dtypes = {(p.requires_grad, p.dtype) for _, p in run.model.named_parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def test_tensor_parallel_ranks_drop_alike_what_they_hold_alike(start):
+    run = start("llama", {"lora_dropout": 0.5})
+    salts = []
+    for rank in (0, 1):
+        with fake_mesh(MeshSizes(tp=2), rank=rank) as mesh:
+            adapters = assemble.adapters(run.config)
+            laid = lay_out(run.builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32"), adapters).modules[0]
+            layer = laid.get_submodule("layers.0.attention")
+            salts.append([getattr(layer, name).update.dropout.salt for name in ("q_proj", "o_proj")])
+    (first_whole, first_part), (second_whole, second_part) = salts
+    assert first_whole == second_whole
+    assert first_part != second_part
