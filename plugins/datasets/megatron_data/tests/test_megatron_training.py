@@ -21,7 +21,7 @@ SMALL = (
     "model.hidden_size=32",
     "data.seq_length=32",
     "data.global_batch_size=8",
-    "data.splits_string=1",
+    "data.splits_string='1,0,0'",
     "trainer.accelerator=cpu",
     "trainer.val_check_interval=null",
     "name=run",
@@ -60,6 +60,7 @@ def test_a_run_that_is_killed_goes_on_over_two_ranks_with_the_same_samples(blend
         end = time.monotonic() + 240
         while step_of(killed) < 12 and time.monotonic() < end and run.poll() is None:
             time.sleep(0.02)
+        assert run.poll() is None, "it ended by itself"
         os.killpg(run.pid, signal.SIGKILL)
     config = load(RECIPE, [*SMALL, blend, f"exp_manager.exp_dir={killed}"])
     reached = checkpoint.latest(assemble.storage(config), warn=print).step
