@@ -157,6 +157,7 @@ class _Reader:
             found=describe_value(to_plain(node)),
             reason=f"it is a key of NxD Training that {self.composition.label(section)} does not read",
             allowed=f"{key.default!r}, or leave it out" if key.default else "leave it out",
+            of_incumbent=True,
         )
         self.result.problems.append(problem)
 

@@ -24,5 +24,7 @@ def error_report(label: str, problems: Iterable[ConfigProblem], followers: Mappi
         repeats = followers.get(problem.key) in keys and not isinstance(problem, ConflictingKeys)
         if not repeats:
             kept.setdefault((problem.place, problem.key, problem.row()), problem)
+    if not kept:
+        raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
     ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
     return ConfigError(source=label, problems=tuple(ordered))

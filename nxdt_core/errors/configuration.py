@@ -55,7 +55,10 @@ class ConfigError(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        return {**super()._view(), "count": count, "rows": "\n  ".join(problem.row() for problem in self.problems)}
+        rows = [problem.row() for problem in self.problems]
+        if any(isinstance(problem, NotSupported) and problem.of_incumbent for problem in self.problems):
+            rows.append("A file of NxD Training is taken over by: nxdt config migrate FILE --from nxdt -o NEW.yaml")
+        return {**super()._view(), "count": count, "rows": "\n  ".join(rows)}
 
 
 class ConfigFileNotFound(ConfigProblem):
@@ -198,6 +201,8 @@ class NotSupported(ConfigProblem):
     found: str
     reason: str
     allowed: str
+    of_incumbent: bool = False
+    """Whether it is a key of NxD Training that the selected component does not know."""
 
 
 class ImpossibleCombination(ConfigProblem):

@@ -54,6 +54,8 @@ _STARTS = 3
 """Times that another set of ports is tried when another process took one between its choice and its use."""
 _ROLES = ("master", "volume", "filer", "s3")
 _FRUGAL = {"GOMEMLIMIT": "500MiB", "GOGC": "50"}
+_ENCRYPTION = {"WEED_S3_SSE_KEY": "for tests"}
+"""Without a key the server refuses objects that are to be encrypted."""
 
 
 @final
@@ -131,7 +133,7 @@ class S3Server:
         ]
         with (self._directory / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **_FRUGAL}
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **_FRUGAL, **_ENCRYPTION}
             )
 
     def _wait(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from nxdt_core.errors import ConfigError
+
 KEYS = {
     "unknown key beside its neighbour": (
         "trainer.max_step=5",
@@ -239,3 +241,10 @@ def test_a_number_that_is_not_finite_is_not_told_to_lose_its_quotes(report, good
     (row,) = report(good, f"model.optim.lr={value}")
     assert "It must be finite." in row
     assert "quotes" not in row
+
+
+@pytest.mark.parametrize(("override", "told"), [("model.hidden_dropout=0.1", True), ("model.hidden_dropot=0.1", False)])
+def test_keys_of_nxd_training_name_the_command_that_takes_them_over(load, good, override, told):
+    with pytest.raises(ConfigError) as caught:
+        load(good, override)
+    assert ("nxdt config migrate FILE --from nxdt" in str(caught.value)) is told

@@ -28,7 +28,8 @@ IN_A_ROW = 40
 """Faults that the same processes meet, one after the other."""
 SAMPLE, SURVIVALS, DEATHS = 2, 4, 1
 """Of a sample: cases of each test, and faults in each case."""
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1800.0
+"""Of forty faults in a row: those that last for ever end with the deadline of a store, more than ten seconds each."""
 
 NewPlace = Callable[..., Place]
 Kinds = Mapping[str, Call] | Mapping[str, Request]

@@ -1,7 +1,6 @@
-"""The rank pools that the tests of layouts share, and the option that says how much of the matrix runs."""
+"""The rank pools that the tests of layouts share."""
 
 from collections.abc import Callable
-from datetime import date
 from functools import cache
 
 import pytest
@@ -9,20 +8,6 @@ import pytest
 from nxdt_core.testing.ranks import RankPool
 from tests.parallel.matrix.layouts import Layout, Numbers
 from tests.parallel.matrix.training import STEPS, Report, train
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--matrix",
-        default=str(date.today().toordinal()),
-        metavar="full|SEED",
-        help="layouts of tests/parallel/test_matrix.py to run: all, or a sample by this seed (default: the date's)",
-    )
-
-
-def pytest_terminal_summary(terminalreporter):
-    wanted = terminalreporter.config.getoption("--matrix")
-    terminalreporter.write_line(f"matrix of layouts: --matrix={wanted}")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The loss without whole logits equals that of whole ones: by itself, in every kind of layout, and for nothing else."""
 
-import random
 from functools import cache
 
 import pytest
@@ -17,6 +16,7 @@ from nxdt_core.protocols.plan import ParallelPlan
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, configuration, train
+from tests.sampling import of_matrix
 
 BATCH, SEQ, HIDDEN, VOCAB = 3, 7, 10, 50
 PLAN = ParallelPlan(tensor={"head": "vocab_head"})
@@ -53,8 +53,7 @@ SAMPLE = 4
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--matrix")
-        layouts = LAYOUTS if wanted == "full" else random.Random(int(wanted)).sample(LAYOUTS, SAMPLE)
+        layouts = of_matrix(metafunc.config, LAYOUTS, SAMPLE)
         metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
 
 

@@ -1,10 +1,9 @@
 """Models that transformers builds train in every kind of layout as one process trains them.
 
-Tensor parallelism of every family always runs; ``--matrix`` says how many of the other cases, as for the matrix of
-layouts. Families share the processes of a case, whose imports of transformers cost more than the training.
+``--matrix`` says how many families and cases run, as for the matrix of layouts. Families share the processes of a case,
+whose imports of transformers cost more than the training.
 """
 
-import random
 from contextlib import nullcontext
 from functools import cache
 
@@ -14,6 +13,7 @@ from nxdt_core.testing.ranks import process_group
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, train
+from tests.sampling import of_matrix
 
 FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
 STEPS = 5
@@ -32,8 +32,9 @@ CASES = {
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--matrix")
-        metafunc.parametrize("case", CASES if wanted == "full" else [random.Random(int(wanted)).choice([*CASES])])
+        metafunc.parametrize("case", of_matrix(metafunc.config, CASES, 1))
+    if "families" in metafunc.fixturenames:
+        metafunc.parametrize("families", [tuple(of_matrix(metafunc.config, FAMILIES, 2))], ids="-".join)
 
 
 def train_each(families: tuple[str, ...], layout: Layout) -> dict[str, Report]:
@@ -70,8 +71,8 @@ def _compare(ranks, alone, families, layout):
     assert not wrong, "\n".join(wrong)
 
 
-def test_two_tensor_parallel_ranks_train_each_family_as_one_process_does(ranks, alone):
-    _compare(ranks, alone, FAMILIES, Layout(tp=2))
+def test_two_tensor_parallel_ranks_train_a_family_as_one_process_does(ranks, alone, families):
+    _compare(ranks, alone, families, Layout(tp=2))
 
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, case):

@@ -4,14 +4,13 @@
 whose seed the summary prints and ``--matrix=SEED`` repeats.
 """
 
-import random
-
 import torch
 
 from tests.parallel.matrix.judgement import computed_wrong, held_in_excess
 from tests.parallel.matrix.layouts import LAYOUTS
 from tests.parallel.matrix.parity import TOLERANCES
 from tests.parallel.matrix.training import train
+from tests.sampling import of_matrix
 
 CASES = [(layout, numbers) for layout in LAYOUTS for numbers in TOLERANCES]
 SAMPLE = 8
@@ -19,8 +18,7 @@ SAMPLE = 8
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--matrix")
-        cases = CASES if wanted == "full" else random.Random(int(wanted)).sample(CASES, SAMPLE)
+        cases = of_matrix(metafunc.config, CASES, SAMPLE)
         metafunc.parametrize(
             ("layout", "numbers"), cases, ids=[f"{layout.name}-{numbers}" for layout, numbers in cases]
         )

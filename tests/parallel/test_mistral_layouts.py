@@ -3,7 +3,6 @@
 ``--matrix`` says how many of the cases, as for the matrix of layouts.
 """
 
-import random
 from functools import cache
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, train
+from tests.sampling import of_matrix
 
 MISTRAL = {
     "name": "mistral",
@@ -43,8 +43,7 @@ SAMPLE = 3
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--matrix")
-        layouts = LAYOUTS if wanted == "full" else random.Random(int(wanted)).sample(LAYOUTS, SAMPLE)
+        layouts = of_matrix(metafunc.config, LAYOUTS, SAMPLE)
         metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
 
 

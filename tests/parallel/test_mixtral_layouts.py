@@ -4,7 +4,6 @@ their experts.
 ``--matrix`` says how many of the cases, as for the matrix of layouts.
 """
 
-import random
 from functools import cache
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, train
+from tests.sampling import of_matrix
 
 _SIZES = {
     "name": "mixtral",
@@ -98,8 +98,7 @@ FIGURES = {"expert_load_max", "expert_load_layer_max", "expert_load_min", "dropp
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--matrix")
-        metafunc.parametrize("case", CASES if wanted == "full" else random.Random(int(wanted)).sample([*CASES], SAMPLE))
+        metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
 
 
 @pytest.fixture(scope="module")

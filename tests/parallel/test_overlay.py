@@ -1,6 +1,7 @@
 """The real command line on four processes, tensor and pipeline parallel: its loss curve lies on that of one process.
 
-The plot is kept as ``nxdt_experiments/overlay/loss.png``.
+The plot is kept as ``nxdt_experiments/overlay/loss.png``. ``--matrix=full`` trains the whole recipe, else its
+first steps.
 """
 
 import json
@@ -26,13 +27,19 @@ def rows(run, file):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def steps(request):
+    return 40 if request.config.getoption("--matrix") == "full" else 10
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, steps):
     """Run directories of the recipe in one process and in four."""
     where = tmp_path_factory.mktemp("overlay")
+    short = () if steps == 40 else (f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps // 2}")
     for name, keys in (("one-process", ()), ("tp2-pp2", FOUR_RANKS)):
         command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", f"exp_manager.exp_dir={where}"]
         done = subprocess.run(
-            [*command, f"name={name}", *keys],
+            [*command, f"name={name}", *short, *keys],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -44,13 +51,13 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.timeout(500)
-def test_the_loss_curves_of_one_and_of_four_processes_overlay(runs):
+def test_the_loss_curves_of_one_and_of_four_processes_overlay(runs, steps):
     one, four = (rows(run, "metrics.jsonl") for run in runs)
-    assert [row["step"] for row in one] == [row["step"] for row in four] == list(range(1, 41))
+    assert [row["step"] for row in one] == [row["step"] for row in four] == list(range(1, steps + 1))
     # Over 40 steps of AdamW rounding differences grow to 5e-6 at the most.
     assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(one, four, strict=True))
     assert [row["consumed_tokens"] for row in one] == [row["consumed_tokens"] for row in four]
-    assert one[-1]["loss"] < 0.6 * one[0]["loss"]
+    assert one[-1]["loss"] < (0.6 if steps == 40 else 0.9) * one[0]["loss"]
 
 
 def test_their_validation_losses_agree(runs):

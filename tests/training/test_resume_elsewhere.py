@@ -1,4 +1,7 @@
-"""A run that stops goes on from the command line as if it had not: in another layout, and from another store."""
+"""A run that stops goes on from the command line as if it had not: in another layout, and from another store.
+
+``--matrix`` says how many layouts are tried, as for the matrix of layouts.
+"""
 
 import json
 import os
@@ -13,6 +16,7 @@ import torch
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
 from nxdt_core.testing.s3_server import ENVIRONMENT
+from tests.sampling import of_matrix
 from tests.training.small import SMALL
 
 STRATEGY = "distributed_strategy."
@@ -23,6 +27,11 @@ AFTER = {
     "one process": (),
 }
 HALF, WHOLE = 8, 16
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", of_matrix(metafunc.config, AFTER, 1))
 
 
 def nxdt(*words, **environment):
@@ -75,7 +84,6 @@ def stopped(tmp_path_factory):
     return where
 
 
-@pytest.mark.parametrize("layout", AFTER)
 @pytest.mark.timeout(600)
 def test_the_loss_curve_goes_on_unbroken_in_another_layout(tmp_path, uninterrupted, stopped, layout):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)

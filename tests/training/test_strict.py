@@ -1,6 +1,8 @@
 """A checkpoint of another model: refused with the keys that differ, or loaded as far as it goes."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -86,3 +88,19 @@ def test_what_the_model_lacks_is_left_out_and_told(small_run, saved, weights, ca
 def test_shapes_must_agree_all_the_same(small_run, saved):
     with pytest.raises(WeightsDoNotFit, match="2 of another shape"):
         train(other(small_run, saved, "model.num_layers=2", "model.vocab_size=384", "checkpoint.strict=false"))
+
+
+def test_ranks_fill_what_is_missing_with_what_one_process_does(small_run, saved, weights):
+    still = ("model.num_layers=3", "checkpoint.strict=false", "model.optim.lr=0.0", "model.optim.sched.min_lr=0.0")
+    one = other(small_run, saved, *still)
+    train(one)
+    ranks = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
+    two = other(small_run, saved, *still, *ranks, name="two")
+    command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *two.overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    told = "9 parameters that the checkpoint lacks keep their fresh values"
+    assert (done.stdout + done.stderr).count(told) == 1
+    expected, found = weights(one), weights(two)
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in found if "optim" not in name)

@@ -156,7 +156,10 @@ def _pieces(
     step = max(_ROWS_AT_A_TIME, _ELEMENTS_AT_A_TIME // (batch * keys * (1 if kernel.fused else heads)))
     if block.window is not None:
         step = min(step, block_rows(block.window.length))
-    for first in range(0, rows, step):
+    starts = range(0, rows, step)
+    if query.is_meta:  # nobody reads numbers there, and the fullest piece needs the memory that all need
+        starts = range(max(0, rows - step), rows, step) if block.diagonal else starts[:1]
+    for first in starts:
         last = min(first + step, rows)
         start = 0 if block.window is None else max(0, block.window.first_key(first))
         seen = slice(start, last if block.diagonal else keys)

@@ -237,3 +237,22 @@ print(nxdt_plugin_s3.nxdt_checkpoint_storages()[0].uri_schemes)
 def test_the_store_needs_no_torch():
     program = "import sys; sys.modules.update(torch=None, numpy=None); import nxdt_plugin_s3.storage"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_object_is_encrypted_and_classed_as_configured(behind, proxy, storage, s3_server):
+    """By the server's own word; parts are read back as they were written."""
+    other = behind(server_side_encryption="AES256", storage_class="STANDARD_IA")
+    large = random.Random(0).randbytes(12 * 2**20)
+    for key, data in (("small", b"x"), ("large", large)):
+        with other.open_write(key) as stream:
+            stream.write(data)
+    assert other.put_if_absent("new", b"x")
+    assert other.put_if_match("new", b"y", b"x")
+    begun = [request for request in proxy.requests if "x-amz-storage-class" in request.headers]
+    assert [request.method for request in begun] == ["PUT", "POST", "PUT", "PUT"]
+    for key, data in (("small", b"x"), ("large", large), ("new", b"y")):
+        name = f"{storage.uri.removeprefix(f's3://{BUCKET}/')}/{key}"
+        found = s3_server.client().head_object(Bucket=BUCKET, Key=name)
+        assert (found["ServerSideEncryption"], found["StorageClass"]) == ("AES256", "STANDARD_IA")
+        with storage.open_read(key) as stream:
+            assert stream.read() == data
