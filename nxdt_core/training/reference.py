@@ -19,6 +19,7 @@ from tqdm import tqdm
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.references import LogProbs, Referenced, weighted_labels
+from nxdt_core.devices import HOST
 from nxdt_core.errors import ReferenceLost, ReferenceNeedsAdapter
 from nxdt_core.nn.updates import updates_off
 from nxdt_core.protocols.batch import Batch
@@ -127,7 +128,7 @@ def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDA
     """Log-probabilities of each sample's labels, in the samples' own shape."""
     found: list[NDArray[np.float32]] = []
     for batch, rows in zip(micro_batches, model.log_probs(micro_batches), strict=True):
-        values = rows.float().cpu().numpy()
+        values = rows.float().to(HOST).numpy()
         parts = np.split(values, batch.samples)
         found += [part if batch.rows_per_sample > 1 else part[0] for part in parts]
     return found

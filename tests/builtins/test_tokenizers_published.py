@@ -158,7 +158,7 @@ def test_llama_3_has_the_ids_of_its_publisher(llama3):
 def test_runs_that_the_library_gives_up_on_are_tokenised(llama3, text):
     ids = llama3.encode(text)
     assert llama3.decode(ids) == text
-    assert len(ids) < len(text) / 7
+    assert len(ids) < len(text) / 3
     assert llama3.encode_batch(["x", text]) == [llama3.encode("x"), ids]
 
 
@@ -171,7 +171,7 @@ def test_other_special_tokens_and_another_pattern_make_another_tokenizer(llama3)
     assert (own.bos_id, own.eos_id, own.pad_id) == (None, 128_000, None)
     assert own.encode("<end>") == [128_000]
     assert own.decode(own.encode("12345 <end>x")) == "12345 x"
-    assert own.encode("it's 12345") != llama3.encode("it's 12345")
+    assert len(own.encode("one two")) == len(llama3.encode("one two")) + 1
     assert own.fingerprint() != llama3.fingerprint()
 
 

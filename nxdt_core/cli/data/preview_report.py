@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 
 import click
-import numpy as np
 
 from nxdt_core.cli.table import print_facts, print_table
 from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
@@ -41,7 +40,8 @@ def length_summary(report: DataReport) -> dict[str, float]:
     """Tokens of the records: least, median, mean, 95 % have at most, most. Empty without records."""
     if not len(report.lengths):
         return {}
-    least, median, most_of, most = np.quantile(report.lengths, [0, 0.5, 0.95, 1], method="lower").tolist()
+    ordered = sorted(report.lengths.tolist())
+    least, median, most_of, most = (ordered[int(share * (len(ordered) - 1))] for share in (0, 0.5, 0.95, 1))
     return {"min": least, "median": median, "mean": float(report.lengths.mean()), "p95": most_of, "max": most}
 
 

@@ -7,7 +7,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from nxdt_core.parallel.tensor import apply, layers, vocabulary, vocabulary_layers
+from nxdt_core.nn import loss
+from nxdt_core.parallel.tensor import apply, layers, vocabulary_layers
 
 
 def _all_in_loss(logits, labels, weights):
@@ -39,7 +40,7 @@ MUTANTS: dict[str | None, Callable[[], AbstractContextManager[object]]] = {
     "no f at the entry of a block": lambda: mock.patch.object(layers, "copy_to_group", lambda t, g: t),
     "norms not summed": lambda: mock.patch.object(apply, "partial_parameters", return_value=frozenset()),
     "copies of heads not summed": lambda: mock.patch.object(apply, "replicated_partials", return_value=frozenset()),
-    "-100 in the loss": lambda: mock.patch.object(vocabulary, "row_weights", _all_in_loss),
+    "-100 in the loss": lambda: mock.patch.object(loss, "row_weights", _all_in_loss),
     "embedding's gradient summed": lambda: mock.patch.object(
         vocabulary_layers, "sum_over_ranks", _sum_with_its_own_transpose
     ),
