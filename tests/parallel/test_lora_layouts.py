@@ -3,7 +3,6 @@
 ``--matrix`` says how many of the cases, as for the matrix of layouts.
 """
 
-import random
 from functools import cache
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, train
+from tests.sampling import of_matrix
 
 _SIZES = {
     "num_layers": 4,
@@ -96,8 +96,7 @@ SAMPLE = 4
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--matrix")
-        metafunc.parametrize("case", CASES if wanted == "full" else random.Random(int(wanted)).sample([*CASES], SAMPLE))
+        metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from nxdt_core.data.references import Referenced
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.reference import compute_log_probs
 from nxdt_core.training.state import TrainState
+from tests.sampling import of_matrix
 
 STRATEGY = "distributed_strategy."
 LAYOUTS = {
@@ -23,6 +25,13 @@ LAYOUTS = {
     "cp2": (f"{STRATEGY}context_parallel_size=2",),
 }
 PAIRS, BATCH, STEPS = 7, 4, 3
+SAMPLE = 3
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        cases = of_matrix(metafunc.config, product(LAYOUTS, ("dpo", "orpo")), SAMPLE)
+        metafunc.parametrize(("layout", "objective"), cases)
 
 
 def figures(objective, devices, overrides):
@@ -65,8 +74,6 @@ def alone(ranks):
     return {objective: ranks(1).run(figures, objective, 1, one)[0] for objective in ("dpo", "orpo")}
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo"])
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_follows_one_process(ranks, alone, layout, objective):
     rows = alone[objective]
     assert [row.get("weight") for row in rows] == [None, None, None, 4, 3]
