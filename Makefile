@@ -9,9 +9,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 plugins/datasets/sft_chat \
-	plugins/datasets/hf_data plugins/datasets/megatron_data plugins/datasets/text plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral \
-	plugins/objectives/preference
+DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 \
+	plugins/datasets/hf_data plugins/datasets/megatron_data plugins/datasets/sft_chat plugins/datasets/text \
+	plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral plugins/objectives/preference
 # Processes that share the files of tests; 0 runs all in one, as a debugger needs it.
 WORKERS ?= 2
 PYTEST_ARGS ?=
