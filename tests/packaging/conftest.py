@@ -16,20 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DISTS = (
-    ".",
-    "plugins/checkpoint_backends/fsx",
-    "plugins/checkpoint_backends/s3",
-    "plugins/datasets/sft_chat",
-    "plugins/datasets/hf_data",
-    "plugins/datasets/megatron_data",
-    "plugins/datasets/text",
-    "plugins/models/gpt",
-    "plugins/models/hf",
-    "plugins/models/llama",
-    "plugins/models/mixtral",
-    "plugins/objectives/preference",
-)
+DISTS = (".", *sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")))
 THIRD_PARTY = "examples/third_party"
 _NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments")
 

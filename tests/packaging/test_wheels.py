@@ -8,6 +8,7 @@ from email.parser import Parser
 import pytest
 
 from nxdt_core import __version__
+from tests.packaging.conftest import DISTS
 
 OURS = {
     "nxdt_core": ("nxdt-core", ("nxdt_core/api.py", "nxdt_core/cli/app.py")),
@@ -25,6 +26,7 @@ OURS = {
     "nxdt_plugin_lora": ("nxdt-plugin-lora", ("nxdt_plugin_lora/recipes/llama-tiny-lora.yaml",)),
     "nxdt_plugin_llama": ("nxdt-plugin-llama", ("nxdt_plugin_llama/recipes/llama-tiny.yaml",)),
     "nxdt_plugin_mixtral": ("nxdt-plugin-mixtral", ("nxdt_plugin_mixtral/recipes/mixtral-tiny.yaml",)),
+    "nxdt_plugin_preference": ("nxdt-plugin-preference", ("nxdt_plugin_preference/recipes/llama-tiny-dpo.yaml",)),
 }
 
 
@@ -63,23 +65,7 @@ def test_each_plugin_has_one_entry_point_of_its_own_package(wheels):
             assert entries.split() == ["[nxdt.plugins]", package.removeprefix("nxdt_plugin_"), "=", package]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "plugins/adapters/lora",
-        "plugins/checkpoint_backends/fsx",
-        "plugins/checkpoint_backends/s3",
-        "plugins/datasets/hf_data",
-        "plugins/datasets/megatron_data",
-        "plugins/datasets/sft_chat",
-        "plugins/datasets/text",
-        "plugins/models/gpt",
-        "plugins/models/hf",
-        "plugins/models/llama",
-        "plugins/models/mixtral",
-        ".",
-    ],
-)
+@pytest.mark.parametrize("path", DISTS)
 def test_a_wheel_can_be_built_from_the_source_distribution_alone(source, tmp_path, path):
     """What a package index hands out must not need the repository around it."""
     command = (sys.executable, "-m", "build", "--quiet", "--no-isolation", "--outdir", tmp_path, source / path)
