@@ -32,7 +32,7 @@ class TestBlend(DatasetContract):
     @pytest.fixture
     def make(self, by_hand, sequences):
         low, high = by_hand("low", sequences), by_hand("high", sequences[::-1])
-        return lambda share=0.3: opened([share, str(low), 1 - share, str(high)])
+        return lambda share=0.3: opened((share, low, 1 - share, high))
 
     @pytest.fixture
     def changed(self, make):
