@@ -23,7 +23,7 @@ def test_list_json_has_the_promised_shape(nxdt, store):
 def test_list_prints_a_table(nxdt, store):
     header, *lines = nxdt("checkpoint", "list", store).stdout.splitlines()
     assert header.split() == ["STEP", "TIME", "(UTC)", "STATE", "SIZE", "MESH", "METRICS", "URI"]
-    assert lines[0].split()[3:] == ["committed", "9.5", "KiB", "dp2", "loss=1.5", f"{store}/step-00000010"]
+    assert lines[0].split()[3:] == ["committed", "9.6", "KiB", "dp2", "loss=1.5", f"{store}/step-00000010"]
     assert lines[2].split()[:2] == ["30", "unfinished"]
 
 

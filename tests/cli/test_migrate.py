@@ -11,12 +11,15 @@ NEMO = str(FILES / "nemo_gpt.yaml")
 
 
 def test_it_writes_the_file_and_the_report_and_says_what_is_left_to_do(nxdt, tmp_path):
-    out, report = tmp_path / "run.yaml", tmp_path / "run.md"
-    done = nxdt("config", "migrate", NEMO, "--from", "nemo", "-o", str(out), "--report", str(report), without=HEAVY)
+    out, report, given = tmp_path / "run.yaml", tmp_path / "run.md", tmp_path / "nemo_gpt.yaml"
+    given.write_text(Path(NEMO).read_text().replace("name: distributed_fused_adam", "name: my_own_adam"))
+    where = ("-o", str(out), "--report", str(report))
+    done = nxdt("config", "migrate", str(given), "--from", "nemo", *where, without=HEAVY)
     assert (done.returncode, done.stderr) == (0, "")
     assert out.read_text().startswith("# From nemo_gpt.yaml of NeMo 1.x")
     for title in ("Not carried over:", "Still to be set:", "nxdt config check says beside that:"):
         assert title in done.stdout
+    assert "model.optim.name: No optimizer is called 'my_own_adam'" in done.stdout
     assert "  model.fp8 (line 131): nothing computes in 8 bits here\n" in done.stdout
     page = report.read_text()
     assert "| 76 | `model.bias` | `False` | renamed | `model.has_bias` |  |\n" in page
