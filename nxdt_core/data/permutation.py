@@ -10,11 +10,15 @@ such a network is visibly not random (on 3 x 3 it only reaches even permutations
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Permutation"]
+__all__ = ["Permutation", "draw"]
+
+Item = TypeVar("Item")
 
 _SORTED_BELOW = 1 << 16
 _ROUNDS = 8
@@ -73,3 +77,10 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     value = (value ^ (value >> np.uint64(30))) * _MIX_1
     value = (value ^ (value >> np.uint64(27))) * _MIX_2
     return value ^ (value >> np.uint64(31))
+
+
+def draw(items: Sequence[Item], count: int, *, seed: int) -> tuple[list[Item], list[Item]]:
+    """``count`` items drawn by ``seed``, and the others; both in the order of ``items``, which are not empty."""
+    order = Permutation(len(items), seed=seed, epoch=0).take(np.arange(len(items), dtype=np.int64))
+    drawn, others = ([items[i] for i in sorted(part.tolist())] for part in (order[:count], order[count:]))
+    return drawn, others

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from nxdt_core.errors import NxdtError
-from nxdt_core.errors.base import listing
+from nxdt_core.errors import DataFileNotFound, NxdtError
 
 __all__ = [
     "BadIndexFile",
@@ -18,19 +15,12 @@ __all__ = [
 ]
 
 
-class IndexedFileMissing(NxdtError):
+class IndexedFileMissing(DataFileNotFound):
     """A prefix without its two files."""
 
     code = "NXDT-D101"
     happened = "{key}: there is no {path}{near}."
     remedy = "Give the path without .bin and .idx; 'nxdt data preprocess' makes both."
-    key: str
-    path: str
-    candidates: tuple[str, ...] = ()
-
-    def _view(self) -> dict[str, Any]:
-        near = f"; nearby lies {listing(self.candidates)}" if self.candidates else ""
-        return {**super()._view(), "near": near}
 
 
 class BadIndexFile(NxdtError):

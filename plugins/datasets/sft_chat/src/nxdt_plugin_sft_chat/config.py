@@ -8,8 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from nxdt_core.config.marks import Fraction, PositiveInt
-from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.data.record_files import RecordFiles
 
 __all__ = ["ROLES", "ChatConfig", "Truncation"]
 
@@ -20,31 +19,13 @@ Truncation = Literal["refuse", "drop", "keep_start", "keep_end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatConfig:
+class ChatConfig(RecordFiles):
     """Conversations, rendered by a chat template, with the loss on what the assistant says.
 
     Files are JSONL (``.jsonl``, ``.ndjson``), JSON with a list (``.json``), Arrow or Parquet (``.arrow``,
     ``.parquet``), or directories of Arrow files; JSON ones may be compressed (``.gz``). A path may be a pattern.
     """
 
-    train_files: tuple[Path, ...] = ()
-    """Files to train on, in this order."""
-    validation_files: tuple[Path, ...] = ()
-    """Files to validate on."""
-    test_files: tuple[Path, ...] = ()
-    """Files to test on."""
-    train_dir: Path | None = None
-    """``train_files`` with one path, as NxD Training calls it."""
-    val_dir: Path | None = None
-    """``validation_files`` with one path, as NxD Training calls it."""
-    test_dir: Path | None = None
-    """``test_files`` with one path, as NxD Training calls it."""
-    validation_fraction: Fraction = 0.0
-    """Share of the training records to validate on instead of files, drawn by ``split_seed``; 0 takes none."""
-    split_seed: int = 0
-    """Decides which records validate. It is not the run's seed, so that another run trains on the same records."""
-    dev_choose_samples: PositiveInt | None = None
-    """Use only so many records of each split's files, the first ones; ``null`` uses all."""
     chat_template: str | None = None
     """Name of a template that this package brings (``chatml``, ``llama3``, …); ``null`` takes the tokenizer's own."""
     chat_template_file: Path | None = None
@@ -65,32 +46,9 @@ class ChatConfig:
     """Of a conversation that is longer than a sequence: ``refuse`` it, with its place; ``drop`` it, counted;
     ``keep_start`` cuts its end off, ``keep_end`` its start, system prompt included."""
 
-    def files(self, split: SplitName) -> tuple[Path, ...]:
-        """The paths of a split, by either spelling."""
-        named, single = {
-            "train": (self.train_files, self.train_dir),
-            "validation": (self.validation_files, self.val_dir),
-            "test": (self.test_files, self.test_dir),
-        }[split]
-        return named if single is None else (single,)
-
     def check(self) -> Iterator[tuple[str, str]]:
         """What cannot work whatever the files hold, as (key, message)."""
-        for named, single in (
-            ("train_files", "train_dir"),
-            ("validation_files", "val_dir"),
-            ("test_files", "test_dir"),
-        ):
-            if getattr(self, named) and getattr(self, single) is not None:
-                yield single, f"{named} is given too; keep one of the two"
-        if not (self.files("train") or self.files("validation") or self.files("test")):
-            yield "train_files", "no files are named; give at least one path or pattern"
-        if self.validation_fraction >= 1:
-            yield "validation_fraction", f"{self.validation_fraction} leaves nothing to train on"
-        if self.validation_fraction and self.files("validation"):
-            yield "validation_fraction", "files to validate on are named too; set one of the two"
-        if self.validation_fraction and not self.files("train"):
-            yield "validation_fraction", "there are no train_files to take a share of"
+        yield from RecordFiles.check(self)
         if self.chat_template is not None and self.chat_template_file is not None:
             yield "chat_template_file", "chat_template is given too; keep one of the two"
         if not self.train_roles:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from datetime import date
 from typing import cast
 
-import numpy as np
-
 from nxdt_core.data.digest import digest
-from nxdt_core.data.permutation import Permutation
+from nxdt_core.data.permutation import draw
 from nxdt_core.errors import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
@@ -107,12 +105,8 @@ class ChatDataloader:
         if self._divided is None:
             fraction, seed = self._config.validation_fraction, self._config.split_seed
             records, source = self._read("train")
-            order = Permutation(len(records), seed=seed, epoch=0).take(np.arange(len(records), dtype=np.int64))
-            cut = round(len(records) * fraction)
-            parts: dict[SplitName, list[Record]] = {
-                "validation": [records[i] for i in sorted(order[:cut].tolist())],
-                "train": [records[i] for i in sorted(order[cut:].tolist())],
-            }
+            validating, training = draw(records, round(len(records) * fraction), seed=seed)
+            parts: dict[SplitName, list[Record]] = {"validation": validating, "train": training}
             for split, part in parts.items():
                 if not part:
                     raise EmptySplit(fraction=fraction, records=len(records), split=split)

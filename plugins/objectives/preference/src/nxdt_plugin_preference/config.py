@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nxdt_core.config.marks import Fraction, NonNegativeFloat, PositiveInt
-from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
+from nxdt_core.data.record_files import RecordFiles
 
 __all__ = ["DpoConfig", "OrpoConfig", "PreferenceConfig", "TruncationMode"]
 
@@ -40,31 +39,13 @@ class OrpoConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceConfig:
+class PreferenceConfig(RecordFiles):
     """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
 
     Files have a JSON object a line and may be compressed (``.gz``). A path may be a pattern. Texts are taken as they
     stand; messages go through a chat template.
     """
 
-    train_files: tuple[Path, ...] = ()
-    """Files to train on, in this order."""
-    validation_files: tuple[Path, ...] = ()
-    """Files to validate on."""
-    test_files: tuple[Path, ...] = ()
-    """Files to test on."""
-    train_dir: Path | None = None
-    """``train_files`` with one path, as NxD Training calls it."""
-    val_dir: Path | None = None
-    """``validation_files`` with one path, as NxD Training calls it."""
-    test_dir: Path | None = None
-    """``test_files`` with one path, as NxD Training calls it."""
-    validation_fraction: Fraction = 0.0
-    """Share of the training records to validate on instead of files, drawn by ``split_seed``; 0 takes none."""
-    split_seed: int = 0
-    """Decides which records validate. It is not the run's seed, so that another run trains on the same records."""
-    dev_choose_samples: PositiveInt | None = None
-    """Use only so many records of each split, the first ones; ``null`` uses all."""
     chat_template_file: Path | None = None
     """A Jinja file with the template of messages; ``null`` takes the tokenizer's own."""
     special_tokens_in_text: bool = False
@@ -74,25 +55,3 @@ class PreferenceConfig:
     ``null``: half of that length. Answers are then cut at their end to what is left."""
     truncation_mode: TruncationMode = "keep_start"
     """Which end of such a prompt stays."""
-
-    def files(self, split: SplitName) -> tuple[Path, ...]:
-        """The paths of a split, by either spelling."""
-        named, single = {
-            "train": (self.train_files, self.train_dir),
-            "validation": (self.validation_files, self.val_dir),
-            "test": (self.test_files, self.test_dir),
-        }[split]
-        return named if single is None else (single,)
-
-    def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the files hold, as (key, message)."""
-        spellings = (("train_files", "train_dir"), ("validation_files", "val_dir"), ("test_files", "test_dir"))
-        for named, single in spellings:
-            if getattr(self, named) and getattr(self, single) is not None:
-                yield single, f"{named} is given too; keep one of the two"
-        if not any(getattr(self, key) for spelling in spellings for key in spelling):
-            yield "train_files", "no files are named; give at least one path or pattern"
-        if self.validation_fraction >= 1:
-            yield "validation_fraction", f"{self.validation_fraction} leaves nothing to train on"
-        if self.validation_fraction and self.files("validation"):
-            yield "validation_fraction", "files to validate on are named too; set one of the two"

@@ -9,11 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files import decode, expand, json_objects, read_bytes
-from nxdt_core.data.permutation import Permutation
+from nxdt_core.data.permutation import draw
 from nxdt_core.errors import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -63,12 +61,9 @@ class PreferenceDataloader:
         share = self._config.validation_fraction
         if share and name != "test":
             pairs, source = self._read("train")
-            drawn = Permutation(len(pairs), seed=self._config.split_seed, epoch=0).take(np.arange(len(pairs)))
-            count = math.ceil(len(pairs) * share)
-            chosen = sorted((drawn[:count] if name == "validation" else drawn[count:]).tolist())
-            return self._dataset(
-                [pairs[index] for index in chosen], digest(source, name, share, self._config.split_seed)
-            )
+            seed = self._config.split_seed
+            validating, training = draw(pairs, math.ceil(len(pairs) * share), seed=seed)
+            return self._dataset(validating if name == "validation" else training, digest(source, name, share, seed))
         return self._dataset(*self._read(name)) if self._config.files(name) else None
 
     def _read(self, name: SplitName) -> tuple[list[Pair], str]:
