@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,16 @@ class PreferenceDataloader:
         """
         share = self._config.validation_fraction
         if share and name != "test":
-            pairs, source = self._read("train")
+            pairs, source = self._training
             seed = self._config.split_seed
             validating, training = draw(pairs, math.ceil(len(pairs) * share), seed=seed)
             return self._dataset(validating if name == "validation" else training, digest(source, name, share, seed))
         return self._dataset(*self._read(name)) if self._config.files(name) else None
+
+    @cached_property
+    def _training(self) -> tuple[list[Pair], str]:
+        """What training and validation share, rendered once for both."""
+        return self._read("train")
 
     def _read(self, name: SplitName) -> tuple[list[Pair], str]:
         """The pairs of a split's files, and a digest of all that decides them."""
