@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,21 @@ from tests.parallel.matrix.training import STEPS, Report, train
 def ranks() -> Callable[[int], RankPool]:
     """``ranks(n).run(function, *arguments)`` calls a function on ``n`` real processes."""
     return cache(RankPool)
+
+
+@pytest.fixture(scope="session")
+def alone(ranks: Callable[[int], RankPool]) -> Callable[..., Report]:
+    """``alone(numbers, steps, model, *more, packed=…)`` is what one process reports of a model that is built of these
+    keys; ``more`` as for :func:`tests.parallel.matrix.training.train`."""
+    kept: dict[str, Report] = {}
+
+    def run(*arguments: Any, packed: bool = False) -> Report:
+        key = repr((arguments, packed))
+        if key not in kept:
+            (kept[key],) = ranks(1).run(train, Layout(packed=packed), *arguments, timeout_s=240)
+        return kept[key]
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,9 @@
 ``--matrix`` says how many of the cases, as for the matrix of layouts.
 """
 
-from functools import cache
-
-import pytest
-
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
-from tests.parallel.matrix.training import Report, train
+from tests.parallel.matrix.training import train
 from tests.sampling import of_matrix
 
 GPT2 = {
@@ -66,20 +62,8 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
 
 
-@pytest.fixture(scope="module")
-def alone(ranks):
-    """``alone(kind, packed)``: what one process reports of the model."""
-
-    @cache
-    def run(kind: str, packed: bool) -> Report:
-        (report,) = ranks(1).run(train, Layout(packed=packed), "float64", STEPS, MODELS[kind], timeout_s=120)
-        return report
-
-    return run
-
-
 def test_a_layout_trains_as_one_process_does(ranks, alone, case):
     kind, layout = CASES[case]
     reports = ranks(layout.world).run(train, layout, "float64", STEPS, MODELS[kind], timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone(kind, layout.packed))
+    wrong = computed_wrong("float64", reports, alone("float64", STEPS, MODELS[kind], packed=layout.packed))
     assert not wrong, "\n".join(wrong)

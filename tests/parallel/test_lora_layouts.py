@@ -3,13 +3,9 @@
 ``--matrix`` says how many of the cases, as for the matrix of layouts.
 """
 
-from functools import cache
-
-import pytest
-
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
-from tests.parallel.matrix.training import Report, train
+from tests.parallel.matrix.training import train
 from tests.sampling import of_matrix
 
 _SIZES = {
@@ -99,19 +95,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
 
 
-@pytest.fixture(scope="module")
-def alone(ranks):
-    """``alone(kind)``: what one process reports of the model."""
-
-    @cache
-    def run(kind: str) -> Report:
-        model, adapter = KINDS[kind]
-        (report,) = ranks(1).run(train, Layout(), _numbers(kind), STEPS, model, adapter, timeout_s=240)
-        return report
-
-    return run
-
-
 def _numbers(kind):
     return "fp32" if kind == "hf" else "float64"
 
@@ -120,7 +103,7 @@ def test_a_layout_trains_as_one_process_does(ranks, alone, case):
     kind, layout = CASES[case]
     model, adapter = KINDS[kind]
     reports = ranks(layout.world).run(train, layout, _numbers(kind), STEPS, model, adapter, timeout_s=240)
-    reference = alone(kind)
+    reference = alone(_numbers(kind), STEPS, model, adapter)
     wrong = computed_wrong(_numbers(kind), reports, reference)
     assert not wrong, "\n".join(wrong)
     assert reference.losses[-1] < reference.losses[0] - 0.01

@@ -3,13 +3,9 @@
 ``--matrix`` says how many of the cases, as for the matrix of layouts.
 """
 
-from functools import cache
-
-import pytest
-
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
-from tests.parallel.matrix.training import Report, train
+from tests.parallel.matrix.training import train
 from tests.sampling import of_matrix
 
 MISTRAL = {
@@ -47,24 +43,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
 
 
-@pytest.fixture(scope="module")
-def alone(ranks):
-    """``alone(packed, **keys)``: what one process reports."""
-
-    @cache
-    def run(packed: bool, window: int | None = MISTRAL["sliding_window"]) -> Report:
-        model = {**MISTRAL, "sliding_window": window}
-        (report,) = ranks(1).run(train, Layout(packed=packed), "float64", STEPS, model, timeout_s=120)
-        return report
-
-    return run
-
-
 def test_a_layout_trains_as_one_process_does(ranks, alone, layout):
     reports = ranks(layout.world).run(train, layout, "float64", STEPS, MISTRAL, timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone(layout.packed))
+    wrong = computed_wrong("float64", reports, alone("float64", STEPS, MISTRAL, packed=layout.packed))
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_window_makes_a_difference(alone):
-    assert abs(alone(False).losses[-1] - alone(False, None).losses[-1]) > 1e-3
+    with_it, without = (alone("float64", STEPS, model) for model in (MISTRAL, {**MISTRAL, "sliding_window": None}))
+    assert abs(with_it.losses[-1] - without.losses[-1]) > 1e-3

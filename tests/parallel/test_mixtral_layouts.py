@@ -4,13 +4,9 @@ their experts.
 ``--matrix`` says how many of the cases, as for the matrix of layouts.
 """
 
-from functools import cache
-
-import pytest
-
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
-from tests.parallel.matrix.training import Report, train
+from tests.parallel.matrix.training import train
 from tests.sampling import of_matrix
 
 _SIZES = {
@@ -101,22 +97,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
 
 
-@pytest.fixture(scope="module")
-def alone(ranks):
-    """``alone(kind, packed)``: what one process reports of the model."""
-
-    @cache
-    def run(kind: str, packed: bool) -> Report:
-        (report,) = ranks(1).run(train, Layout(packed=packed), "float64", STEPS, MODELS[kind], timeout_s=120)
-        return report
-
-    return run
-
-
 def test_a_layout_trains_as_one_process_does(ranks, alone, case):
     kind, layout = CASES[case]
     reports = ranks(layout.world).run(train, layout, "float64", STEPS, MODELS[kind], timeout_s=120)
-    reference = alone(kind, layout.packed)
+    reference = alone("float64", STEPS, MODELS[kind], packed=layout.packed)
     wrong = computed_wrong("float64", reports, reference)
     assert not wrong, "\n".join(wrong)
     assert reference.figures.keys() == FIGURES

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 from nxdt_plugin_gpt.builder import GPTBuilder
-from nxdt_plugin_gpt.config import GPTConfig
 
 from nxdt_core.testing.model_contract import ModelContract
-
-SMALL = {
-    "num_layers": 2,
-    "hidden_size": 48,
-    "ffn_hidden_size": 80,
-    "num_attention_heads": 4,
-    "vocab_size": 93,
-    "make_vocab_size_divisible_by": 8,
-    "max_position_embeddings": 256,
-}
 
 
 class TestGPT2(ModelContract):
@@ -27,8 +17,8 @@ class TestGPT2(ModelContract):
     changes: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture
-    def builder(self) -> GPTBuilder:
-        return GPTBuilder(GPTConfig(**{**SMALL, **self.changes}))
+    def builder(self, builder: Callable[..., GPTBuilder]) -> GPTBuilder:
+        return builder(**self.changes)
 
 
 class TestGPTNeoX(TestGPT2):
