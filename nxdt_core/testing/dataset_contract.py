@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+from nxdt_core.testing.steps import take_steps
 
 __all__ = ["DatasetContract"]
 
@@ -198,21 +198,17 @@ def _run(
     dataset: Dataset, steps: int, rank: int = 0, size: int = 1, state: str | None = None, workers: int = 0
 ) -> tuple[list[list[Content]], str]:
     """The samples that this rank sees at each step, and the state behind them as JSON."""
-    loader = GlobalBatchLoader(
+    batches, behind = take_steps(
         dataset,
+        steps,
         global_batch_size=_GLOBAL_BATCH,
-        micro_batch_size=1,
         seed=5,
-        shuffle=True,
-        dp_rank=rank,
-        dp_size=size,
-        num_workers=workers,
+        rank=rank,
+        size=size,
+        state=None if state is None else json.loads(state),
+        workers=workers,
     )
-    if state is not None:
-        loader.load_state_dict(json.loads(state))
-    seen = [[content for batch in batches for content in _rows(batch)] for batches in islice(loader, steps)]
-    loader.close()
-    return seen, json.dumps(loader.state_dict())
+    return [[content for batch in step for content in _rows(batch)] for step in batches], json.dumps(behind)
 
 
 def _rows(batch: Batch) -> Iterator[Content]:

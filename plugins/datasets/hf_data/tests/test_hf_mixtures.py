@@ -10,6 +10,7 @@ import pytest
 from nxdt_plugin_hf_data.errors import MixtureInSequence
 
 from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.testing.steps import take_steps
 
 
 @pytest.fixture
@@ -26,20 +27,10 @@ def weighted(sources, **weights):
 
 def drawn(dataset, count, rank=0, size=1, state=None, seed=3, workers=0):
     """First tokens of the samples of ``count`` steps of 10, and the state behind them."""
-    loader = GlobalBatchLoader(
-        dataset,
-        global_batch_size=10,
-        micro_batch_size=1,
-        seed=seed,
-        shuffle=True,
-        dp_rank=rank,
-        dp_size=size,
-        num_workers=workers,
+    found, behind = take_steps(
+        dataset, count, global_batch_size=10, seed=seed, rank=rank, size=size, state=state, workers=workers
     )
-    if state is not None:
-        loader.load_state_dict(state)
-    steps = [[int(batch.input_ids[0, 0]) for batch in batches] for batches in islice(loader, count)]
-    return steps, loader.state_dict()
+    return [[int(batch.input_ids[0, 0]) for batch in batches] for batches in found], behind
 
 
 def share(tokens, low, high):

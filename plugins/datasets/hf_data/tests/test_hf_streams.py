@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from nxdt_plugin_hf_data.errors import RowsDiffer, RowTooLong
 
-from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors import TooFewTokens
 from nxdt_core.protocols.dataloader import IterableDataset
+from nxdt_core.testing.steps import take_steps
 
 
 def parquet(path, columns):
@@ -113,20 +113,10 @@ def test_a_stream_goes_on_at_any_sample(loader, contents, tmp_path, documents, e
 
 def steps(dataset, count, rank=0, size=1, state=None, workers=0):
     """This rank's samples of each of ``count`` steps of 6, and the state behind them."""
-    batches = GlobalBatchLoader(
-        dataset,
-        global_batch_size=6,
-        micro_batch_size=1,
-        seed=1,
-        shuffle=True,
-        dp_rank=rank,
-        dp_size=size,
-        num_workers=workers,
+    found, behind = take_steps(
+        dataset, count, global_batch_size=6, seed=1, rank=rank, size=size, state=state, workers=workers
     )
-    if state is not None:
-        batches.load_state_dict(state)
-    found = [[batch.input_ids[0].tolist() for batch in step] for step in islice(batches, count)]
-    return found, json.loads(json.dumps(batches.state_dict()))
+    return [[batch.input_ids[0].tolist() for batch in step] for step in found], behind
 
 
 def test_a_shuffled_stream_goes_on_at_another_number_of_ranks_with_prefetch(loader, tmp_path, verses):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -21,9 +19,9 @@ from nxdt_plugin_megatron_data.note import Note, note_path
 
 from nxdt_core import config
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset, NamedSources
+from nxdt_core.testing.steps import take_steps
 
 EOS = ByteTokenizer.eos_id
 CONTEXT = DataContext(seq_length=16, seed=11, tokenizer=None)
@@ -220,20 +218,11 @@ def test_a_run_goes_on_in_the_middle_of_a_pass_on_another_number_of_ranks(two):
     low, high = two
 
     def steps(rank, size, state=None, count=9):
-        loader = GlobalBatchLoader(
-            train((0.3, low, 0.7, high), reset_position_ids=True),
-            global_batch_size=12,
-            micro_batch_size=2,
-            seed=3,
-            shuffle=True,
-            dp_rank=rank,
-            dp_size=size,
-            num_workers=rank % 3,
+        dataset, cut = train((0.3, low, 0.7, high), reset_position_ids=True), {"global_batch_size": 12, "seed": 3}
+        read, behind = take_steps(
+            dataset, count, **cut, micro_batch_size=2, rank=rank, size=size, state=state, workers=rank % 3
         )
-        if state is not None:
-            loader.load_state_dict(state)
-        parts = [torch.cat([batch.input_ids for batch in batches]) for batches in islice(loader, count)]
-        return torch.stack(parts), json.loads(json.dumps(loader.state_dict()))
+        return torch.stack([torch.cat([batch.input_ids for batch in batches]) for batches in read]), behind
 
     whole, _ = steps(0, 1)  # 108 samples of a blend of 84: into the second pass
     _, state = steps(1, 2, count=4)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -23,10 +21,10 @@ from nxdt_plugin_sft_chat.errors import (
 from nxdt_plugin_sft_chat.loader import ChatDataloader
 
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import Dataloader, MapDataset, ReportingDataset
+from nxdt_core.testing.steps import take_steps
 
 BYTES = ByteTokenizer()
 
@@ -92,23 +90,15 @@ def test_packs_depend_on_the_seed_alone(load, chats_file):
 
 def test_a_run_goes_on_exactly_on_other_ranks_with_workers(load, chats_file):
     def steps(rank, size, state=None, count=8, workers=0):
-        loader = GlobalBatchLoader(
-            load(chats_file, seq_length=512, packing=True),
-            global_batch_size=4,
-            micro_batch_size=1,
-            seed=3,
-            shuffle=True,
-            dp_rank=rank,
-            dp_size=size,
-            num_workers=workers,
+        dataset = load(chats_file, seq_length=512, packing=True)
+        read, behind = take_steps(
+            dataset, count, global_batch_size=4, seed=3, rank=rank, size=size, state=state, workers=workers
         )
-        if state is not None:
-            loader.load_state_dict(json.loads(json.dumps(state)))
         found = [
             torch.stack([torch.cat([b.input_ids, b.labels, b.position_ids, b.document_ids]) for b in batches])
-            for batches in islice(loader, count)
+            for batches in read
         ]
-        return torch.stack(found), loader.state_dict()
+        return torch.stack(found), behind
 
     whole, _ = steps(0, 1)  # 20 samples: the second epoch begins within it
     _, state = steps(0, 1, count=3, workers=2)

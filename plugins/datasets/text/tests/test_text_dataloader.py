@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +9,10 @@ from nxdt_plugin_text.config import TextConfig
 from nxdt_plugin_text.loader import TextDataloader
 
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset
+from nxdt_core.testing.steps import take_steps
 
 EOS, BOS = ByteTokenizer.eos_id, ByteTokenizer.bos_id
 
@@ -159,20 +156,11 @@ def shipped():
 
 def test_a_run_over_the_shipped_text_resumes_exactly_on_other_ranks():
     def steps(rank, size, state=None, count=6):
-        loader = GlobalBatchLoader(
-            shipped().split("train"),
-            global_batch_size=8,
-            micro_batch_size=2,
-            seed=3,
-            shuffle=True,
-            dp_rank=rank,
-            dp_size=size,
-            num_workers=1,
+        dataset, cut = shipped().split("train"), {"global_batch_size": 8, "seed": 3}
+        read, behind = take_steps(
+            dataset, count, **cut, micro_batch_size=2, rank=rank, size=size, state=state, workers=1
         )
-        if state is not None:
-            loader.load_state_dict(state)
-        parts = [torch.cat([batch.input_ids for batch in batches]) for batches in islice(loader, count)]
-        return torch.stack(parts), json.loads(json.dumps(loader.state_dict()))
+        return torch.stack([torch.cat([batch.input_ids for batch in batches]) for batches in read]), behind
 
     whole, _ = steps(0, 1)
     _, state = steps(0, 1, count=2)
