@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["ArrayTokenizer", "TokenArray", "TokenStream", "compact_dtype", "encode_documents", "tokenize"]
+__all__ = ["ArrayTokenizer", "TokenArray", "TokenStream", "compact_dtype", "encode_documents", "padding_id", "tokenize"]
 
 _BATCH = 256
 """Documents given to a tokenizer at once: enough for the threads of its library."""
@@ -91,3 +91,9 @@ def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator
     while batch := list(islice(remaining, _BATCH)):
         for ids in tokenizer.encode_batch(batch):
             yield np.array(ids, dtype)
+
+
+def padding_id(tokenizer: Tokenizer) -> int:
+    """What sequences are filled up with. The loss is never on padding, nor does a token see it: any id does where the
+    tokenizer has none."""
+    return next((id_ for id_ in (tokenizer.pad_id, tokenizer.eos_id) if id_ is not None), 0)

@@ -195,6 +195,13 @@ def test_a_line_end_that_closes_a_turn_is_trained(render):
     ]
 
 
+@pytest.mark.parametrize("text", [CHATML, OWN["chatml"]])
+@pytest.mark.parametrize("answer", [">", "|>", "im_end|>"])
+def test_an_answer_may_be_what_the_end_of_turn_ends_with(answer, text, render):
+    record = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": answer}]}
+    assert render(text, record)[1] == [f"{answer}<|im_end|>"]
+
+
 def test_the_date_is_the_configured_one(render):
     asks = "{{ strftime_now('%d %b %Y') }} {{ strftime_now(\"%Y\") }}\n" + CHATML
     assert render(asks, BARE)[0].startswith("26 Jul 2024 2024\n")

@@ -9,6 +9,7 @@ from typing import cast
 
 from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
+from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
@@ -78,15 +79,9 @@ class ChatDataloader:
             chats,
             packed(chats, seq_length=context.seq_length, seed=context.seed) if config.packing else alone(chats),
             seq_length=context.seq_length,
-            pad_id=self._pad_id,
+            pad_id=padding_id(self._tokenizer),
             source=digest(source, self._tokenizer.fingerprint(), self._settings, decided),
         )
-
-    @property
-    def _pad_id(self) -> int:
-        """The loss is never on padding, nor does a token see it: any id does where the tokenizer has none."""
-        found = (self._tokenizer.pad_id, self._tokenizer.eos_id)
-        return next((id_ for id_ in found if id_ is not None), 0)
 
     def _records(self, name: SplitName) -> tuple[Sequence[Record], str]:
         """The records of a split, and a digest of what decides them."""

@@ -168,7 +168,7 @@ class Renderer:
         if not _says(said, message):
             reason = f"it leaves out what message {number + 1} says or calls"
             raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
-        if said == said.rstrip() and message.content.strip() and said.endswith(message.content.strip()):
+        if _ends_with(said, message):
             raise EndOfTurnUntrained(origin=self._template.origin, reason="nothing stands behind an answer")
 
     def _inseparable(self, conversation: Conversation, number: int, reason: str) -> TurnsInseparable:
@@ -180,9 +180,8 @@ class Renderer:
 def _without_trailing_space(text: str, start: int, end: int, message: Message) -> int:
     """The end of a turn without the space behind what closes it, which nobody generates; space that itself closes the
     turn stays."""
-    kept = start + len(text[start:end].rstrip())
-    content = message.content.rstrip()
-    return end if content and text.endswith(content, start, kept) else kept
+    said = text[start:end].rstrip()
+    return end if _ends_with(said, message) else start + len(said)
 
 
 def _end_as_last(through: str, start: int, message: Message, text: str) -> int | None:
@@ -195,7 +194,7 @@ def _end_as_last(through: str, start: int, message: Message, text: str) -> int |
         text: the whole conversation.
     """
     same = _shared(through, text)  # some templates end the conversation with a token of its own
-    if _says(text[start:same], message) and not text[:same].rstrip().endswith(message.content.strip() or " "):
+    if _says(text[start:same], message) and not _ends_with(text[start:same].rstrip(), message):
         return same
     words = start + len(text[start:]) - len(text[start:].lstrip())
     for cut in range(start, len(through)):  # others drop older reasoning
@@ -208,6 +207,13 @@ def _says(text: str, message: Message) -> bool:
     """Whether a rendering has a message's words, reasoning aside, and the functions that it calls."""
     words = message.content.rpartition("</think>")[2].strip()
     return words in text and all(call["function"]["name"] in text for call in message.fields.get("tool_calls", ()))
+
+
+def _ends_with(said: str, message: Message) -> bool:
+    """Whether nothing stands behind a message's words. Where the token that closes a turn ends like them, such as an
+    answer of ``>``, they stand before it too."""
+    words = message.content.strip()
+    return bool(words) and said.endswith(words) and words not in said.removesuffix(words)
 
 
 def _shared(first: str, second: str) -> int:

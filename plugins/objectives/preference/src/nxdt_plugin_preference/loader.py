@@ -13,6 +13,7 @@ from typing import Any
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files import decode, expand, json_objects, read_bytes
 from nxdt_core.data.permutation import draw
+from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -88,8 +89,7 @@ class PreferenceDataloader:
         return pairs, digest("preference", *digests, self._renderer.fingerprint(), self._fitting, len(pairs))
 
     def _dataset(self, pairs: list[Pair], source: str) -> PairDataset:
-        pad_ids = (self._tokenizer.pad_id, self._tokenizer.eos_id, 0)
-        pad_id = next(pad for pad in pad_ids if pad is not None)
+        pad_id = padding_id(self._tokenizer)
         return PairDataset(pairs, seq_length=self._fitting.seq_length, pad_id=pad_id, source=source)
 
     def _first(self, contents: list[tuple[Path, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
