@@ -128,9 +128,7 @@ def test_tokens_of_texts_are_kept_for_the_next_run_of_the_same_data(loader, save
 def test_what_an_aborted_run_leaves_is_not_taken(loader, saved, tmp_path, verses):
     path, cache = saved(tmp_path / "a", text=verses), tmp_path / "cache"
     whole = len(loader(train_dir=path, cache_dir=cache).split("train"))
-    (starts,) = cache.glob("*.starts.npy")
-    (tokens,) = cache.glob("*.tokens.npy")
-    starts.unlink()
+    (tokens,) = cache.glob("*/tokens.npy")
     tokens.write_bytes(tokens.read_bytes()[:100])
     assert len(loader(train_dir=path, cache_dir=cache).split("train")) == whole
 

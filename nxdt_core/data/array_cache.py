@@ -1,0 +1,118 @@
+"""Arrays in files that all processes of a node map: the first one makes them, the others wait for it.
+
+They lie in a directory that is made under another name and renamed when it is whole, so that whoever dies while making
+leaves nothing that counts. The lock is the operating system's, which frees it with the process that held it. Where
+the file system has no locks that other machines see, each node makes its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.builtins.file_lock import FileLock, take_file_lock
+from nxdt_core.data.digest import digest
+from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+
+__all__ = ["Arrays", "cached_arrays"]
+
+_LOOK_AGAIN_S = 0.1
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def cached_arrays(
+    directory: Path, name: str, names: tuple[str, ...], make: Callable[[], Arrays], unkept: Callable[[OSError], None]
+) -> Arrays:
+    """The arrays ``names`` that ``directory`` keeps as ``name``, made where they are missing or damaged.
+
+    Args:
+        directory: is made where it is missing.
+        name: stands for all that decides the arrays.
+        names: of the arrays that ``make`` returns.
+        make: is called by one process of a node.
+        unkept: is told why nothing can be kept. Where it returns, the arrays stay in the memory of this process.
+    """
+    place = directory / name
+    found = _mapped(place, names)
+    if found is not None:
+        return found
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _wait_for_turn(directory / f"{name}.lock")
+    except OSError as error:
+        unkept(error)
+        return make()
+    with _released(directory / f"{name}.lock", lock):
+        found = _mapped(place, names)  # another process may have made them while this one waited
+        if found is not None:
+            return found
+        made = make()
+        try:
+            _store(place, names, made)
+        except OSError as error:
+            unkept(error)
+        return _mapped(place, names) or made
+
+
+def _mapped(place: Path, names: tuple[str, ...]) -> Arrays | None:
+    """The arrays in ``place``; None where there are none, or damaged ones."""
+    try:
+        return {name: np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names}
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _store(place: Path, names: tuple[str, ...], arrays: Arrays) -> None:
+    part = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+    try:
+        for name in names:
+            with (part / f"{name}.npy").open("wb") as file:
+                np.save(file, arrays[name])
+                file.flush()
+                os.fsync(file.fileno())
+        part.chmod(0o755)  # mkdtemp lets nobody else in, and a cache is shared
+        shutil.rmtree(place, ignore_errors=True)  # a damaged one
+        try:
+            part.rename(place)
+        except OSError:
+            if _mapped(place, names) is None:  # not even one of another node, which made the same
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _wait_for_turn(path: Path) -> FileLock:
+    note = f"process {os.getpid()} makes these arrays\n".encode()
+    lock = _try_lock(path, note)
+    while lock is None:
+        time.sleep(_LOOK_AGAIN_S)
+        lock = _try_lock(path, note)
+    return lock
+
+
+@contextmanager
+def _released(path: Path, lock: FileLock) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # while it is held: who waits for it finds that its name leads nowhere
+        lock.release()
+
+
+def _try_lock(path: Path, note: bytes) -> FileLock | None:
+    try:
+        return take_file_lock(path, note)
+    except LocksUnsupported:
+        node = Path(tempfile.gettempdir()) / f"nxdt-cache-{os.getuid()}-{digest(str(path))}.lock"
+        return take_file_lock(node, note)
