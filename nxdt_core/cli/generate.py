@@ -26,10 +26,12 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
     examples=(
         f'nxdt generate {_RUN} "In the beginning"',
         f'nxdt generate {_RUN} "In the beginning" --temperature 0.8 --top-k 50 --seed 7',
+        'nxdt generate nxdt_experiments/llama-tiny-sft/checkpoints "How do I boil an egg?" --chat',
     ),
 )
 @click.argument("checkpoint")
 @click.argument("prompt")
+@click.option("--chat", is_flag=True, help="PROMPT is a question: print the answer, by the chat template.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to add.")
 @click.option(
     "--temperature",
@@ -42,7 +44,13 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample among the K likeliest tokens only.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
 def generate(
-    checkpoint: str, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int
+    checkpoint: str,
+    prompt: str,
+    chat: bool,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
 ) -> None:
     """Continue PROMPT with the model of CHECKPOINT.
 
@@ -52,9 +60,11 @@ def generate(
     from nxdt_core.training.generate import generate as continue_prompt
 
     pieces = continue_prompt(
-        checkpoint, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+        checkpoint, prompt, chat=chat, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
     )
-    click.echo(prompt + next(pieces, ""), nl=False)  # only now, so that an error comes before any text
+    click.echo(
+        ("" if chat else prompt) + next(pieces, ""), nl=False
+    )  # only now, so that an error comes before any text
     for piece in pieces:
         click.echo(piece, nl=False)
     click.echo()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nxdt_core.data.chat import render
 from nxdt_core.errors import CannotGenerate
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import load_model
 
@@ -15,6 +17,7 @@ def generate(
     uri: str,
     prompt: str,
     *,
+    chat: bool = False,
     max_new_tokens: int = 100,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -25,6 +28,7 @@ def generate(
     Args:
         uri: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
         prompt: may be empty where the tokenizer has a begin-of-sequence token.
+        chat: the prompt is a user's turn, and what is yielded the answer, by the tokenizer's chat template.
         max_new_tokens: end, where the model does not end by itself.
         temperature: 0 takes the likeliest token; higher is more random.
         top_k: draw among this many likeliest tokens only.
@@ -32,10 +36,11 @@ def generate(
 
     Raises:
         CannotGenerate: the run has no tokenizer, or there is nothing to begin with.
+        ChatTemplateMissing, ChatTemplateRefuses: of ``chat``.
     """
     found = load_model(uri)
     tokenizer = found.tokenizer
-    ids = tokenizer.encode(prompt)
+    ids = _asked(prompt, tokenizer) if chat else tokenizer.encode(prompt)
     if tokenizer.bos_id is not None and not ids:
         ids = [tokenizer.bos_id]
     if not ids:
@@ -48,3 +53,10 @@ def generate(
         if not text.endswith("\ufffd"):  # a character of several tokens is shown once it is whole
             yield text[len(shown) :]
             shown = text
+
+
+def _asked(question: str, tokenizer: Tokenizer) -> list[int]:
+    text = render([{"role": "user", "content": question}], tokenizer, place="The prompt", prompts=True)
+    assert isinstance(tokenizer, ChatTokenizer)  # no other has a template
+    ids: list[int] = tokenizer.locate([text])[0].ids.tolist()
+    return ids

@@ -51,7 +51,10 @@ def test_transformers_peft_and_nxdt_answer_alike(place, capsys):
         assert wanted == answer(merged, text)
         changed += wanted != answer(base, text)
         capsys.readouterr()
+        said = tokenizer.decode(wanted, skip_special_tokens=True)
         for where in (place / "merged", place / "llama-tiny-lora" / "checkpoints"):
             assert main(["generate", str(where), text, "--max-new-tokens", "16"]) == 0
-            assert capsys.readouterr().out == text + tokenizer.decode(wanted, skip_special_tokens=True) + "\n"
+            assert capsys.readouterr().out == f"{text}{said}\n"
+            assert main(["generate", str(where), question, "--chat", "--max-new-tokens", "16"]) == 0
+            assert capsys.readouterr().out == f"{said}\n"
     assert changed  # or the adapter would be none
