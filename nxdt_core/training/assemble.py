@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from nxdt_core import checkpoint
@@ -69,13 +70,17 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
     return made
 
 
-def dataloader(config: ResolvedConfig, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> Dataloader:
-    """The source of samples, for a model of ``vocab_size`` rows."""
+def dataloader(
+    config: ResolvedConfig, tokenizer: Tokenizer | None, vocab_size: int | None = None, *, cache_dir: Path | None = None
+) -> Dataloader:
+    """The source of samples, for a model of ``vocab_size`` rows; what it derives from its files may lie in
+    ``cache_dir``, for the other processes of the machine."""
     data = config.run.data
     context = DataContext(
         seq_length=data.seq_length,
         seed=config.run.seed,
         tokenizer=tokenizer,
+        cache_dir=cache_dir,
         vocab_size=vocab_size,
         shuffle=data.shuffle,
     )

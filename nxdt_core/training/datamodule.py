@@ -32,6 +32,8 @@ Dataset = MapDataset | IterableDataset
 
 UNNAMED = ""
 """Of the only validation set."""
+_CACHE = "data"
+"""Directory of the run for what is derived from its data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,8 @@ class NxdtDataModule(pl.LightningDataModule):
             return
         vocab_size = assemble.model_builder(self.config).vocab_size
         self.tokenizer = assemble.tokenizer(self.config, vocab_size)
-        source = assemble.dataloader(self.config, self.tokenizer, vocab_size)
+        cache_dir = self.config.run_dir / _CACHE
+        source = assemble.dataloader(self.config, self.tokenizer, vocab_size, cache_dir=cache_dir)
         train, validation = source.split("train"), source.split("validation")
         if train is None or isinstance(train, Mapping):
             raise NoTrainingData(loader=type(source).__name__)

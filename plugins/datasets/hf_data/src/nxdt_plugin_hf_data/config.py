@@ -66,8 +66,8 @@ class HfDataConfig:
     eod_mask_loss: bool = False
     """Leave the positions out of the loss whose input is the end-of-text token."""
     cache_dir: Path | None = None
-    """Where the tokens of texts are kept for the next run and shared by the processes of a machine; ``null`` keeps them
-    in the memory of each. Of no effect for tokens and for streams."""
+    """Where the tokens of texts are kept, for the next run too; ``null``: in ``data/`` of the run's directory. One
+    process of a machine makes them for all. Of no effect for tokens and for streams."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """What cannot work whatever the files hold, as (key, message)."""

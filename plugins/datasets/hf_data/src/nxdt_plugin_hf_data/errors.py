@@ -185,8 +185,8 @@ class CacheUnwritable(NxdtError):
     """A directory for tokens that cannot be written to."""
 
     code = "NXDT-D213"
-    happened = "data.cache_dir: {path} cannot be written: {reason}."
-    remedy = "Make room there, name another directory, or set data.cache_dir to null to keep the tokens in memory."
+    happened = "{path} cannot be written, where the tokens of texts are kept: {reason}."
+    remedy = "Make room there, or name another directory with data.cache_dir."
     path: str
     reason: str
 
