@@ -1,9 +1,10 @@
 """Claim: each model's forward and backward take no longer than those of transformers' model of the same shape.
 
-Float32 on the CPU, both models with the same weights and the same loss, in one process, by turns: A B, B A, A B, …
-Each row gives the median of the paired ratios ours / theirs in CPU time and their quartiles; below 1 is faster.
+Float32 on the CPU; on an accelerator, where there is one, bfloat16 and both compiled. Both have the same weights
+and the same loss, in one process, by turns: A B, B A, A B, … Each row gives the median of the paired ratios ours to
+theirs and their quartiles, in CPU time on a host and in wall time elsewhere; below 1 is faster.
 
-    python benchmarks/models.py [llama-tiny mixtral …] [--rounds 15] [--threads 1] [--parts]
+    python benchmarks/models.py [llama-tiny mixtral …] [--rounds 15] [--threads 1] [--device cpu] [--parts]
 
 ``--parts`` times each building block against torch's, transformers' or the usual way of doing it instead. The claim of
 Mixtral's block, 8 experts and top 2 at a quarter of its widths, is half of the time of a loop over experts whose
@@ -31,6 +32,7 @@ from nxdt_plugin_mixtral.config import MixtralConfig, MoEConfig
 from torch.nn import functional
 
 from nxdt_core.checkpoint.hf import load_hf
+from nxdt_core.devices import HOST, current_device, profile_of
 from nxdt_core.nn.experts import SwiGLUExperts
 from nxdt_core.nn.loss import cross_entropy_sum
 from nxdt_core.nn.moe import MixtureOfExperts
@@ -107,48 +109,59 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--device", type=torch.device, default=current_device())
+    parser.add_argument("--parts", action="store_true", help="the building blocks, on the CPU")
     options = parser.parse_args()
+    device = HOST if options.parts else options.device
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     slower = False
     if options.parts:
         for name, (ours, theirs) in parts().items():
-            slower |= report(name, ours, theirs, options.rounds) > LIMITS.get(name, 1)
+            slower |= report(name, ours, theirs, options.rounds, device) > LIMITS.get(name, 1)
     for name in () if options.parts else options.names or SHAPES:
-        slower |= report(name, *models(*SHAPES[name]), options.rounds) > 1
+        slower |= report(name, *models(*SHAPES[name], device), options.rounds, device) > 1
     return int(slower)
 
 
-def report(name: str, ours: Work, theirs: Work, rounds: int) -> float:
+def report(name: str, ours: Work, theirs: Work, rounds: int, device: torch.device) -> float:
     """Time both by turns, print a row, return the median ratio."""
-    cpu_seconds(ours), cpu_seconds(theirs)
+
+    def spent(work: Work) -> float:
+        return seconds_of(work, device)
+
+    spent(ours), spent(theirs)  # which compiles, where that is asked for
     ratios, mine, other = [], [], []
     for turn in range(rounds):
         if turn % 2:
-            b, a = cpu_seconds(theirs), cpu_seconds(ours)
+            b, a = spent(theirs), spent(ours)
         else:
-            a, b = cpu_seconds(ours), cpu_seconds(theirs)
+            a, b = spent(ours), spent(theirs)
         ratios.append(a / b), mine.append(a), other.append(b)
     low, median, high = statistics.quantiles(ratios, n=4)
     print(
         f"{name:24} ratio {median:.3f} (quartiles {low:.3f} to {high:.3f}, {rounds} rounds); "
-        f"median CPU ms: ours {statistics.median(mine) * 1e3:.2f}, theirs {statistics.median(other) * 1e3:.2f}",
+        f"median ms: ours {statistics.median(mine) * 1e3:.2f}, theirs {statistics.median(other) * 1e3:.2f}",
         flush=True,
     )
     return median
 
 
-def cpu_seconds(work: Work, at_least_s: float = 0.05) -> float:
-    """CPU time of one call, averaged over as many as make a stretch that the clock resolves."""
-    calls, start = 0, time.process_time()
-    while calls == 0 or time.process_time() - start < at_least_s:
+def seconds_of(work: Work, device: torch.device, at_least_s: float = 0.05) -> float:
+    """Time of one call, averaged over as many as make a stretch that the clock resolves."""
+    host = profile_of(device).host
+    now = time.process_time if host else time.perf_counter
+    calls, start, spent = 0, now(), 0.0
+    while calls == 0 or spent < at_least_s:
         work()
         calls += 1
-    return (time.process_time() - start) / calls
+        if not host:
+            torch.accelerator.synchronize(device)
+        spent = now() - start
+    return spent / calls
 
 
-def models(builder: HFExchange, batch: int, seq: int) -> tuple[Work, Work]:
+def models(builder: HFExchange, batch: int, seq: int, device: torch.device) -> tuple[Work, Work]:
     """One step of each model: forward, mean cross-entropy, backward."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -163,6 +176,8 @@ def models(builder: HFExchange, batch: int, seq: int) -> tuple[Work, Work]:
         theirs.save_pretrained(directory)
         ours.load_state_dict(load_hf(directory, builder), strict=False)  # not strict: a tied head is given once
     tokens = torch.randint(0, keys["vocab_size"], (batch, seq + 1))
+    tokens = tokens.to(device)
+    ours.to(device), theirs.to(device)
     ids, labels = tokens[:, :-1], tokens[:, 1:].flatten()
 
     def step(model: torch.nn.Module, logits: Callable[[], torch.Tensor]) -> None:
@@ -172,6 +187,9 @@ def models(builder: HFExchange, batch: int, seq: int) -> tuple[Work, Work]:
     difference = (ours(ids) - theirs(ids, use_cache=False).logits).abs().max().item()
     if difference > 1e-4:
         sys.exit(f"the two models differ by {difference}: nothing to compare")
+    if not profile_of(device).host:
+        for model in (ours, theirs):
+            model.to(torch.bfloat16).compile()
     return lambda: step(ours, lambda: ours(ids)), lambda: step(theirs, lambda: theirs(ids, use_cache=False).logits)
 
 
