@@ -6,13 +6,18 @@ import pytest
 import torch
 
 from tests.parallel.precision_run import place, train
+from tests.sampling import of_matrix
 
 STRATEGY = "distributed_strategy."
 LAYOUTS = {
     "one": (1, ()),
     "dp2-zero1": (2, (f"{STRATEGY}zero_stage=1",)),
     "dp2-zero3": (2, (f"{STRATEGY}zero_stage=3",)),
+    "dp2-zero0": (2, (f"{STRATEGY}zero1=false",)),
+    "dp2-zero2": (2, (f"{STRATEGY}zero_stage=2",)),
     "tp2": (2, (f"{STRATEGY}tensor_model_parallel_size=2",)),
+    "tp2-sp": (2, (f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}sequence_parallel=true")),
+    "cp2": (2, (f"{STRATEGY}context_parallel_size=2",)),
     "pp2": (2, (f"{STRATEGY}pipeline_model_parallel_size=2",)),
 }
 """Ranks, overrides."""
@@ -20,6 +25,30 @@ FAST = ("model.optim.lr=1e-2",)
 BF16_SR = ("precision.type=bf16SR", *FAST)
 BFLOAT16 = frozenset({torch.bfloat16})
 FLOAT32 = frozenset({torch.float32})
+PRECISIONS = {
+    "mixed_precision": (("precision.type=mixed_precision",), FLOAT32, FLOAT32),
+    "mixed_precisionSR": (("precision.type=mixed_precisionSR",), FLOAT32, FLOAT32),
+    "autocast": (("precision.type=autocast",), FLOAT32, FLOAT32),
+    "bf16SR": (("precision.type=bf16SR",), BFLOAT16, FLOAT32),
+    "bf16SR-small": (("precision.type=bf16SR", "precision.optimizer_state=bfloat16"), BFLOAT16, BFLOAT16),
+    "manual": (
+        ("precision={type: manual, xla_downcast_bf16: true, master_weights: true, fp32_grad_acc: true}",),
+        FLOAT32,
+        FLOAT32,
+    ),
+    "manual-sums": (("precision={type: manual, xla_downcast_bf16: true, fp32_grad_acc: true}",), BFLOAT16, BFLOAT16),
+    "manual-masters": (("precision={type: manual, xla_downcast_bf16: true, master_weights: true}",), FLOAT32, FLOAT32),
+    "manual-bare": (("precision={type: manual, xla_use_bf16: true}",), BFLOAT16, BFLOAT16),
+}
+"""Overrides; dtypes of what the optimizer trains, and of its state."""
+REFUSED = {("manual-sums", layout) for layout in ("dp2-zero2", "dp2-zero3")}
+CASES = [(precision, layout) for precision in PRECISIONS for layout in LAYOUTS if (precision, layout) not in REFUSED]
+SAMPLE = 10
+
+
+def pytest_generate_tests(metafunc):
+    if "precision" in metafunc.fixturenames:
+        metafunc.parametrize(("precision", "layout"), of_matrix(metafunc.config, CASES, SAMPLE))
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +72,13 @@ def in_float32(run):
     return found.losses
 
 
-@pytest.mark.parametrize(
-    ("precision", "layout"),
-    [
-        *[("mixed_precision", layout) for layout in LAYOUTS],
-        *[("bf16SR", layout) for layout in ("dp2-zero3", "tp2", "pp2")],
-        ("mixed_precisionSR", "pp2"),
-    ],
-)
 def test_every_layout_follows_float32_within_two_percent(run, in_float32, precision, layout):
     world, overrides = LAYOUTS[layout]
-    weights = BFLOAT16 if precision == "bf16SR" else FLOAT32
-    for found in run(world, f"precision.type={precision}", *FAST, *overrides):
+    keys, weights, state = PRECISIONS[precision]
+    for found in run(world, *keys, *FAST, *overrides):
         torch.testing.assert_close(found.losses, in_float32, rtol=0.02, atol=0)
         assert found.losses != in_float32, "nothing was computed in bfloat16"
-        assert (found.dtypes, found.state_dtypes) == (weights, FLOAT32)
+        assert (found.dtypes, found.state_dtypes) == (weights, state)
 
 
 def test_replicas_and_shards_of_bfloat16_weights_stay_equal_bit_for_bit(run):
