@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.data.packing import Packing
-from nxdt_core.protocols.dataloader import DataContext, MapDataset, Split, SplitName
+from nxdt_core.protocols.dataloader import DataContext, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset, in_shares
 from nxdt_plugin_megatron_data.cache import cached_indices
