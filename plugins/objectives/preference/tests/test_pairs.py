@@ -70,11 +70,38 @@ def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
     assert sample.loss_weights.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
 
 
+def test_answers_of_packed_pairs_share_a_number_and_positions_restart(write):
+    records = [{"prompt": "ab", "chosen": "c", "rejected": "de"}, {"prompt": "f", "chosen": "ghi", "rejected": "j"}]
+    dataset = loader(train_files=(write(records),), packing=True, seq_length=12).split("train")
+    assert len(dataset) == 1
+    sample = dataset[0]
+    first = 0 if sample.input_ids[0][1] == ord("a") else 1
+    lengths = [(5, 6), (6, 4)]  # with begin and end
+    for row in (0, 1):
+        ahead, behind = lengths[first][row], lengths[1 - first][row]
+        padding = 12 - ahead - behind
+        assert sample.document_ids[row].tolist() == [0] * ahead + [1] * behind + [-1] * padding
+        assert sample.position_ids[row].tolist() == [*range(ahead), *range(behind)] + [0] * padding
+        assert (sample.labels[row][sample.document_ids[row] < 0] == -100).all()
+    said = [answers(sample, _Spelling())[row] for row in (0, 1)]
+    assert said == [["c|ghi|", "de|j|"], ["ghi|c|", "j|de|"]][first]
+    report = dataset.report()
+    assert (report.records, report.tokens.tokens, report.tokens.trained) == (2, 21, 11)
+    assert report.efficiency == pytest.approx(21 / 24)
+
+
+class _Spelling:
+    """The byte tokenizer, with a bar for the end."""
+
+    def spell(self, ids):
+        return "".join("|" if id_ == 257 else chr(id_) for id_ in ids)
+
+
 @pytest.mark.parametrize(("mode", "prompt"), [("keep_start", [1, 2, 3]), ("keep_end", [4, 5, 6])])
 def test_prompts_are_cut_first_and_answers_to_what_is_left(mode, prompt):
     fitting = Fitting(seq_length=8, max_prompt_length=3, mode=mode)
     long = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7] * 3, rejected=[8] * 9)
-    assert fitting.fit(long) == Pair(prompt=prompt, chosen=[7] * 3, rejected=[8] * 5)
+    assert fitting.fit(long) == Pair(prompt=prompt, chosen=[7] * 3, rejected=[8] * 5, cut=True)
     fits = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7], rejected=[8, 8])
     assert fitting.fit(fits) is fits
 
@@ -94,10 +121,13 @@ def test_the_fingerprint_follows_what_decides_the_samples(write):
     file = write([{"prompt": "a", "chosen": "yes", "rejected": "no"}])
     prints = [
         loader(**{"train_files": (file,), **settings}).split("train").fingerprint()
-        for settings in ({}, {}, {"seq_length": 8}, {"max_prompt_length": 3}, {"truncation_mode": "keep_end"})
+        for settings in (
+            *({}, {}, {"seq_length": 8}, {"max_prompt_length": 3}, {"truncation_mode": "keep_end"}),
+            {"packing": True},
+        )
     ]
     assert prints[0] == prints[1]
-    assert len(set(prints)) == 4
+    assert len(set(prints)) == 5
 
 
 def pair(seed, lengths):

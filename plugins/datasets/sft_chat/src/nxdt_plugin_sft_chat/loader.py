@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import date
 from typing import cast
 
+from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
 from nxdt_core.data.tokens import padding_id
@@ -15,7 +16,7 @@ from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_sft_chat.chats import Chats, gather
 from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.datasets import ChatDataset, alone, packed
+from nxdt_plugin_sft_chat.datasets import ChatDataset
 from nxdt_plugin_sft_chat.encoding import Encoder
 from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NotAChatTokenizer, NothingTrained
 from nxdt_plugin_sft_chat.records import read_record
@@ -77,7 +78,7 @@ class ChatDataloader:
         decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
         return ChatDataset(
             chats,
-            packed(chats, seq_length=context.seq_length, seed=context.seed) if config.packing else alone(chats),
+            drawn_bins(chats.lengths - 1, context.seq_length, seed=context.seed) if config.packing else None,
             seq_length=context.seq_length,
             pad_id=padding_id(self._tokenizer),
             source=digest(source, self._tokenizer.fingerprint(), self._settings, decided),

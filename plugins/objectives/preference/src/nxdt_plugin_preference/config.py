@@ -50,6 +50,9 @@ class PreferenceConfig(RecordFiles):
     """A Jinja file with the template of messages; ``null`` takes the tokenizer's own."""
     special_tokens_in_text: bool = False
     """Let a message's text spell special tokens, which then are those tokens; otherwise such a record is refused."""
+    packing: bool = False
+    """Put several pairs into one sample, apart from each other: their chosen answers into one sequence, the rejected
+    ones into another; otherwise each pair is padded to two sequences. Batch sizes count samples."""
     max_prompt_length: PositiveInt | None = None
     """Tokens that a prompt is cut to where it and the longer answer do not fit into ``data.seq_length`` together;
     ``null``: half of that length. Answers are then cut at their end to what is left."""

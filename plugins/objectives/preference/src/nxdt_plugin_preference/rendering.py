@@ -29,6 +29,18 @@ class Pair:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    cut: bool = False
+    """Whether it was longer."""
+
+    @property
+    def answers(self) -> tuple[list[int], list[int]]:
+        """The chosen one, then the rejected one."""
+        return self.chosen, self.rejected
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt with each answer."""
+        return len(self.prompt) + len(self.chosen), len(self.prompt) + len(self.rejected)
 
 
 class Renderer:
