@@ -173,7 +173,8 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("gpt", "data.train_dir", "ignored", "", "does not read it"),
         ("gpt", "model.rope_theta", "ignored", "", "do not read it"),
         ("gpt", "exp_manager.create_early_stopping_callback", "ignored", "", "never reads it"),
-        ("gpt", "data.tokenizer.type", "unneeded", "", "vocab_file and merge_file say it"),
+        ("gpt", "data.tokenizer.library", "mapped", "", "the same tokenizer of GPT-2"),
+        ("gpt", "data.tokenizer.type", "mapped", "", ""),
         ("nnm", "model.name", "added", "", "a Llama's"),
         ("mistral", "model.position_freq_base", "renamed", "model.rope_theta", ""),
         ("mistral", "model.kv_channels", "renamed", "model.head_dim", ""),
@@ -207,7 +208,8 @@ def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, tar
         ("dropless", {"model.moe.capacity_factor": 0.0, "precision.type": "mixed_precisionSR", "data.shuffle": False}),
         ("gpt", {"model.pipeline_cuts": ["layers.3", "layers.7"], "trainer.gradient_clip_val": None,
                  "model.hidden_dropout": 0.1, "model.name": "gpt", "model.vocab_size": 50257,
-                 "data.tokenizer.library": "huggingface", "data.tokenizer.eos_token": "<|endoftext|>"}),
+                 "data.tokenizer.library": "megatron", "data.tokenizer.type": "GPT2BPETokenizer",
+                 "data.tokenizer.vocab_file": "/data/vocab.json"}),
         ("mistral", {"model.name": "mistral", "model.rope_theta": 20000.0, "data.tokenizer.library": "huggingface"}),
         ("dpo", {"objective.name": "dpo", "data.name": "preference", "data.seq_length": 1024,
                  "data.max_prompt_length": 512, "data.truncation_mode": "keep_end", "objective.kl_beta": 0.02}),
@@ -335,6 +337,13 @@ def with_section(tmp_path, name, section, text):
     source = tmp_path / "run.yaml"
     source.write_text(yaml.safe_dump(tree))
     return source
+
+
+def test_megatrons_tokenizer_without_files_is_fetched(installed, tmp_path):
+    source = with_section(tmp_path, "gpt", "data.tokenizer", "{library: megatron, type: GPT2BPETokenizer}")
+    tree = parse_yaml(migrate(source, tmp_path / "out.yaml", "nxdt", installed).text, "")[0]
+    assert tree.plain("data.tokenizer") == {"library": "huggingface", "type": "gpt2"}
+    assert tree.plain("model.vocab_size") == 50257
 
 
 @pytest.mark.parametrize("text", ["null", "{}"])
