@@ -79,6 +79,8 @@ from nxdt_core.errors.evaluation import (
     EvaluationLibraryMissing,
     NoAnswerToJudge,
     NothingToJudge,
+    TaskRecordUnscorable,
+    TaskSamplesOtherwise,
     TaskUnknown,
 )
 from nxdt_core.errors.exchange import (
@@ -328,6 +330,8 @@ __all__ = [
     "StorageFull",
     "StoragePathIsFile",
     "StoreInUse",
+    "TaskRecordUnscorable",
+    "TaskSamplesOtherwise",
     "TaskUnknown",
     "TensorNotInCheckpoint",
     "TensorPlanUnusable",
