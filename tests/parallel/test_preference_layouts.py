@@ -23,10 +23,35 @@ LAYOUTS = {
 APART = ("data.dev_choose_samples=7",)
 TOGETHER = ("data.dev_choose_samples=10", "data.seq_length=128", *FLOAT64)
 """Ten pairs, which three samples of three pairs and one of one hold; all of them are one global batch."""
+ADAPTED = (
+    *("adapter.name=lora", "adapter.lora_dropout=0", "objective.precompute_ref_log_probs=false"),
+    *(*TOGETHER, "data.packing=true"),
+)
+"""The reference of each step is the frozen base."""
+MIXTRAL = {
+    "name": "mixtral",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 16,
+    "moe": {"num_experts": 4, "dropless": True, "router_aux_loss_coef": 0.1},
+}
+EXPERTS = {
+    "dp2": (),
+    "ep2": (f"{STRATEGY}expert_model_parallel_size=2",),
+    "ep2-zero3": (f"{STRATEGY}expert_model_parallel_size=2", ZERO3),
+    "tp2-sp": LAYOUTS["tp2-sp"],
+    "pp2": LAYOUTS["pp2"],
+    "cp2": LAYOUTS["cp2"],
+}
 SAMPLE = 3
 
 
 def pytest_generate_tests(metafunc):
+    if "of_experts" in metafunc.fixturenames:
+        cases = of_matrix(metafunc.config, product(EXPERTS, ("dpo", "orpo")), SAMPLE)
+        metafunc.parametrize(("of_experts", "objective"), cases)
+    if "adapted" in metafunc.fixturenames:
+        metafunc.parametrize("adapted", of_matrix(metafunc.config, LAYOUTS, SAMPLE))
     if "layout" in metafunc.fixturenames:
         cases = of_matrix(metafunc.config, product(LAYOUTS, ("dpo", "orpo")), SAMPLE)
         metafunc.parametrize(("layout", "objective"), cases)
@@ -71,3 +96,25 @@ def test_packed_pairs_train_as_padded_ones_do(ranks, padded, objective, micro):
 def test_packed_pairs_train_in_every_layout_as_padded_ones_do_in_one_process(ranks, padded, layout, objective):
     found = ranks(2).run(follow, objective, 2, (*TOGETHER, "data.packing=true", *LAYOUTS[layout]))
     assert not differences(found, padded[objective], close=1e-9)
+
+
+def test_the_frozen_base_is_the_reference_in_every_layout(ranks, adapted):
+    (wanted,) = ranks(1).run(follow, "dpo", 1, ADAPTED)
+    assert all("lora" in name for name in wanted.gradients)
+    assert wanted.rows[STEPS - 1]["rewards/margins"] > 1e-3
+    assert not differences(ranks(2).run(follow, "dpo", 2, (*ADAPTED, *LAYOUTS[adapted])), wanted, close=1e-9)
+
+
+def test_a_frozen_base_is_what_was_computed_before(ranks):
+    before = (*ADAPTED, "objective.precompute_ref_log_probs=true")
+    (asked,), (kept,) = (ranks(1).run(follow, "dpo", 1, overrides) for overrides in (ADAPTED, before))
+    for found in (asked, kept):
+        del found.rows[0]["rewards/accuracies"]  # of answers that are as likely as their reference but for rounding
+    assert not differences([asked], kept, close=1e-6)  # what is kept has 32 bits
+
+
+def test_pairs_train_experts_in_every_layout(ranks, of_experts, objective):
+    packed = (*TOGETHER, "data.packing=true")
+    (wanted,) = ranks(1).run(follow, objective, 1, packed, MIXTRAL)
+    found = ranks(2).run(follow, objective, 2, (*packed, *EXPERTS[of_experts]), MIXTRAL)
+    assert not differences(found, wanted, close=1e-9)
