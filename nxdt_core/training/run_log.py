@@ -44,15 +44,15 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
     for file in files:
         file.setFormatter(logging.Formatter(_FORM, defaults={"rank": info.rank}))
-    with _attached([*files, *_printing(info)]):
-        try:
+    try:
+        with _attached([*files, *_printing(info)]):
             yield
-        except Exception as error:
-            _tell(files, error)
-            raise
-        finally:
-            for file in files:
-                file.close()
+    except Exception as error:
+        _tell(files, error)
+        raise
+    finally:
+        for file in files:
+            file.close()
 
 
 def _keeps_log(config: ResolvedConfig, info: RankInfo) -> bool:
