@@ -9,6 +9,15 @@ carries its data as attributes; its sentences are built here and nowhere else. C
 from nxdt_core.errors.adapters import AdapterOfAnotherBase
 from nxdt_core.errors.averages import CheckpointHasNoAverage
 from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.chats import (
+    NotAChatTokenizer,
+    SpecialTokenInText,
+    TemplateMissing,
+    TemplateNeedsToken,
+    TemplateRefuses,
+    TemplateUnknown,
+    TemplateUnreadable,
+)
 from nxdt_core.errors.checkpoints import (
     BadStorageKey,
     BadStorageUri,
@@ -75,7 +84,6 @@ from nxdt_core.errors.data import (
 )
 from nxdt_core.errors.evaluation import (
     ChatTemplateMissing,
-    ChatTemplateRefuses,
     EvaluationLibraryMissing,
     NoAnswerToJudge,
     NothingToJudge,
@@ -215,7 +223,6 @@ __all__ = [
     "CannotReachRankZero",
     "CannotWriteRunDirectory",
     "ChatTemplateMissing",
-    "ChatTemplateRefuses",
     "CheckpointConflict",
     "CheckpointDamaged",
     "CheckpointFilesMissing",
@@ -288,6 +295,7 @@ __all__ = [
     "NoSoundCheckpoint",
     "NoTrainingData",
     "NodePlaceMissing",
+    "NotAChatTokenizer",
     "NotEnoughDevices",
     "NotSupported",
     "NothingToJudge",
@@ -322,6 +330,7 @@ __all__ = [
     "SequenceTooLongForModel",
     "ShardDoesNotDivide",
     "ShareOfUnknownLength",
+    "SpecialTokenInText",
     "SpecialTokenMissing",
     "SplitMissing",
     "StepNotFinite",
@@ -333,6 +342,11 @@ __all__ = [
     "TaskRecordUnscorable",
     "TaskSamplesOtherwise",
     "TaskUnknown",
+    "TemplateMissing",
+    "TemplateNeedsToken",
+    "TemplateRefuses",
+    "TemplateUnknown",
+    "TemplateUnreadable",
     "TensorNotInCheckpoint",
     "TensorPlanUnusable",
     "TensorStateUnsupported",

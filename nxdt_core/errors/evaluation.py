@@ -8,7 +8,6 @@ from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
     "ChatTemplateMissing",
-    "ChatTemplateRefuses",
     "EvaluationLibraryMissing",
     "NoAnswerToJudge",
     "NothingToJudge",
@@ -25,16 +24,6 @@ class ChatTemplateMissing(NxdtError):
     happened = "{place} has messages, and the tokenizer brings no chat template."
     remedy = "Take a tokenizer with a template, or name one where the data's section has a key for it."
     place: str
-
-
-class ChatTemplateRefuses(NxdtError):
-    """A template that raises, or is none."""
-
-    code = "NXDT-E002"
-    happened = "The chat template cannot render {place}: {reason}."
-    remedy = "Correct the record, or choose another template."
-    place: str
-    reason: str
 
 
 class NoAnswerToJudge(NxdtError):

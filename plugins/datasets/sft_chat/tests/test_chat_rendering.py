@@ -7,13 +7,12 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TemplateRefuses, TemplateUnreadable, TurnsInseparable
-from nxdt_plugin_sft_chat.templates import template_names
+from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
 
-OWN = {
-    name: (files("nxdt_plugin_sft_chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    for name in template_names()
-}
+from nxdt_core.data.chat_templates import shipped_template, template_names
+from nxdt_core.errors import TemplateRefuses, TemplateUnreadable
+
+OWN = {name: shipped_template(name).text for name in template_names()}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

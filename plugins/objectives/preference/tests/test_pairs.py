@@ -16,6 +16,7 @@ from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
 from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
 from nxdt_core.config.paths import resolve_path
+from nxdt_core.data.chat_templates import shipped_template
 from nxdt_core.data.collate import blank_like, collate
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import DataContext
@@ -60,6 +61,37 @@ def test_every_form_of_a_record_gives_the_turns_that_transformers_renders(write,
         prompt = theirs.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
         assert answers(sample, ours)[row] == f"{answer['content']}<|im_end|>"
         assert int(np.argmax(sample.loss_weights[row] > 0)) == len(prompt) - 1
+
+
+def test_a_shipped_template_is_taken_by_name_as_transformers_takes_its_text(write):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    theirs.chat_template = shipped_template("zephyr").text
+    record = {"prompt": ASKED, "chosen": [YES], "rejected": [NO]}
+    ours = chat_tokenizer()
+    keys = {"seq_length": 96, "chat_template": "zephyr", "train_files": (write([record]),)}
+    sample = loader(ours, **keys).split("train")[0]
+    for row, answer in enumerate((YES, NO)):
+        whole = theirs.apply_chat_template([*ASKED, answer], tokenize=False).rstrip()
+        wanted = theirs(whole, add_special_tokens=False)["input_ids"]
+        assert sample.input_ids[row][: len(wanted)].tolist() == wanted
+        assert answers(sample, ours)[row].removesuffix(theirs.eos_token) == answer["content"]
+
+
+def test_templates_are_told_the_configured_day_and_options(write, tmp_path):
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%d %b %Y') }}{{ mood }}|{% for m in messages %}{{ m.content }}|{% endfor %}", encoding="utf-8"
+    )
+    record = {"prompt": ASKED, "chosen": [YES], "rejected": [NO]}
+    keys = {"chat_template_file": template, "template_options": {"mood": " fine"}, "train_files": (write([record]),)}
+    ours = chat_tokenizer()
+    told, later = (
+        loader(ours, seq_length=64, **keys, **more).split("train") for more in ({}, {"template_date": "2025-01-02"})
+    )
+    assert ours.decode(told[0].input_ids[0]).startswith("26 Jul 2024 fine|Be short.|")
+    assert ours.decode(later[0].input_ids[0]).startswith("02 Jan 2025 fine|")
+    assert told.fingerprint() != later.fingerprint()
 
 
 def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):

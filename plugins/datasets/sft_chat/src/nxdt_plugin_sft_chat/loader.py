@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from datetime import date
 from typing import cast
 
 from nxdt_core.data.bins import drawn_bins
+from nxdt_core.data.chat import runner_of
+from nxdt_core.data.chat_templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
 from nxdt_core.data.tokens import padding_id
-from nxdt_core.errors import DataNeedsTokenizer
+from nxdt_core.errors import DataNeedsTokenizer, NotAChatTokenizer, TemplateMissing
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_sft_chat.chats import Chats, gather
 from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.datasets import ChatDataset
 from nxdt_plugin_sft_chat.encoding import Encoder
-from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NotAChatTokenizer, NothingTrained
+from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NothingTrained
 from nxdt_plugin_sft_chat.records import read_record
 from nxdt_plugin_sft_chat.rendering import Renderer
 from nxdt_plugin_sft_chat.sources import Record, read_files
-from nxdt_plugin_sft_chat.templates import find_template
 
 __all__ = ["ChatDataloader"]
 
@@ -47,13 +47,11 @@ class ChatDataloader:
         self._config = config
         self._context = context
         self._tokenizer = cast(Tokenizer, context.tokenizer)
-        template = find_template(config, chat_tokenizer)
-        named = chat_tokenizer.special_tokens()
-        template.check_tokens(named)
-        day = date.fromisoformat(config.template_date)
-        renderer = Renderer(template, named, config.template_options, day)
-        self._encoder = Encoder(renderer, chat_tokenizer, config)
-        self._settings = (template.on(day), sorted(named.items()), sorted(config.template_options.items()))
+        runner = runner_of(config, chat_tokenizer)
+        if runner is None:
+            raise TemplateMissing(known=template_names())
+        self._encoder = Encoder(Renderer(runner), chat_tokenizer, config)
+        self._settings = runner.settings
         self._divided: tuple[dict[SplitName, list[Record]], str] | None = None
 
     def split(self, name: SplitName) -> ChatDataset | None:

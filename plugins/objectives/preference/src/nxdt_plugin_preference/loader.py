@@ -46,9 +46,6 @@ class PreferenceDataloader:
         self._config = config
         self._seed = context.seed
         self._tokenizer: Tokenizer = context.tokenizer
-        self._renderer = Renderer(
-            self._tokenizer, config.chat_template_file, special_tokens_in_text=config.special_tokens_in_text
-        )
         limit = config.max_prompt_length
         self._fitting = Fitting(
             seq_length=context.seq_length,
@@ -61,8 +58,9 @@ class PreferenceDataloader:
 
         Raises:
             DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, NoPairs: of the files.
-            AnswerMissing, AnswerEmpty, AnswersEqual, PromptMissing, BadPreference, ChatTemplateMissing,
-            ChatTemplateRefuses, AnswersInseparable, SpecialTokenInText: of a record; each names the file and the line.
+            NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable: of messages.
+            AnswerMissing, AnswerEmpty, AnswersEqual, PromptMissing, BadPreference, TemplateRefuses,
+            AnswersInseparable, SpecialTokenInText: of a record; each names the file and the line.
         """
         share = self._config.validation_fraction
         if share and name != "test":
@@ -81,14 +79,15 @@ class PreferenceDataloader:
         """The pairs of a split's files, and a digest of all that decides them."""
         paths = expand(self._config.files(name), f"data.{name}_files")
         contents = [(path, read_bytes(path)) for path in paths]
+        renderer = Renderer(self._tokenizer, self._config)
         pairs = [
-            self._fitting.fit(self._renderer.render(read_preference(record, place)))
+            self._fitting.fit(renderer.render(read_preference(record, place)))
             for place, record in self._first(contents)
         ]
         if cut := sum(pair.cut for pair in pairs):
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
         digests = [digest(content) for _, content in contents]
-        return pairs, digest("preference", *digests, self._renderer.fingerprint(), self._fitting, len(pairs))
+        return pairs, digest("preference", *digests, renderer.fingerprint(), self._fitting, len(pairs))
 
     def _dataset(self, pairs: list[Pair], source: str) -> PairDataset:
         seq_length, pad_id = self._fitting.seq_length, padding_id(self._tokenizer)
