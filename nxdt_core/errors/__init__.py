@@ -112,7 +112,12 @@ from nxdt_core.errors.launch import (
 )
 from nxdt_core.errors.layouts import LayoutRefused
 from nxdt_core.errors.losses import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
-from nxdt_core.errors.migration import MigrationRefused, MigrationTargetExists, MigrationTargetUnwritable
+from nxdt_core.errors.migration import (
+    MigrationRefused,
+    MigrationTargetExists,
+    MigrationTargetUnwritable,
+    NoDecoder,
+)
 from nxdt_core.errors.models import (
     BadModelConfig,
     HFExchangeUnsupported,
@@ -290,6 +295,7 @@ __all__ = [
     "NeuronxUnreadable",
     "NoAnswerToJudge",
     "NoCheckpointToResume",
+    "NoDecoder",
     "NoInitRule",
     "NoMasterWeights",
     "NoSoundCheckpoint",

@@ -13,7 +13,7 @@ from nxdt_core import config
 from nxdt_core.config.migration import migrate
 from nxdt_core.config.migration.nxdt import stage_ends
 from nxdt_core.config.yaml_source import parse_yaml
-from nxdt_core.errors import ConfigError, MigrationRefused
+from nxdt_core.errors import ConfigError, MigrationRefused, NoDecoder
 
 HERE = Path(__file__).parent
 FILES = {
@@ -344,6 +344,32 @@ def test_megatrons_tokenizer_without_files_is_fetched(installed, tmp_path):
     tree = parse_yaml(migrate(source, tmp_path / "out.yaml", "nxdt", installed).text, "")[0]
     assert tree.plain("data.tokenizer") == {"library": "huggingface", "type": "gpt2"}
     assert tree.plain("model.vocab_size") == 50257
+
+
+@pytest.mark.parametrize("name", ["nemo", "nnm"])
+@pytest.mark.parametrize(
+    ("section", "text", "said"),
+    [
+        ("model.bert_binary_head", "true", "is of BERT (model.bert_binary_head)"),
+        ("model.data.masked_lm_prob", "0.15", "is of BERT (model.data.masked_lm_prob)"),
+        ("model.data.dataset_type", "t5", "is of T5, BART or UL2"),
+        ("model.tokenizer.num_sentinel_tokens", "0", "is of T5, BART or UL2 (model.tokenizer.num_sentinel_tokens)"),
+        ("model.data.train_ds", "{src_file_name: x}", "is of T5 (model.data.train_ds.src_file_name)"),
+        ("model.decoder", "{num_layers: 2}", "is of an encoder with a decoder"),
+        ("model.encoder", "{library: nemo}", "TransformerLM"),
+        ("model.language_model", "{hidden_size: 4}", "TransformerLM"),
+        ("model", "{enc_num_layers: 4, chunk_size: 64, bert_binary_head: true}", "is of RETRO"),
+        ("model", "{ngroups_mamba: 8, data: {masked_lm_prob: 0.15}}", "is of Mamba"),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_no_decoder_is_refused_with_what_shows_it(installed, tmp_path, name, section, text, said):
+    source = with_section(tmp_path, name, section, text)
+    with pytest.raises(NoDecoder) as caught:
+        migrate(source, tmp_path / "out.yaml", name, installed)
+    assert caught.value.code == "NXDT-C033"
+    assert said in str(caught.value)
+    for model in ("gpt", "llama", "mistral", "mixtral"):
+        assert model in caught.value.do()
 
 
 @pytest.mark.parametrize("text", ["null", "{}"])
