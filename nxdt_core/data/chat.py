@@ -118,12 +118,11 @@ def render(
         ChatTemplateMissing: there is no template.
         TemplateUnreadable, TemplateRefuses: as there.
     """
-    template = own_template(tokenizer) if isinstance(tokenizer, ChatTokenizer) else None
-    if template is None:
+    chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
+    template = own_template(chat) if chat else None
+    if chat is None or template is None:
         raise ChatTemplateMissing(place=place)
-    assert isinstance(tokenizer, ChatTokenizer)
-    runner = TemplateRunner(template, tokenizer.special_tokens())
-    return runner.run(messages, place=place, prompts=prompts, tools=tools)[0]
+    return TemplateRunner(template, chat.special_tokens()).run(messages, place=place, prompts=prompts, tools=tools)[0]
 
 
 class ReservedTokens:
