@@ -20,10 +20,11 @@ PYTEST_ARGS ?=
 
 install: $(STAMP)
 
-$(STAMP): constraints.txt requirements-dev.txt $(DISTS:%=%/pyproject.toml)
+$(STAMP): constraints.txt requirements-dev.txt requirements-data.txt $(DISTS:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch==2.13.0 hatchling editables
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt -r requirements-dev.txt
+	$(PIP) install --quiet --no-deps -c constraints.txt -r requirements-data.txt
 	touch $(STAMP)
 
 demo: $(STAMP)

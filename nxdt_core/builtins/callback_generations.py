@@ -33,7 +33,7 @@ class Generations(pl.Callback):
 
         Raises:
             CannotGenerate: the run has no tokenizer.
-            ChatTemplateMissing, ChatTemplateRefuses: of prompts that are to be a user's turn.
+            ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of prompts that are to be a user's turn.
         """
         data: Any = getattr(trainer, "datamodule", None)
         tokenizer: Tokenizer | None = getattr(data, "tokenizer", None)

@@ -66,6 +66,12 @@ class HuggingFaceTokenizer:
         """Digest of the tokenizer's file and of the special tokens that training puts around documents."""
         return self._fingerprint
 
+    def leading_ids(self) -> Sequence[int]:
+        """What the file's post-processor puts before a text."""
+        found = self._tokenizer.encode("a", add_special_tokens=True)
+        ids: list[int] = found.ids[: found.special_tokens_mask.index(0)]
+        return ids
+
     def hf_files(self) -> Mapping[str, bytes]:
         """The files it was made of, with the special tokens that the configuration names."""
         return pretrained_files(self._loaded, self._named())

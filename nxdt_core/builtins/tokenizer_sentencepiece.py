@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.builtins.tokenizer_config import SentencePieceTokenizerConfig
 from nxdt_core.builtins.tokenizer_files import import_library, read_file
 from nxdt_core.builtins.tokenizer_sentencepiece_files import pretrained_files
+from nxdt_core.builtins.tokenizer_sentencepiece_places import cut, located
 from nxdt_core.data.digest import digest
 from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile
+from nxdt_core.protocols.tokenizer import LocatedIds
 
 __all__ = ["SentencePieceTokenizer"]
 
@@ -36,7 +39,11 @@ class SentencePieceTokenizer:
         self._own_size: int = self._processor.vocab_size()
         self._added: dict[str, int] = self._append(config) if config.sentencepiece_legacy else {}
         self._appended = {id_: token for token, id_ in self._added.items() if id_ >= self._own_size}
-        self._parts = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))))
+        self._parts = _any_of(self._added)
+        own = range(self._own_size)
+        controls = {self._processor.id_to_piece(id_): id_ for id_ in own if self._processor.is_control(id_)}
+        self._reserved = {**controls, **self._added}
+        self._reserved_parts = _any_of(self._reserved)
         self.vocab_size: int = self._own_size + len(self._appended)
         self.bos_id: int | None = self._special("bos_token", config.bos_token, self._processor.bos_id())
         self.eos_id: int | None = self._special("eos_token", config.eos_token, self._processor.eos_id())
@@ -50,7 +57,7 @@ class SentencePieceTokenizer:
         if not self._added:
             ids: list[int] = self._processor.encode(text)
             return ids
-        return [id_ for part in self._cut(text) for id_ in self._encode_part(part)]
+        return [id_ for _, part in cut(self._parts, text) for id_ in self._encode_part(part)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The same for many texts, on the library's threads."""
@@ -64,6 +71,29 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode([i for i in ids if 0 <= i < self._own_size])
         return text
 
+    def chat_template(self) -> str | None:
+        """None: the file has no place for one."""
+        return None
+
+    def special_tokens(self) -> Mapping[str, str]:
+        """The begin, end, padding and unknown token, where there are such."""
+        ids = {**self._roles(), "unk_token": self._processor.unk_id()}
+        return {key: self._name(id_) for key, id_ in ids.items() if id_ is not None}
+
+    def reserved_tokens(self) -> Sequence[str]:
+        """Control tokens of the model, and those that the configuration lets texts spell out."""
+        return list(self._reserved)
+
+    def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
+        """As :meth:`encode_batch`, but control tokens are read too; what stands between is tokenised by itself."""
+        return [located(self._processor, text, self._reserved_parts, self._reserved) for text in texts]
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """As :meth:`decode`, with special tokens as they are written."""
+        names = {id_: token for token, id_ in self._reserved.items()}
+        known = groupby((id_ for id_ in ids if 0 <= id_ < self.vocab_size), names.__contains__)
+        return "".join("".join(names[id_] for id_ in run) if special else self.decode(run) for special, run in known)
+
     def fingerprint(self) -> str:
         """Digest of the model file and of what the configuration adds to it."""
         return self._fingerprint
@@ -71,8 +101,7 @@ class SentencePieceTokenizer:
     def hf_files(self) -> Mapping[str, bytes]:
         """The model file and what makes transformers give the same ids; nothing for a model of which that is not known:
         a unigram one, or one that normalises text or merges its spaces."""
-        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        names = {key: None if id_ is None else self._name(id_) for key, id_ in ids.items()}
+        names = {key: None if id_ is None else self._name(id_) for key, id_ in self._roles().items()}
         return pretrained_files(self._content, self._added, names)
 
     def _append(self, config: SentencePieceTokenizerConfig) -> dict[str, int]:
@@ -102,23 +131,22 @@ class SentencePieceTokenizer:
             raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=reason)
         return id_
 
+    def _roles(self) -> dict[str, int | None]:
+        return {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+
     def _name(self, id_: int) -> str:
         name: str = self._processor.id_to_piece(id_) if id_ < self._own_size else self._appended[id_]
         return name
-
-    def _cut(self, text: str) -> Iterator[str]:
-        """``text`` cut before and behind each appended token."""
-        at = 0
-        for found in self._parts.finditer(text):
-            yield text[at : found.start()]
-            yield found[0]
-            at = found.end()
-        yield text[at:]
 
     def _encode_part(self, part: str) -> list[int]:
         own = self._added.get(part)
         ids: list[int] = self._processor.encode(part) if own is None else [own]
         return ids
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """What finds the longest of ``tokens``; without any, nothing."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 def _parse(library: Any, content: bytes, path: Path) -> Any:

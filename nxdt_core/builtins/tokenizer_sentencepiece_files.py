@@ -18,7 +18,7 @@ __all__ = ["pretrained_files"]
 _SPACE = "▁"
 _BPE = 2
 """Model type of the trainer's specification."""
-_USER_DEFINED, _BYTE = 4, 6
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 """Types of pieces."""
 
 
@@ -73,7 +73,8 @@ def _tokenizer(pieces: Sequence[Any], unknown: str, added: Mapping[str, int]) ->
     )
     own = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
     tokenizer.add_tokens([library.AddedToken(token, normalized=False) for token in own])
-    tokenizer.add_special_tokens([library.AddedToken(token, normalized=False, special=True) for token in added])
+    special = [*(piece.piece for piece in pieces if piece.type == _CONTROL), *added]  # as chat templates write them
+    tokenizer.add_special_tokens([library.AddedToken(token, normalized=False, special=True) for token in special])
     return tokenizer
 
 

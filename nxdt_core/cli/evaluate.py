@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -54,12 +55,13 @@ def evaluate(
 
     if not files and not tasks:
         raise NothingToJudge(found="neither files nor tasks are named")
+    judge = _tasks(tasks, task_path, limit) if tasks else None
     loaded = load_model(checkpoint)
     found: dict[str, Any] = {"step": loaded.step}
     if files:
         found |= _records(loaded, files, limit=limit, max_new_tokens=max_new_tokens, show=0 if as_json else show)
-    if tasks:
-        found["tasks"] = _tasks(loaded, tasks, task_path, limit)
+    if judge is not None:
+        found["tasks"] = judge(loaded)
     click.echo(json.dumps(found) if as_json else "\n".join(_lines(found)))
 
 
@@ -79,16 +81,18 @@ def _records(
     return {"records": len(answers), **scores(answers)}
 
 
-def _tasks(loaded: LoadedModel, tasks: tuple[str, ...], path: str | None, limit: int | None) -> dict[str, Any]:
+def _tasks(tasks: tuple[str, ...], path: str | None, limit: int | None) -> Callable[[LoadedModel], dict[str, Any]]:
+    """What finds the figures of a model; unknown tasks are refused before one is loaded."""
     from nxdt_core.errors import EvaluationLibraryMissing
 
     try:
-        from nxdt_core.training.harness import run_tasks
+        from nxdt_core.training.harness import find_tasks, run_tasks
     except ImportError as error:
         raise EvaluationLibraryMissing(
             needed_by="Tasks", library="lm-evaluation-harness", extra="lm-eval", reason=str(error)
         ) from error
-    return run_tasks(loaded, tasks, path=path, limit=limit)
+    manager = find_tasks(tasks, path)
+    return lambda loaded: run_tasks(loaded, tasks, manager, limit=limit)
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -2,15 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
 from typing import Any
 
-from nxdt_core.errors import ChatTemplateMissing, ChatTemplateRefuses
+from nxdt_core.data.chat_keys import ChatKeys
+from nxdt_core.data.chat_templates import ChatTemplate, find_template, own_template
+from nxdt_core.errors import ChatTemplateMissing, SpecialTokenInText, TemplateRefuses, TemplateUnreadable
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
-__all__ = ["Messages", "render"]
+__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "render", "runner_of"]
 
 Messages = Sequence[Mapping[str, Any]]
+
+Span = tuple[int, int]
+"""First character, and the one behind the last."""
+
+
+class TemplateRunner:
+    """Runs one template.
+
+    Args:
+        template: the template.
+        special_tokens: as it may call them (``eos_token``, …).
+        options: what else it is told.
+        day: what it is told of today; None tells the truth.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        special_tokens: Mapping[str, str],
+        options: Mapping[str, Any] | None = None,
+        day: date | None = None,
+    ) -> None:
+        self.template = template
+        self._source = template.text if day is None else template.on(day)
+        self._told = {**special_tokens, **(options or {})}
+
+    @property
+    def settings(self) -> object:
+        """All that decides which text messages become; by its ``repr``."""
+        return self._source, sorted(self._told.items())
+
+    def run(
+        self,
+        messages: Messages,
+        *,
+        place: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompts: bool = False,
+        marks: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """The text of ``messages``, and where its generation blocks lie.
+
+        Args:
+            messages: of one conversation, each with ``role`` and ``content``.
+            place: of the conversation, for errors.
+            tools: JSON schemas of the functions that the assistant may call.
+            prompts: write the beginning of the assistant's next turn behind them.
+            marks: look for generation blocks.
+
+        Raises:
+            TemplateUnreadable: the template is none.
+            TemplateRefuses: it raises an exception for these messages.
+        """
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, blocks = render_jinja_template(
+                [list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=self._source,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompts,
+                **self._told,
+            )
+        except TemplateSyntaxError as error:
+            reason = f"line {error.lineno}: {error.message}"
+            raise TemplateUnreadable(origin=self.template.origin, reason=reason) from error
+        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise TemplateRefuses(place=place, origin=self.template.origin, reason=reason) from error
+        return str(texts[0]), list(blocks[0]) if marks else []
+
+
+def runner_of(keys: ChatKeys, tokenizer: ChatTokenizer) -> TemplateRunner | None:
+    """Runs the template that the configuration names, else the tokenizer's; None where there is none.
+
+    Raises:
+        TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
+        TemplateNeedsToken: it writes a token that the tokenizer does not name.
+    """
+    template = find_template(keys, tokenizer)
+    if template is None:
+        return None
+    named = tokenizer.special_tokens()
+    template.check_tokens(named)
+    return TemplateRunner(template, named, keys.template_options, date.fromisoformat(keys.template_date))
 
 
 def render(
@@ -18,40 +109,42 @@ def render(
     tokenizer: Tokenizer,
     *,
     place: str,
-    template: str | None = None,
     prompts: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The text of ``messages``.
-
-    Args:
-        messages: of one conversation, each with ``role`` and ``content``.
-        tokenizer: whose special tokens the template may write.
-        place: of the conversation, for errors.
-        template: None takes the tokenizer's own.
-        prompts: write the beginning of the assistant's next turn behind them.
-        tools: JSON schemas of the functions that the assistant may call.
+    """The text of ``messages`` by the tokenizer's own template; arguments as of :meth:`TemplateRunner.run`.
 
     Raises:
         ChatTemplateMissing: there is no template.
-        ChatTemplateRefuses: it raises, or is none.
+        TemplateUnreadable, TemplateRefuses: as there.
     """
     chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
-    source = template or (chat.chat_template() if chat else None)
-    if chat is None or source is None:
+    template = own_template(chat) if chat else None
+    if chat is None or template is None:
         raise ChatTemplateMissing(place=place)
-    from jinja2.exceptions import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
+    return TemplateRunner(template, chat.special_tokens()).run(messages, place=place, prompts=prompts, tools=tools)[0]
 
-    try:
-        texts, _ = render_jinja_template(
-            [list(messages)],
-            tools=None if tools is None else list(tools),
-            chat_template=source,
-            add_generation_prompt=prompts,
-            **chat.special_tokens(),
-        )
-    except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-        reason = str(error).rstrip(".") or type(error).__name__
-        raise ChatTemplateRefuses(place=place, reason=reason) from error
-    return str(texts[0])
+
+class ReservedTokens:
+    """The special tokens that no message may spell: it would end a turn, or begin one.
+
+    Args:
+        tokenizer: whose tokens they are.
+        allowed: whether texts may spell them all the same.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, *, allowed: bool) -> None:
+        reserved = () if allowed else tokenizer.reserved_tokens()
+        self._pattern = re.compile("|".join(map(re.escape, reserved))) if reserved else None
+
+    def check(self, texts: Iterable[str], place: str) -> None:
+        """Let the texts of a conversation's messages pass.
+
+        Raises:
+            SpecialTokenInText: one spells such a token; tells the number of the message.
+        """
+        if self._pattern is None:
+            return
+        for number, text in enumerate(texts, start=1):
+            if found := self._pattern.search(text):
+                raise SpecialTokenInText(place=place, number=number, token=found[0])

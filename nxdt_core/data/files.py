@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import difflib
 import glob
-import gzip
 import json
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.paths import PackageNotFound, resolve_path
+from nxdt_core.data.compressed import UNREADABLE, opened
 from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable, TextNotUtf8
 
 __all__ = ["JSON_LINES", "decode", "expand", "json_object", "json_objects", "near", "read_bytes"]
@@ -50,15 +49,15 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Content of a file, decompressed where its name ends in ``.gz``.
+    """Content of a file, decompressed where its name ends in ``.gz`` or ``.zst``.
 
     Raises:
         DataFileUnreadable: no permission, an error of the disk, or damaged compressed data.
     """
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError, zlib.error) as error:
+        with opened(path) as file:
+            return file.read()
+    except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataFileUnreadable(path=str(path), reason=reason) from error
 

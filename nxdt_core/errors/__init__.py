@@ -9,6 +9,15 @@ carries its data as attributes; its sentences are built here and nowhere else. C
 from nxdt_core.errors.adapters import AdapterOfAnotherBase
 from nxdt_core.errors.averages import CheckpointHasNoAverage
 from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.chats import (
+    NotAChatTokenizer,
+    SpecialTokenInText,
+    TemplateMissing,
+    TemplateNeedsToken,
+    TemplateRefuses,
+    TemplateUnknown,
+    TemplateUnreadable,
+)
 from nxdt_core.errors.checkpoints import (
     BadStorageKey,
     BadStorageUri,
@@ -75,10 +84,11 @@ from nxdt_core.errors.data import (
 )
 from nxdt_core.errors.evaluation import (
     ChatTemplateMissing,
-    ChatTemplateRefuses,
     EvaluationLibraryMissing,
     NoAnswerToJudge,
     NothingToJudge,
+    TaskRecordUnscorable,
+    TaskSamplesOtherwise,
     TaskUnknown,
 )
 from nxdt_core.errors.exchange import (
@@ -102,7 +112,12 @@ from nxdt_core.errors.launch import (
 )
 from nxdt_core.errors.layouts import LayoutRefused
 from nxdt_core.errors.losses import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
-from nxdt_core.errors.migration import MigrationRefused, MigrationTargetExists, MigrationTargetUnwritable
+from nxdt_core.errors.migration import (
+    MigrationRefused,
+    MigrationTargetExists,
+    MigrationTargetUnwritable,
+    NoDecoder,
+)
 from nxdt_core.errors.models import (
     BadModelConfig,
     HFExchangeUnsupported,
@@ -213,7 +228,6 @@ __all__ = [
     "CannotReachRankZero",
     "CannotWriteRunDirectory",
     "ChatTemplateMissing",
-    "ChatTemplateRefuses",
     "CheckpointConflict",
     "CheckpointDamaged",
     "CheckpointFilesMissing",
@@ -281,11 +295,13 @@ __all__ = [
     "NeuronxUnreadable",
     "NoAnswerToJudge",
     "NoCheckpointToResume",
+    "NoDecoder",
     "NoInitRule",
     "NoMasterWeights",
     "NoSoundCheckpoint",
     "NoTrainingData",
     "NodePlaceMissing",
+    "NotAChatTokenizer",
     "NotEnoughDevices",
     "NotSupported",
     "NothingToJudge",
@@ -320,6 +336,7 @@ __all__ = [
     "SequenceTooLongForModel",
     "ShardDoesNotDivide",
     "ShareOfUnknownLength",
+    "SpecialTokenInText",
     "SpecialTokenMissing",
     "SplitMissing",
     "StepNotFinite",
@@ -328,7 +345,14 @@ __all__ = [
     "StorageFull",
     "StoragePathIsFile",
     "StoreInUse",
+    "TaskRecordUnscorable",
+    "TaskSamplesOtherwise",
     "TaskUnknown",
+    "TemplateMissing",
+    "TemplateNeedsToken",
+    "TemplateRefuses",
+    "TemplateUnknown",
+    "TemplateUnreadable",
     "TensorNotInCheckpoint",
     "TensorPlanUnusable",
     "TensorStateUnsupported",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from nxdt_core.errors.base import NxdtError
+from typing import Any
+
+from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
     "ChatTemplateMissing",
-    "ChatTemplateRefuses",
     "EvaluationLibraryMissing",
     "NoAnswerToJudge",
     "NothingToJudge",
+    "TaskRecordUnscorable",
+    "TaskSamplesOtherwise",
     "TaskUnknown",
 ]
 
@@ -21,16 +24,6 @@ class ChatTemplateMissing(NxdtError):
     happened = "{place} has messages, and the tokenizer brings no chat template."
     remedy = "Take a tokenizer with a template, or name one where the data's section has a key for it."
     place: str
-
-
-class ChatTemplateRefuses(NxdtError):
-    """A template that raises, or is none."""
-
-    code = "NXDT-E002"
-    happened = "The chat template cannot render {place}: {reason}."
-    remedy = "Correct the record, or choose another template."
-    place: str
-    reason: str
 
 
 class NoAnswerToJudge(NxdtError):
@@ -68,6 +61,34 @@ class TaskUnknown(NxdtError):
     """A task that the harness does not have."""
 
     code = "NXDT-E006"
-    happened = "The harness has no task {task!r}."
+    happened = "The harness has no task {task!r}{near}."
     remedy = "Look at its list (lm-eval ls tasks), or name the directory of your own tasks with --task-path."
     task: str
+    candidates: tuple[str, ...] = ()
+
+    def _view(self) -> dict[str, Any]:
+        near = f"; it has {listing(self.candidates)}" if self.candidates else ""
+        return {**super()._view(), "near": near}
+
+
+class TaskRecordUnscorable(NxdtError):
+    """An answer whose probability cannot be told."""
+
+    code = "NXDT-E007"
+    happened = "An answer of the task cannot be scored: {reason}."
+    remedy = "Correct the record, or take a task whose answers this model can be asked."
+    reason: str
+
+
+class TaskSamplesOtherwise(NxdtError):
+    """A task whose tokens are to be chosen in a way that is not known here."""
+
+    code = "NXDT-E008"
+    happened = "The task asks for {name}: {value}, which is not known here."
+    remedy = "Its generation_kwargs may have {understood}."
+    name: str
+    value: object
+    known: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "understood": listing(self.known)}

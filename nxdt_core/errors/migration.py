@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from nxdt_core.errors.base import NxdtError
+from typing import Any
 
-__all__ = ["MigrationRefused", "MigrationTargetExists", "MigrationTargetUnwritable"]
+from nxdt_core.errors.base import NxdtError, listing
+
+__all__ = ["MigrationRefused", "MigrationTargetExists", "MigrationTargetUnwritable", "NoDecoder"]
 
 
 class MigrationRefused(NxdtError):
@@ -36,3 +38,19 @@ class MigrationTargetUnwritable(NxdtError):
     remedy = "Name a file in a directory that exists and that you may write to."
     path: str
     reason: str
+
+
+class NoDecoder(NxdtError):
+    """A file of a model that is no decoder, and would be trained as one."""
+
+    code = "NXDT-C033"
+    happened = "{source} is of {model} ({found}), and models here are transformer decoders."
+    remedy = "Train it where it is from, or begin a decoder from one of 'nxdt recipes list'; the models here: {known}."
+    source: str
+    model: str
+    keys: list[str]
+    models: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        found = " and ".join(self.keys)
+        return {**super()._view(), "found": found, "known": listing(self.models) or "none is installed"}

@@ -31,7 +31,6 @@ __all__ = [
     "Dataloader",
     "IterableDataset",
     "MapDataset",
-    "NamedSources",
     "PassingDataset",
     "ReportingDataset",
     "Split",
@@ -115,15 +114,6 @@ class Dataloader(Protocol):
         """The samples of a split, or None where the configuration names no data for it.
 
         Of validation and test also several sets by name, each of which is then judged by itself, too."""
-        ...
-
-
-@runtime_checkable
-class NamedSources(Protocol):
-    """Optional for a dataloader that has several sources: each alone, so that validation can tell them apart."""
-
-    def sources(self, name: SplitName) -> Mapping[str, MapDataset | IterableDataset]:
-        """The samples of a split by source; of those sources that have data for it."""
         ...
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["ChatTokenizer", "HFTokenizer", "LocatedIds", "Tokenizer"]
+__all__ = ["ChatTokenizer", "HFTokenizer", "LeadingTokenizer", "LocatedIds", "Tokenizer"]
 
 
 @runtime_checkable
@@ -48,6 +48,15 @@ class HFTokenizer(Protocol):
 
     def hf_files(self) -> Mapping[str, bytes]:
         """The files, by name, that ``AutoTokenizer.from_pretrained`` makes the same tokenizer of."""
+        ...
+
+
+@runtime_checkable
+class LeadingTokenizer(Protocol):
+    """Optional for a tokenizer: one whose files say how a text begins."""
+
+    def leading_ids(self) -> Sequence[int]:
+        """What transformers would put before each text, such as the begin-of-text token; often nothing."""
         ...
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.head import Head
+from nxdt_core.data.limits import first_batches, together
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors import LengthUnknown, NoTrainingData, ReferenceNeedsLength, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
@@ -100,9 +99,11 @@ class NxdtDataModule(pl.LightningDataModule):
         self._train = train
         if validation is not None:
             self._validation = dict(validation) if isinstance(validation, Mapping) else {UNNAMED: validation}
-        share = trainer.limit_val_batches
-        if isinstance(share, float) and share < 1:
-            self._validation = {name: self._share(dataset, share) for name, dataset in self._validation.items()}
+        limit = trainer.limit_val_batches
+        if isinstance(limit, float) and limit < 1:
+            self._validation = {name: self._share(dataset, limit) for name, dataset in self._validation.items()}
+        elif isinstance(limit, int) and len(self._validation) > 1:
+            self._validation = together(self._validation, limit, self.config.run.data.global_batch_size)
 
     @property
     def train_samples(self) -> int | None:
@@ -171,7 +172,7 @@ class NxdtDataModule(pl.LightningDataModule):
             return dataset
         if not isinstance(dataset, MapDataset):
             raise LengthUnknown(key=key)
-        return self._head(dataset, limit)
+        return first_batches(dataset, limit, self.config.run.data.global_batch_size)
 
     def _share(self, dataset: Dataset, share: float) -> Dataset:
         """The first global batches of a validation set, at least one of a share above 0.
@@ -181,12 +182,7 @@ class NxdtDataModule(pl.LightningDataModule):
         """
         if not isinstance(dataset, MapDataset):
             raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
-        return self._head(dataset, share)
-
-    def _head(self, dataset: MapDataset, limit: int | float) -> Head:
-        size = self.config.run.data.global_batch_size
-        batches = limit if isinstance(limit, int) else math.ceil(limit * math.ceil(len(dataset) / size))
-        return Head(dataset, batches * size)
+        return first_batches(dataset, share, self.config.run.data.global_batch_size)
 
     def _loader(self, dataset: Dataset, *, repeat: bool) -> GlobalBatchLoader:
         data, rank = self.config.run.data, self._rank_info()

@@ -50,7 +50,7 @@ def questions(files: Sequence[Path | str], tokenizer: Tokenizer, *, limit: int |
 
     Raises:
         DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine: of the files.
-        NoAnswerToJudge, ChatTemplateMissing, ChatTemplateRefuses: of a record.
+        NoAnswerToJudge, ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of a record.
     """
     records = (
         (f"{path}:{line}", record)

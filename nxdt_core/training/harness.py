@@ -1,24 +1,38 @@
-"""A checkpoint as a model of EleutherAI's lm-evaluation-harness. Importing this needs that library."""
+"""A checkpoint as a model of EleutherAI's lm-evaluation-harness. Importing this needs that library.
+
+What it answers is what the library's own ``hf`` model answers of the exported checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from nxdt_core.devices import HOST
+from nxdt_core.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown
+from nxdt_core.protocols.tokenizer import LeadingTokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
 
-__all__ = ["HarnessModel", "run_tasks"]
+__all__ = ["HarnessModel", "find_tasks", "run_tasks"]
 
 _MAX_NEW_TOKENS = 256
-"""Where a task does not say."""
+"""Where a task does not say; the ``hf`` model's."""
+_UNDERSTOOD = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
+_WITHOUT_EFFECT = {"num_beams": 1, "top_p": 1.0, "repetition_penalty": 1.0}
+"""Settings at which they do nothing."""
+_OF_DRAWS = {"top_p", "min_p", "typical_p"}
+"""Those that do nothing where the likeliest token is taken."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no types
@@ -27,6 +41,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__()
         self._loaded = loaded
+        tokenizer = loaded.tokenizer
+        self._leading = list(tokenizer.leading_ids()) if isinstance(tokenizer, LeadingTokenizer) else []
 
     @property
     def eot_token_id(self) -> int:
@@ -35,24 +51,28 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         return next(id_ for id_ in (tokenizer.bos_id, tokenizer.eos_id, 0) if id_ is not None)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, without special tokens at its ends."""
-        return self._loaded.tokenizer.encode(string)
+        """Ids of a text, behind what the tokenizer's files put before one, unless it begins so already."""
+        ids = self._loaded.tokenizer.encode(string)
+        leading = [] if add_special_tokens is False or ids[:1] == [self.eot_token_id] else self._leading
+        return [*leading, *ids]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text, window by window."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm):
-            ids, window = self.tok_encode(request.args[0]), self._loaded.window
             windows = get_rolling_token_windows(
-                token_list=ids, prefix_token=self.eot_token_id, max_seq_len=window, context_len=1
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.eot_token_id,
+                max_seq_len=self._loaded.window,
+                context_len=1,
             )
-            parts = [make_disjoint_window(part) for part in windows]
-            found.append(sum(self._scored(list(context), list(rest))[0] for context, rest in parts))
+            found.append(sum(self._scored(*make_disjoint_window(window))[0] for window in windows))
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model writes behind each context, up to the first of the task's stop strings."""
-        return [self._written(*request.args) for request in tqdm(requests, disable=disable_tqdm)]
+        rows = enumerate(tqdm(requests, disable=disable_tqdm))
+        return [self._written(*request.args, seed=number) for number, request in rows]
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
@@ -60,51 +80,95 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         return [self._scored(context, rest) for _, context, rest in tqdm(requests, disable=disable_tqdm)]
 
     def _scored(self, context: Sequence[int], rest: Sequence[int]) -> tuple[float, bool]:
-        """Log-probability of ``rest`` behind ``context``, and whether it is what the model would have written."""
-        ids = torch.tensor([*context, *rest][-(self._loaded.window + 1) :])
-        logits = self._loaded.model.forward(ids[None, :-1])[0].float().to(HOST)[-len(rest) :]
-        log_probs = logits[:, : self._loaded.tokenizer.vocab_size].log_softmax(-1)
-        wanted = ids[-len(logits) :]
+        """Log-probability of ``rest`` behind ``context``, and whether it is what the model would have written.
+
+        Of a long context the last tokens are taken. All rows of the model count, as they do in training.
+        """
+        window = self._loaded.window
+        if not rest:
+            raise TaskRecordUnscorable(reason="it has no token of its own behind its question")
+        if len(rest) > window:
+            raise TaskRecordUnscorable(
+                reason=f"it has {len(rest)} tokens, and the model sees {window} (data.seq_length)"
+            )
+        ids = torch.tensor([*context, *rest][-(window + 1) :])
+        logits = self._loaded.model.forward(ids[None, :-1])[0, -len(rest) :].float().to(HOST)
+        log_probs, wanted = logits.log_softmax(-1), ids[-len(rest) :]
         likeliest = bool((log_probs.argmax(-1) == wanted).all())
         return float(log_probs.gather(1, wanted[:, None]).sum()), likeliest
 
-    def _written(self, context: str, settings: dict[str, Any]) -> str:
-        sampling = Sampling(
-            max_new_tokens=settings.get("max_gen_toks", _MAX_NEW_TOKENS),
-            temperature=settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0,
-        )
-        until = settings.get("until") or []
-        stops = [until] if isinstance(until, str) else list(until)
-        ids, written, text = self.tok_encode(context) or [self.eot_token_id], [], ""
-        for token in self._loaded.continuation(ids, sampling):
+    def _written(self, context: str, asked: dict[str, Any], *, seed: int) -> str:
+        settings: dict[str, Any] = {**normalize_gen_kwargs(asked, _MAX_NEW_TOKENS)}
+        sampling = _sampling(settings, seed)
+        room = self._loaded.window - sampling.max_new_tokens
+        ids = (self.tok_encode(context) or [self.eot_token_id])[-room if room > 0 else 0 :]
+        stops = [stop for stop in settings["until"] if stop]
+        text = self._until(self._loaded.continuation(ids, sampling), stops)
+        cut: str = postprocess_generated_text(text, stops, None)
+        return cut
+
+    def _until(self, tokens: Iterable[int], stops: Sequence[str]) -> str:
+        """Text of ``tokens`` as far as one of ``stops``, which is in it."""
+        written: list[int] = []
+        text = ""
+        for token in tokens:
             written.append(token)
             text = self._loaded.tokenizer.decode(written)
-            if any(stop in text for stop in stops if stop):
+            if any(stop in text for stop in stops):
                 break
-        return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
+        return text
 
 
-def run_tasks(loaded: LoadedModel, tasks: Sequence[str], *, path: str | None, limit: int | None) -> dict[str, Any]:
+def _sampling(settings: dict[str, Any], seed: int) -> Sampling:
+    """What a task asks for; ``seed`` differs between its requests, of which some are the same text several times.
+
+    Raises:
+        TaskSamplesOtherwise: it asks for more than is known here.
+    """
+    drawn = bool(settings["do_sample"])
+    for name, value in settings.items():
+        idle = value is None or value == _WITHOUT_EFFECT.get(name) or (name in _OF_DRAWS and not drawn)
+        if name not in _UNDERSTOOD and not idle:
+            raise TaskSamplesOtherwise(name=name, value=value, known=tuple(sorted(_UNDERSTOOD)))
+    return Sampling(
+        max_new_tokens=settings["max_gen_toks"],
+        temperature=settings.get("temperature", 1.0) if drawn else 0.0,
+        top_k=settings.get("top_k"),
+        seed=seed,
+    )
+
+
+def find_tasks(tasks: Sequence[str], path: str | None) -> TaskManager:
+    """What the library knows of its tasks and of those in the directory ``path``.
+
+    Raises:
+        TaskUnknown: one of ``tasks`` is not among them.
+    """
+    if path is not None:
+        own = TaskManager(include_path=path, include_defaults=False)
+        if {*own.all_subtasks}.issuperset(
+            tasks
+        ):  # groups may name the library's, whose files take many seconds to read
+            return own
+    manager = TaskManager(include_path=path)
+    for task in tasks:
+        if task not in manager.all_tasks:
+            raise TaskUnknown(task=task, candidates=tuple(difflib.get_close_matches(task, manager.all_tasks)))
+    return manager
+
+
+def run_tasks(loaded: LoadedModel, tasks: Sequence[str], manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
     """Figures by task, as the harness gives them.
 
     Args:
         loaded: the model.
         tasks: their names.
-        path: a directory with tasks of one's own.
+        manager: knows them.
         limit: records of each task; None takes all.
 
     Raises:
-        TaskUnknown: the harness has none of that name.
+        TaskRecordUnscorable, TaskSamplesOtherwise: a task asks for what cannot be answered.
     """
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from nxdt_core.errors import TaskUnknown
-
-    manager = TaskManager(include_path=path)
-    for task in tasks:
-        if task not in manager.all_tasks:
-            raise TaskUnknown(task=task)
     found = simple_evaluate(
         model=HarnessModel(loaded), tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0
     )

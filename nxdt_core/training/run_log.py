@@ -44,12 +44,15 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
     for file in files:
         file.setFormatter(logging.Formatter(_FORM, defaults={"rank": info.rank}))
-    with _attached(files):
-        try:
+    try:
+        with _attached([*files, *_printing(info)]):
             yield
-        except Exception as error:
-            _tell(files, error)
-            raise
+    except Exception as error:
+        _tell(files, error)
+        raise
+    finally:
+        for file in files:
+            file.close()
 
 
 def _keeps_log(config: ResolvedConfig, info: RankInfo) -> bool:
@@ -59,12 +62,21 @@ def _keeps_log(config: ResolvedConfig, info: RankInfo) -> bool:
     return info.local_rank == 0 or not manager.log_local_rank_0_only
 
 
+def _printing(info: RankInfo) -> list[logging.Handler]:
+    """What Python prints by itself, as long as nobody handles it: warnings, which most often all ranks find, of one of
+    them; errors of each."""
+    if logging.lastResort is None or logging.getLogger().handlers:
+        return []
+    if info.rank == 0:
+        return [logging.lastResort]
+    errors = logging.StreamHandler()
+    errors.setLevel(logging.ERROR)
+    return [errors]
+
+
 @contextmanager
-def _attached(files: list[_File]) -> Iterator[None]:
+def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
     root, level = logging.getLogger(), _OURS.level
-    # Python prints warnings by itself only as long as nobody handles them.
-    printing = [logging.lastResort] if logging.lastResort is not None and not root.handlers else []
-    handlers: list[logging.Handler] = [*files, *printing]
     for handler in handlers:
         root.addHandler(handler)
     _OURS.setLevel(logging.INFO)
@@ -74,8 +86,6 @@ def _attached(files: list[_File]) -> Iterator[None]:
         _OURS.setLevel(level)
         for handler in handlers:
             root.removeHandler(handler)
-        for file in files:
-            file.close()
 
 
 def _tell(files: list[_File], error: Exception) -> None:

@@ -106,7 +106,7 @@ def test_a_complete_new_file_makes_the_older_one_count_for_nothing(directory, tm
 @given(st.text(max_size=40))
 @settings(deadline=None)
 def test_every_text_comes_back(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.spell(tokenizer.encode(text)) == text  # it may spell out a special token
 
 
 @given(st.lists(st.text(max_size=30), max_size=4))

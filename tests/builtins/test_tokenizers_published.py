@@ -99,7 +99,7 @@ def test_every_text_comes_back(tokenizer):
 @settings(deadline=None, max_examples=50)
 def test_any_text_comes_back(gpt2, llama3, text):
     for tokenizer in (gpt2, llama3):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.spell(tokenizer.encode(text)) == text  # it may spell out a special token
 
 
 def test_special_and_unknown_ids_are_left_out_of_text(tokenizer):

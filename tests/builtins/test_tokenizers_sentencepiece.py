@@ -69,6 +69,16 @@ def test_a_batch_equals_its_texts(tokenizer, texts):
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
 
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+@settings(deadline=None)
+def test_located_tokens_are_the_librarys_in_their_order(tokenizer, text):
+    (found,) = tokenizer.locate([text])
+    assert "<" in text or found.ids.tolist() == tokenizer.encode(text)
+    places = zip(found.starts, found.ends, found.starts[1:], found.ends[1:], strict=False)
+    assert all(start <= next_start and end <= next_end for start, end, next_start, next_end in places)
+    assert len(text) >= max(found.ends, default=0)
+
+
 @given(st.text(st.characters(min_codepoint=0x3041, max_codepoint=0x9FFF, categories=["Lo"]), max_size=20))
 @settings(deadline=None)
 def test_scripts_that_it_never_saw_come_back_through_bytes(tokenizer, text):

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.data.bins import first_fit_decreasing
+from nxdt_core.data.bins import drawn_bins, first_fit_decreasing, first_fit_in_rows
 
 
 def by_the_book(lengths, capacity):
-    """Each item, the longest first, into the first bin with room."""
+    """Each item, the longest first, into the first bin with room in each of its rows."""
     bins = []
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for item in sorted(range(len(lengths)), key=lambda i: -sum(lengths[i])):
         for content in bins:
-            if sum(lengths[i] for i in content) + lengths[item] <= capacity:
+            if all(sum(row) <= capacity for row in zip(*(lengths[i] for i in [*content, item]), strict=True)):
                 content.append(item)
                 break
         else:
@@ -27,7 +27,23 @@ def by_the_book(lengths, capacity):
 @given(lengths=st.lists(st.integers(1, 20), max_size=60))
 def test_bins_are_those_of_the_definition(lengths):
     found = first_fit_decreasing(np.array(lengths, np.int64), 20)
+    assert [content.tolist() for content in found] == by_the_book([(length,) for length in lengths], 20)
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), max_size=60))
+def test_bins_of_rows_are_those_of_the_definition(lengths):
+    found = first_fit_in_rows(np.array(lengths, np.int64).reshape(-1, 2), 20)
     assert [content.tolist() for content in found] == by_the_book(lengths, 20)
+
+
+def test_a_seed_draws_who_shares_a_bin_with_whom():
+    alike = np.full((60, 2), 7)
+    drawn = [drawn_bins(lengths, 20, seed=seed) for lengths in (alike, alike[:, 0]) for seed in (1, 1, 2)]
+    shared = [{frozenset(content.tolist()) for content in found} for found in drawn]
+    assert [len(content) for found in drawn for content in found] == [2] * 30 * 6
+    assert shared[0] == shared[1] == shared[3]
+    assert len(shared[0] & shared[2]) < 5
 
 
 def test_a_hundred_thousand_skewed_lengths_leave_little_room():

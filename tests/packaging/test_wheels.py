@@ -11,15 +11,12 @@ from nxdt_core import __version__
 from tests.packaging.conftest import DISTS
 
 OURS = {
-    "nxdt_core": ("nxdt-core", ("nxdt_core/api.py", "nxdt_core/cli/app.py")),
+    "nxdt_core": ("nxdt-core", ("nxdt_core/api.py", "nxdt_core/cli/app.py", "nxdt_core/data/templates/chatml.jinja")),
     "nxdt_plugin_fsx": ("nxdt-plugin-fsx", ("nxdt_plugin_fsx/lfs.py",)),
     "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),
     "nxdt_plugin_hf_data": ("nxdt-plugin-hf-data", ("nxdt_plugin_hf_data/data/kjv/train/state.json",)),
     "nxdt_plugin_megatron_data": ("nxdt-plugin-megatron-data", ("nxdt_plugin_megatron_data/reader.py",)),
-    "nxdt_plugin_sft_chat": (
-        "nxdt-plugin-sft-chat",
-        ("nxdt_plugin_sft_chat/data/chats.jsonl", "nxdt_plugin_sft_chat/templates/chatml.jinja"),
-    ),
+    "nxdt_plugin_sft_chat": ("nxdt-plugin-sft-chat", ("nxdt_plugin_sft_chat/data/chats.jsonl",)),
     "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
     "nxdt_plugin_gpt": ("nxdt-plugin-gpt", ("nxdt_plugin_gpt/recipes/gpt-tiny.yaml",)),
     "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/configs/qwen3-tiny/config.json",)),

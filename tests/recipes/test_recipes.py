@@ -57,6 +57,11 @@ def named_devices(name: str) -> tuple[int, int]:
     return int(found[1]) * int(found[3]), _CORES[found[2]][1]
 
 
+def reads_indexed(name: str) -> bool:
+    """Whether the recipe reads ``.bin/.idx`` files, and not records of text."""
+    return loaded(name).selected("data").component.record.name == "megatron-data"
+
+
 @pytest.mark.parametrize("name", SUMMARIES)
 def test_a_recipe_loads_and_its_model_is_built(name):
     config = loaded(name)
@@ -85,8 +90,10 @@ def test_a_summary_is_one_short_line(name):
 def test_a_large_recipe_passes_once_its_files_are_named(name, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "In the beginning"}\n')
-    files = [f"data.train_files=[{text}]", "data.tokenizer.model=null", "data.tokenizer.library=byte"]
-    assert check(f"recipe:{name}", files, kernel=KERNEL) == ()
+    read, named = ("data_prefix", text.with_suffix("")) if reads_indexed(name) else ("train_files", f"[{text}]")
+    files = [key for key in ("model", "vocab_file", "merge_file") if key in loaded(name).to_dict()["data"]["tokenizer"]]
+    byte = ["data.tokenizer.library=byte", *(f"data.tokenizer.{key}=null" for key in files)]
+    assert check(f"recipe:{name}", [f"data.{read}={named}", *byte], kernel=KERNEL) == ()
 
 
 @pytest.mark.parametrize("name", SUMMARIES)

@@ -127,26 +127,6 @@ def test_records_that_cannot_be_judged_are_named(tmp_path, record, code):
     assert f"{file}:1" in raised.value.what()
 
 
-def test_a_task_of_the_harness_runs_offline(trained, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra lm-eval)")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    rows = [{"question": "In the", "answers": [" beginning", " 0123"], "right": 0}, {"question": "And",
-            "answers": [" zzz", " the"], "right": 1}]  # fmt: skip
-    (tmp_path / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tiny.yaml").write_text(
-        "task: tiny_words\ndataset_path: json\noutput_type: multiple_choice\ntest_split: train\n"
-        f"dataset_kwargs:\n  data_files: {tmp_path}/rows.json\n  cache_dir: {tmp_path}/cache\n"
-        "doc_to_text: question\ndoc_to_choice: answers\ndoc_to_target: right\n"
-        "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n"
-    )
-    uri = str(trained.run_dir / "checkpoints")
-    assert main(["evaluate", uri, "--task", "tiny_words", "--task-path", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["tasks"]["tiny_words"]["acc,none"] in (0.0, 0.5, 1.0)
-    assert main(["evaluate", uri, "--task", "tiny_wrds", "--task-path", str(tmp_path)]) == 2
-    assert "NXDT-E006" in capsys.readouterr().err
-
-
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(NxdtError, match=r"E005.*ROUGE figures need rouge-score(.|\n)*nxdt-core\[evaluate\]"):

@@ -1,6 +1,9 @@
 """What lies in a run's directory beside figures and checkpoints: logs of each rank, commands, copied files."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -63,6 +66,25 @@ def warned_run(where, *overrides):
 
     pl.Trainer.fit = warning_fit
     return averaged_run(where, *overrides)
+
+
+def test_what_every_rank_is_warned_of_is_printed_once(tmp_path):
+    """Chats that are too long: each rank reads them all."""
+    data = ("data.seq_length=64", "data.packing=false", "data.truncation=drop", "data.global_batch_size=8")
+    ends = ("trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=1", "trainer.val_check_interval=null")
+    done = subprocess.run(
+        [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny-sft", *data, *ends, "name=run"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("train data: ") == 1
+    kept = logs(tmp_path / "nxdt_experiments" / "run")
+    assert [text.count("train data: ") for _, text in sorted(kept.items())] == [1, 1]
 
 
 def test_a_log_for_each_node_and_for_the_run_exclude_each_other(small_run):

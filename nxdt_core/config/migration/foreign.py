@@ -8,7 +8,7 @@ from pathlib import Path
 from nxdt_core.config.node import Node
 from nxdt_core.errors import MigrationRefused
 
-__all__ = ["FRAMEWORKS", "require"]
+__all__ = ["FRAMEWORKS", "refuse_others", "require"]
 
 FRAMEWORKS = {"nxdt": "NxD Training", "nemo": "NeMo 1.x", "nnm": "neuronx-nemo-megatron"}
 """Value of ``--from`` → name."""
@@ -76,15 +76,23 @@ _FOREIGN: tuple[tuple[str, Callable[[Node], str]], ...] = (
 _BY_HAND = "Take the nearest of 'nxdt recipes list' and carry the settings over by hand."
 
 
-def require(tree: Node, wanted: str, source: Path) -> None:
-    """See that a file is of the framework that it is said to be of.
+def refuse_others(tree: Node, wanted: str, source: Path) -> None:
+    """See that a file is of none of the frameworks that cannot be migrated.
 
     Raises:
-        MigrationRefused: it shows that it is of another, or of none that is known.
+        MigrationRefused: it shows that it is of one.
     """
     for name, shows in _FOREIGN:
         if keys := shows(tree):
             raise _refused(source, wanted, f"{keys} is of {name}", _BY_HAND)
+
+
+def require(tree: Node, wanted: str, source: Path) -> None:
+    """See that a file is of the framework that it is said to be of.
+
+    Raises:
+        MigrationRefused: it shows that it is of another of those that can be migrated, or nothing shows what it is of.
+    """
     found, key = _own(tree)
     if found == wanted or (found, wanted) == ("nemo", "nnm"):
         return

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from nxdt_core.config.files import read_source
 from nxdt_core.config.keys import section_paths
+from nxdt_core.config.migration.architectures import require_decoder
 from nxdt_core.config.migration.draft import Draft, Row, read_draft
-from nxdt_core.config.migration.foreign import FRAMEWORKS, require
+from nxdt_core.config.migration.foreign import FRAMEWORKS, refuse_others, require
 from nxdt_core.config.migration.nemo import from_nemo, from_nnm
 from nxdt_core.config.migration.nxdt import from_nxdt
 from nxdt_core.config.migration.render import render
@@ -60,10 +61,14 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
     Raises:
         ConfigError: the file cannot be read, or is no sound YAML.
         MigrationRefused: it is of another framework.
+        NoDecoder: it is of a model that nothing here can stand for.
     """
     read = read_source(source, lambda: kernel)
     if read.problems:
         raise ConfigError(source=str(source), problems=read.problems)
+    refuse_others(read.tree, framework, source)
+    if framework != "nxdt":
+        require_decoder(read.tree, source, kernel)
     require(read.tree, framework, source)
     if wrong := tuple(_no_sections(read.tree)):
         raise ConfigError(source=str(source), problems=wrong)

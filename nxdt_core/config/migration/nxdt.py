@@ -167,14 +167,13 @@ def _tokenizer(draft: Draft) -> None:
         if draft.value(path) is None:
             draft.drop(path, "unneeded", "null says that it is not set")
     library, kind = f"{section}.library", f"{section}.type"
-    if draft.value(library) == "megatron" and "/" in str(draft.value(kind)):
-        draft.change(library, "huggingface", "what its library loads for a directory")
-    if draft.value(library) == "megatron" and draft.value(kind) == "GPT2BPETokenizer":
-        draft.change(library, "huggingface", "it reads the same files")
-        if f"{section}.vocab_file" in draft.settings:
-            draft.drop(kind, "unneeded", "vocab_file and merge_file say it")
-            draft.put(f"{section}.eos_token", "<|endoftext|>", "the files do not say which token ends a document")
-        else:
+    if draft.value(library) == "megatron":
+        if "/" in str(draft.value(kind)):
+            draft.change(library, "huggingface", "what its library loads for a directory")
+        elif f"{section}.vocab_file" in draft.settings:
+            draft.remark(library, "the same tokenizer of GPT-2, from the same files; <|endoftext|> ends a document")
+        elif draft.value(kind) == "GPT2BPETokenizer":
+            draft.change(library, "huggingface", "no files are named")
             draft.change(kind, "gpt2", "no files are named, so that GPT-2's own are fetched")
     if draft.value(f"{section}.use_fast") is False:
         draft.drop(f"{section}.use_fast", "unneeded", "tokenizers here are the fast ones, with the same ids")

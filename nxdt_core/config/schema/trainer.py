@@ -36,7 +36,8 @@ class TrainerConfig:
     """Optimizer steps between two validations; ``null`` never validates."""
     limit_val_batches: NonNegativeInt | Fraction | None = None
     """Global batches of one validation: an integer counts them, a number from 0.0 to 1.0 is a share of the split,
-    0 switches validation off, ``null`` takes all."""
+    0 switches validation off, ``null`` takes all. Of several sets, a count is dealt to them by their sizes (each
+    stream takes as many by itself); a share is one of each set."""
     limit_train_batches: PositiveInt | Fraction | None = None
     """Train on the first global batches of the training split only: a count, or a share as for validation."""
     limit_test_batches: Annotated[NonNegativeInt | Fraction | None, NoEffect("training reads no test split")] = None

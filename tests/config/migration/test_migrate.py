@@ -13,7 +13,7 @@ from nxdt_core import config
 from nxdt_core.config.migration import migrate
 from nxdt_core.config.migration.nxdt import stage_ends
 from nxdt_core.config.yaml_source import parse_yaml
-from nxdt_core.errors import ConfigError, MigrationRefused
+from nxdt_core.errors import ConfigError, MigrationRefused, NoDecoder
 
 HERE = Path(__file__).parent
 FILES = {
@@ -173,7 +173,8 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("gpt", "data.train_dir", "ignored", "", "does not read it"),
         ("gpt", "model.rope_theta", "ignored", "", "do not read it"),
         ("gpt", "exp_manager.create_early_stopping_callback", "ignored", "", "never reads it"),
-        ("gpt", "data.tokenizer.type", "unneeded", "", "vocab_file and merge_file say it"),
+        ("gpt", "data.tokenizer.library", "mapped", "", "the same tokenizer of GPT-2"),
+        ("gpt", "data.tokenizer.type", "mapped", "", ""),
         ("nnm", "model.name", "added", "", "a Llama's"),
         ("mistral", "model.position_freq_base", "renamed", "model.rope_theta", ""),
         ("mistral", "model.kv_channels", "renamed", "model.head_dim", ""),
@@ -207,7 +208,8 @@ def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, tar
         ("dropless", {"model.moe.capacity_factor": 0.0, "precision.type": "mixed_precisionSR", "data.shuffle": False}),
         ("gpt", {"model.pipeline_cuts": ["layers.3", "layers.7"], "trainer.gradient_clip_val": None,
                  "model.hidden_dropout": 0.1, "model.name": "gpt", "model.vocab_size": 50257,
-                 "data.tokenizer.library": "huggingface", "data.tokenizer.eos_token": "<|endoftext|>"}),
+                 "data.tokenizer.library": "megatron", "data.tokenizer.type": "GPT2BPETokenizer",
+                 "data.tokenizer.vocab_file": "/data/vocab.json"}),
         ("mistral", {"model.name": "mistral", "model.rope_theta": 20000.0, "data.tokenizer.library": "huggingface"}),
         ("dpo", {"objective.name": "dpo", "data.name": "preference", "data.seq_length": 1024,
                  "data.max_prompt_length": 512, "data.truncation_mode": "keep_end", "objective.kl_beta": 0.02}),
@@ -335,6 +337,39 @@ def with_section(tmp_path, name, section, text):
     source = tmp_path / "run.yaml"
     source.write_text(yaml.safe_dump(tree))
     return source
+
+
+def test_megatrons_tokenizer_without_files_is_fetched(installed, tmp_path):
+    source = with_section(tmp_path, "gpt", "data.tokenizer", "{library: megatron, type: GPT2BPETokenizer}")
+    tree = parse_yaml(migrate(source, tmp_path / "out.yaml", "nxdt", installed).text, "")[0]
+    assert tree.plain("data.tokenizer") == {"library": "huggingface", "type": "gpt2"}
+    assert tree.plain("model.vocab_size") == 50257
+
+
+@pytest.mark.parametrize("name", ["nemo", "nnm"])
+@pytest.mark.parametrize(
+    ("section", "text", "said"),
+    [
+        ("model.bert_binary_head", "true", "is of BERT (model.bert_binary_head)"),
+        ("model.data.masked_lm_prob", "0.15", "is of BERT (model.data.masked_lm_prob)"),
+        ("model.data.dataset_type", "t5", "is of T5, BART or UL2"),
+        ("model.tokenizer.num_sentinel_tokens", "0", "is of T5, BART or UL2 (model.tokenizer.num_sentinel_tokens)"),
+        ("model.data.train_ds", "{src_file_name: x}", "is of T5 (model.data.train_ds.src_file_name)"),
+        ("model.decoder", "{num_layers: 2}", "is of an encoder with a decoder"),
+        ("model.encoder", "{library: nemo}", "TransformerLM"),
+        ("model.language_model", "{hidden_size: 4}", "TransformerLM"),
+        ("model", "{enc_num_layers: 4, chunk_size: 64, bert_binary_head: true}", "is of RETRO"),
+        ("model", "{ngroups_mamba: 8, data: {masked_lm_prob: 0.15}}", "is of Mamba"),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_no_decoder_is_refused_with_what_shows_it(installed, tmp_path, name, section, text, said):
+    source = with_section(tmp_path, name, section, text)
+    with pytest.raises(NoDecoder) as caught:
+        migrate(source, tmp_path / "out.yaml", name, installed)
+    assert caught.value.code == "NXDT-C033"
+    assert said in str(caught.value)
+    for model in ("gpt", "llama", "mistral", "mixtral"):
+        assert model in caught.value.do()
 
 
 @pytest.mark.parametrize("text", ["null", "{}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from itertools import islice
 
 import datasets
@@ -183,6 +184,8 @@ def test_a_truncated_file_is_refused_by_name(loader, saved, tmp_path, streaming)
         ("a.jsonl", b'{"text": "\xff"}', "NXDT-D005", "utf-8"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', "NXDT-D203", "a.jsonl:2"),
         ("a.jsonl.gz", b"no gzip", "NXDT-D201", "a.jsonl.gz"),
+        ("a.jsonl.gz", gzip.compress(b"x")[:10] + b"\xff" * 9, "NXDT-D201", "a.jsonl.gz"),
+        ("a.jsonl.zst", b"no zstd", "NXDT-D201", "a.jsonl.zst"),
         ("a.csv", b"a,b", "NXDT-D211", ".parquet, .arrow, .jsonl"),
     ],
 )

@@ -10,6 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from nxdt_plugin_hf_data.errors import RowsDiffer, RowTooLong
 
 from nxdt_core.errors import TooFewTokens
@@ -36,7 +37,7 @@ def arrow_file(path, columns):
 def json_lines(path, columns):
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     content = "\n\n".join(json.dumps(row) for row in rows).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    path.write_bytes({".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)(content))
 
 
 WRITERS = {
@@ -45,6 +46,7 @@ WRITERS = {
     "-file.arrow": arrow_file,
     ".jsonl": json_lines,
     ".jsonl.gz": json_lines,
+    ".jsonl.zst": json_lines,
 }
 
 

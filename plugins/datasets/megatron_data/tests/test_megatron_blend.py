@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset
+from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset, in_shares
 
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import PassingDataset
@@ -30,8 +30,12 @@ class Numbers:
         return f"{self.which}-{self.size}"
 
 
-def blended(sizes, shares, ends="whole"):
-    return BlendedDataset([Numbers(which, size) for which, size in enumerate(sizes)], shares, ends=ends)
+def numbered(sizes):
+    return [Numbers(which, size) for which, size in enumerate(sizes)]
+
+
+def blended(sizes, shares):
+    return BlendedDataset(numbered(sizes), shares)
 
 
 def taken(dataset):
@@ -89,10 +93,20 @@ def test_the_next_pass_takes_what_the_one_before_left_of_a_smaller_set():
     assert max(seen[1, n] for n in range(20)) - min(seen[1, n] for n in range(20)) <= 1
 
 
-def test_a_pass_for_validation_takes_nothing_twice():
-    seen = Counter(taken(blended([50, 20], (0.5, 0.5), ends="twice")))
-    assert set(seen.values()) == {1}
-    assert {key for key in seen if key[0] == 1} == {(1, i) for i in range(20)}
+@pytest.mark.parametrize(
+    ("sizes", "shares", "counts"),
+    [
+        ([50, 20], (0.5, 0.5), [20, 20]),
+        ([50, 20], (0.1, 0.9), [2, 20]),
+        ([50, 20], (0.9, 0.1), [50, 6]),
+        ([1, 20, 7], (0.8, 0.1, 0.1), [1, 1, 1]),
+        ([30, 40], (3 / 7, 4 / 7), [30, 40]),
+    ],
+)
+def test_sets_in_shares_take_what_they_can_and_nothing_twice(sizes, shares, counts):
+    sets = in_shares(numbered(sizes), shares)
+    assert [len(rows) for rows in sets] == counts
+    assert [taken(rows) for rows in sets] == [[(which, i) for i in range(n)] for which, n in enumerate(counts)]
 
 
 def test_sets_without_weights_come_once_each():
@@ -107,7 +121,6 @@ def test_the_fingerprint_knows_sets_and_shares():
         blended([5, 6], (0.5, 0.5)).fingerprint(),
         blended([5, 7], (0.5, 0.5)).fingerprint(),
         blended([5, 6], (0.4, 0.6)).fingerprint(),
-        blended([5, 6], (0.5, 0.5), ends="twice").fingerprint(),
         ChainedDataset([Numbers(0, 5), Numbers(1, 6)]).fingerprint(),
     ]
     assert len(set(prints)) == len(prints)

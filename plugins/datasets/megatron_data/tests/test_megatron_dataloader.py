@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from nxdt_plugin_megatron_data.errors import (
 )
 from nxdt_plugin_megatron_data.loader import MegatronDataloader
 from nxdt_plugin_megatron_data.note import Note, note_path
+from nxdt_plugin_megatron_data.prefixes import short_names
 
 from nxdt_core import config
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset, NamedSources
+from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset
 from nxdt_core.testing.steps import take_steps
 
 EOS = ByteTokenizer.eos_id
@@ -93,24 +95,35 @@ def test_weights_blend_and_a_list_without_weights_chains(two):
     assert inputs(train((1.0, low))) == inputs(train((low,))) == inputs(train(low))
 
 
-def test_a_blend_for_validation_ends_before_anything_comes_twice(two):
+def test_a_blend_is_validated_file_by_file_in_its_shares(two):
     low, high = two
-    rows = inputs(dataloader({"train": low, "validation": (0.5, low, 0.5, high)}).split("validation"))
-    assert len({tuple(row) for row in rows}) == len(rows)
-    assert len(rows) in range(2 * len(train(low)) - 1, 2 * len(train(low)) + 2)
+    sets = dataloader({"train": low, "validation": (0.25, low, 0.75, high)}).split("validation")
+    assert {name: len(rows) for name, rows in sets.items()} == {"low": len(train(low)), "high": 3 * len(train(low))}
+    assert max(map(max, inputs(sets["low"]))) < 20
+    assert inputs(sets["high"]) == inputs(train(high))[: 3 * len(train(low))]
 
 
-def test_the_files_of_a_blend_are_told_apart(two, tmp_path):
+def test_files_without_weights_are_validated_whole(two):
     low, high = two
-    loader = dataloader((0.5, low, 0.5, high), splits_string="9,1")
-    assert isinstance(loader, NamedSources)
-    sources = loader.sources("validation")
-    assert {name: min(map(min, inputs(rows))) >= 100 for name, rows in sources.items()} == {"low": False, "high": True}
-    assert loader.sources("test") == {}
-    (tmp_path / "else").mkdir()
-    for suffix in (".bin", ".idx"):
-        low.with_suffix(suffix).rename(tmp_path / f"else/high{suffix}")
-    assert list(dataloader((tmp_path / "else/high", high)).sources("train")) == [str(tmp_path / "else/high"), str(high)]
+    loader = dataloader((low, high), splits_string="1,1,0")
+    assert {name: len(rows) for name, rows in loader.split("validation").items()} == {"low": 10, "high": 31}
+    assert loader.split("test") is None
+
+
+def test_a_file_that_is_named_twice_is_one_set(two):
+    low, high = two
+    loader = dataloader({"train": low, "validation": (0.5, low, 1.0, high, 0.5, low), "test": (low, low)})
+    assert {name: len(rows) for name, rows in loader.split("validation").items()} == {"low": 21, "high": 21}
+    assert inputs(loader.split("test")) == inputs(train(low))
+
+
+def test_names_of_sets_are_as_short_as_tells_them_apart():
+    def names(*paths):
+        return short_names([Path(path) for path in paths])
+
+    assert names("/d/books", "/d/web") == ["books", "web"]
+    assert names("/d/books/text", "/d/web/text", "/d/web/code") == ["books/text", "web/text", "code"]
+    assert names("/a/b/text", "/c/b/text", "/text") == ["a/b/text", "c/b/text", "/text"]
 
 
 def test_documents_that_share_a_sample_are_kept_apart_on_request(by_hand):

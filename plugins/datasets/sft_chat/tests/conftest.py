@@ -13,10 +13,11 @@ from nxdt_plugin_sft_chat.conversation import Place
 from nxdt_plugin_sft_chat.loader import ChatDataloader
 from nxdt_plugin_sft_chat.records import read_record
 from nxdt_plugin_sft_chat.rendering import Renderer
-from nxdt_plugin_sft_chat.templates import ChatTemplate
 
 from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.data.chat import TemplateRunner
+from nxdt_core.data.chat_templates import ChatTemplate
 from nxdt_core.protocols.dataloader import DataContext
 
 DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))
@@ -99,10 +100,9 @@ def render():
     def render(template, record, trained=None, bos="<s>", eos="</s>", **options):
         conversation = read_record(record, Place(path="a.jsonl", number=7))
         spoken = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
-        renderer = Renderer(
-            ChatTemplate(template, "given"), {"bos_token": bos, "eos_token": eos}, options, date(2024, 7, 26)
-        )
-        found = renderer.render(conversation, spoken if trained is None else trained)
+        tokens = {"bos_token": bos, "eos_token": eos}
+        runner = TemplateRunner(ChatTemplate(template, "given"), tokens, options, date(2024, 7, 26))
+        found = Renderer(runner).render(conversation, spoken if trained is None else trained)
         return found.text, [found.text[start:end] for start, end in found.trained.values()]
 
     return render

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nxdt_plugin_sft_chat.templates import template_names
 
 from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.data.chat_templates import shipped_template, template_names
 from nxdt_core.protocols.batch import IGNORE_INDEX
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))
-TEMPLATES = files("nxdt_plugin_sft_chat") / "templates"
 WITHOUT_TOOLS = ("gemma", "llama2", "mistral", "plain", "zephyr")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
 
@@ -71,7 +70,7 @@ def made(dataset):
 @pytest.mark.parametrize("name", [None, *template_names()])
 def test_the_shipped_conversations_are_those_of_transformers(name, ours, theirs, shipped, load, write):
     records = [record for record in shipped if name not in WITHOUT_TOOLS or "tools" not in record]
-    text = theirs.chat_template if name is None else (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    text = theirs.chat_template if name is None else shipped_template(name).text
     dataset = load(write(*records), tokenizer=ours, chat_template=name, seq_length=2048)
     assert made(dataset) == [expected(theirs, record, text) for record in records]
 

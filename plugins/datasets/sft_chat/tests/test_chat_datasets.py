@@ -11,17 +11,19 @@ from nxdt_plugin_sft_chat.errors import (
     ChatTooLong,
     EmptySplit,
     EverythingTrained,
-    NotAChatTokenizer,
     NothingTrained,
-    SpecialTokenInContent,
-    TemplateMissing,
-    TemplateNeedsToken,
-    TemplateUnknown,
 )
 from nxdt_plugin_sft_chat.loader import ChatDataloader
 
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.errors import DataNeedsTokenizer
+from nxdt_core.errors import (
+    DataNeedsTokenizer,
+    NotAChatTokenizer,
+    SpecialTokenInText,
+    TemplateMissing,
+    TemplateNeedsToken,
+    TemplateUnknown,
+)
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import Dataloader, MapDataset, ReportingDataset
 from nxdt_core.testing.steps import take_steps
@@ -289,7 +291,7 @@ def test_the_report_counts_tokens_by_role_and_turn(load, write, tokenizer, talk)
 @pytest.mark.parametrize("token", ["<|im_end|>", "<|pad|>"])
 def test_texts_that_spell_special_tokens_are_refused_unless_allowed(token, load, write, tokenizer):
     path = write(turn("a", "b"), turn(f"say {token}", "b"))
-    with pytest.raises(SpecialTokenInContent, match=r"chats\.jsonl:2, message 1: .* spells the special token"):
+    with pytest.raises(SpecialTokenInText, match=r"chats\.jsonl:2, message 1: .* spells the special token"):
         load(path)
     assert tokenizer.encode(token)[0] in load(path, special_tokens_in_text=True)[1].input_ids.tolist()
 

@@ -7,13 +7,12 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TemplateRefuses, TemplateUnreadable, TurnsInseparable
-from nxdt_plugin_sft_chat.templates import template_names
+from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
 
-OWN = {
-    name: (files("nxdt_plugin_sft_chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    for name in template_names()
-}
+from nxdt_core.data.chat_templates import shipped_template, template_names
+from nxdt_core.errors import TemplateRefuses, TemplateUnreadable
+
+OWN = {name: shipped_template(name).text for name in template_names()}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -122,7 +121,10 @@ def test_own_templates_train_answers_and_their_ends_alone(name, render, talk):
     text, spans = render(OWN[name], talk)
     ends = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "llama2": " </s>"}
     end = ends.get(name, "</s>")
-    assert spans == [f"Hello there.{end}", f"4{end}"]
+    begin = (
+        " " if name in ("llama2", "mistral") else ""
+    )  # no prompt stands before the answer: the model writes the space
+    assert spans == [f"{begin}Hello there.{end}", f"{begin}4{end}"]
     for content in ("Be brief.", "Hi", "2+2?"):
         assert content in text
 
@@ -132,7 +134,7 @@ def test_own_blocks_are_where_prefixes_would_find_them(name, render, talk):
     unmarked = re.sub(r"{%- (end)?generation %}", "", OWN[name])
     marked, found = render(OWN[name], talk), render(unmarked, talk)
     assert found[0] == marked[0]
-    assert [span.lstrip() for span in found[1]] == marked[1]
+    assert found[1] == marked[1]
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])

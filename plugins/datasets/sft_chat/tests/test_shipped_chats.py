@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nxdt_core.data.chat_templates import shipped_template
+
 PACKAGE = Path(str(files("nxdt_plugin_sft_chat")))
 
 
@@ -39,4 +41,4 @@ def test_the_tokenizer_can_be_made_again(shipped):
 
 def test_its_template_is_the_one_that_has_a_name():
     own = (PACKAGE / "data" / "tokenizer" / "chat_template.jinja").read_text()
-    assert own == (PACKAGE / "templates" / "chatml.jinja").read_text()
+    assert own == shipped_template("chatml").text

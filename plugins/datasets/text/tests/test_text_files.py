@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import zstandard
 from nxdt_plugin_text.files import documents
 
 from nxdt_core.data.files import expand, read_bytes
@@ -29,6 +30,9 @@ def written(path, content):
     return path
 
 
+PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
+
+
 def test_a_plain_file_is_one_document_as_it_stands(tmp_path):
     text = "Erste Zeile\r\n\n  zweite – Zeile\n\n"
     assert read(written(tmp_path / "a.txt", text)) == [text]
@@ -42,11 +46,11 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert read(written(tmp_path / "a.txt", b"\xef\xbb\xbfhi")) == ["hi"]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst"])
 def test_jsonl_gives_a_document_a_line(tmp_path, name):
     lines = [json.dumps({"text": text, "id": 1}, ensure_ascii=False) for text in ("one", "t\u2028wo\n", "drei 🙂")]
     content = ("\n".join([lines[0], "", *lines[1:]]) + "\r\n").encode()
-    path = written(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+    path = written(tmp_path / name, PACK.get(Path(name).suffix, bytes)(content))
     assert read(path) == ["one", "t\u2028wo\n", "drei 🙂"]
 
 
@@ -54,23 +58,27 @@ def test_another_key_holds_the_text(tmp_path):
     assert read(written(tmp_path / "a.jsonl", '{"content": "x"}'), text_key="content") == ["x"]
 
 
-def test_compressed_plain_text_is_read(tmp_path):
-    assert read(written(tmp_path / "a.txt.gz", gzip.compress(b"one"))) == ["one"]
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_compressed_plain_text_is_read(tmp_path, ending):
+    parts = PACK[ending](b"one, ") + PACK[ending](b"two")  # as cat joins them
+    assert read(written(tmp_path / f"a.txt{ending}", parts)) == ["one, two"]
 
 
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("cut", [0, 10, 25])
-def test_damaged_compression_is_named(tmp_path, cut):
-    content = gzip.compress(b"some text that is longer than a header")[: cut or None]
-    path = written(tmp_path / "a.txt.gz", content if cut else b"no gzip at all")
-    with pytest.raises(DataFileUnreadable, match=r"a\.txt\.gz cannot be read"):
+def test_damaged_compression_is_named(tmp_path, cut, ending):
+    content = PACK[ending](b"some text that is longer than a header")[: cut or None]
+    path = written(tmp_path / f"a.txt{ending}", content if cut else b"not compressed at all")
+    with pytest.raises(DataFileUnreadable, match=rf"a\.txt\{ending} cannot be read"):
         read(path)
 
 
-def test_damage_within_compressed_data_is_named(tmp_path):
-    content = bytearray(gzip.compress(b"some text that is longer than a header" * 9))
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_damage_within_compressed_data_is_named(tmp_path, ending):
+    content = bytearray(PACK[ending](b"some text that is longer than a header" * 9))
     content[20] ^= 0xFF
     with pytest.raises(DataFileUnreadable):
-        read(written(tmp_path / "a.txt.gz", bytes(content)))
+        read(written(tmp_path / f"a.txt{ending}", bytes(content)))
 
 
 @pytest.mark.parametrize(

@@ -22,3 +22,13 @@ def test_the_large_recipes_have_the_shape_of_nxd_trainings_example(name):
     assert (model.num_layers, model.hidden_size, model.ffn_size, model.num_attention_heads) == (32, 4096, 16384, 32)
     assert (model.hidden_dropout, model.attention_dropout, model.ffn_dropout) == (0.1, 0.1, 0.1)
     assert model.vocab_rows == 50264  # 50,257 filled up to a multiple of 8
+
+
+@pytest.mark.parametrize("name", ["gpt-6.7b", "gpt-6.7b-trn1", "gpt-6.7b-trn2"])
+def test_the_large_recipes_read_what_nxd_trainings_example_reads(name):
+    data, tokenizer = (load(f"recipe:{name}").selected(slot) for slot in ("data", "tokenizer"))
+    assert data.component.record.name == "megatron-data"
+    assert data.config.splits_string == "980,10,10"
+    assert not any((data.config.reset_position_ids, data.config.reset_attention_mask, data.config.eod_mask_loss))
+    assert tokenizer.config.vocab_file.name == "gpt2-vocab.json"
+    assert tokenizer.config.merge_file.name == "gpt2-merges.txt"

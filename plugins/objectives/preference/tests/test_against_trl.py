@@ -28,6 +28,7 @@ PAIRS = [
     {"prompt": "Thank you", "chosen": " very much; you are welcome!", "rejected": " for nothing"},
     {"prompt": "Tell me a long story about a small town.", "chosen": " Once there was one.", "rejected": " No."},
 ]
+PACKING = pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def ours(models: dict[str, Path], file: Path, objective: dict[str, Any]) -> dict[str, float]:
+def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str, Any]) -> dict[str, float]:
     """Loss and metrics of our objective over all pairs, of our own model with the policy's weights."""
     config = load(
         {
@@ -65,6 +66,7 @@ def ours(models: dict[str, Path], file: Path, objective: dict[str, Any]) -> dict
             "data": {
                 "name": "preference",
                 "train_files": [str(file)],
+                "packing": packing,
                 "seq_length": SEQ,
                 "micro_batch_size": len(PAIRS),
                 "global_batch_size": len(PAIRS),
@@ -82,6 +84,7 @@ def ours(models: dict[str, Path], file: Path, objective: dict[str, Any]) -> dict
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     dataset = pairs_of(config)
+    assert len(dataset) == (2 if packing else len(PAIRS))
     if objective["name"] == "dpo":
         primitives.load_foreign(models["reference"], config=config, engine=engine, model=model)
         log_probs = compute_log_probs(dataset, config=config, engine=engine, model=model)
@@ -134,11 +137,12 @@ def logged(trainer: Any) -> dict[str, float]:
     return {"loss": float(loss), **{name: float(values[-1]) for name, values in kept.items()}}
 
 
-def test_dpo_equals_trl(models, write, tmp_path):
+@PACKING
+def test_dpo_equals_trl(models, write, tmp_path, packing):
     reference = transformers.LlamaForCausalLM.from_pretrained(models["reference"]).eval()
     settings = arguments(trl.DPOConfig, tmp_path, precompute_ref_log_probs=True)
     wanted = logged(trainer_of(trl.DPOTrainer, models, settings, ref_model=reference))
-    found = ours(models, write(PAIRS), {"name": "dpo", "kl_beta": BETA})
+    found = ours(models, write(PAIRS), packing, {"name": "dpo", "kl_beta": BETA})
     names = [name for name in found if name in wanted]
     assert set(names) == {
         *("loss", "logps/chosen", "logps/rejected"),
@@ -148,10 +152,11 @@ def test_dpo_equals_trl(models, write, tmp_path):
     assert abs(found["rewards/margins"]) > 0.1  # the two models differ, or all this would be 0 = 0
 
 
-def test_orpo_equals_trl(models, write, tmp_path):
+@PACKING
+def test_orpo_equals_trl(models, write, tmp_path, packing):
     orpo = pytest.importorskip("trl.experimental.orpo")
     settings = arguments(orpo.ORPOConfig, tmp_path)
     wanted = logged(trainer_of(orpo.ORPOTrainer, models, settings))
-    found = ours(models, write(PAIRS), {"name": "orpo", "beta": BETA})
+    found = ours(models, write(PAIRS), packing, {"name": "orpo", "beta": BETA})
     assert found == pytest.approx({name: wanted[name] for name in found}, **CLOSE)
     assert len(found) == 10

@@ -47,7 +47,7 @@ def chat_tokenizer():
         ({"chosen": [YES], "rejected": [USER, NO]}, "NXDT-A004", "do not begin alike"),
         ({**GOOD, "chosen": 3}, "NXDT-A005", "it is a int"),
         ({"chosen": [USER, {"content": "yes"}], "rejected": [USER, NO]}, "NXDT-A005", "message 2 has no text"),
-        ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, "NXDT-E001", "no chat template"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, "NXDT-D313", "no chat template"),
     ],
 )
 def test_a_record_that_is_no_pair_is_refused_with_its_line(write, record, code, said):
@@ -62,7 +62,7 @@ def test_a_record_that_is_no_pair_is_refused_with_its_line(write, record, code, 
 def test_messages_may_not_spell_special_tokens_unless_told(write):
     spelled = {"role": "assistant", "content": "yes<|im_end|>"}
     file = write([{"prompt": [USER], "chosen": [spelled], "rejected": [NO]}])
-    with pytest.raises(NxdtError, match=r"A007.*<\|im_end\|>"):
+    with pytest.raises(NxdtError, match=r"D321.*:1, message 2.*<\|im_end\|>"):
         pairs(file, chat_tokenizer())
     assert len(pairs(file, chat_tokenizer(), special_tokens_in_text=True)) == 1
 
@@ -71,7 +71,7 @@ def test_a_template_that_raises_is_quoted(write, tmp_path):
     template = tmp_path / "angry.jinja"
     template.write_text("{{ raise_exception('no greetings') }}")
     file = write([{"prompt": [USER], "chosen": [YES], "rejected": [NO]}])
-    with pytest.raises(NxdtError, match=r"E002.*:1: no greetings"):
+    with pytest.raises(NxdtError, match=r"D316.*:1: .* no greetings"):
         pairs(file, chat_tokenizer(), chat_template_file=template)
 
 

@@ -16,6 +16,7 @@ from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
 from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
 from nxdt_core.config.paths import resolve_path
+from nxdt_core.data.chat_templates import shipped_template
 from nxdt_core.data.collate import blank_like, collate
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import DataContext
@@ -62,6 +63,37 @@ def test_every_form_of_a_record_gives_the_turns_that_transformers_renders(write,
         assert int(np.argmax(sample.loss_weights[row] > 0)) == len(prompt) - 1
 
 
+def test_a_shipped_template_is_taken_by_name_as_transformers_takes_its_text(write):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    theirs.chat_template = shipped_template("zephyr").text
+    record = {"prompt": ASKED, "chosen": [YES], "rejected": [NO]}
+    ours = chat_tokenizer()
+    keys = {"seq_length": 96, "chat_template": "zephyr", "train_files": (write([record]),)}
+    sample = loader(ours, **keys).split("train")[0]
+    for row, answer in enumerate((YES, NO)):
+        whole = theirs.apply_chat_template([*ASKED, answer], tokenize=False).rstrip()
+        wanted = theirs(whole, add_special_tokens=False)["input_ids"]
+        assert sample.input_ids[row][: len(wanted)].tolist() == wanted
+        assert answers(sample, ours)[row].removesuffix(theirs.eos_token) == answer["content"]
+
+
+def test_templates_are_told_the_configured_day_and_options(write, tmp_path):
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%d %b %Y') }}{{ mood }}|{% for m in messages %}{{ m.content }}|{% endfor %}", encoding="utf-8"
+    )
+    record = {"prompt": ASKED, "chosen": [YES], "rejected": [NO]}
+    keys = {"chat_template_file": template, "template_options": {"mood": " fine"}, "train_files": (write([record]),)}
+    ours = chat_tokenizer()
+    told, later = (
+        loader(ours, seq_length=64, **keys, **more).split("train") for more in ({}, {"template_date": "2025-01-02"})
+    )
+    assert ours.decode(told[0].input_ids[0]).startswith("26 Jul 2024 fine|Be short.|")
+    assert ours.decode(later[0].input_ids[0]).startswith("02 Jan 2025 fine|")
+    assert told.fingerprint() != later.fingerprint()
+
+
 def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
     record = {"prompt": "ab", "chosen": "c", "rejected": "de"}
     sample = loader(train_files=(write([record]),), seq_length=8).split("train")[0]
@@ -70,11 +102,38 @@ def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
     assert sample.loss_weights.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
 
 
+def test_answers_of_packed_pairs_share_a_number_and_positions_restart(write):
+    records = [{"prompt": "ab", "chosen": "c", "rejected": "de"}, {"prompt": "f", "chosen": "ghi", "rejected": "j"}]
+    dataset = loader(train_files=(write(records),), packing=True, seq_length=12).split("train")
+    assert len(dataset) == 1
+    sample = dataset[0]
+    first = 0 if sample.input_ids[0][1] == ord("a") else 1
+    lengths = [(5, 6), (6, 4)]  # with begin and end
+    for row in (0, 1):
+        ahead, behind = lengths[first][row], lengths[1 - first][row]
+        padding = 12 - ahead - behind
+        assert sample.document_ids[row].tolist() == [0] * ahead + [1] * behind + [-1] * padding
+        assert sample.position_ids[row].tolist() == [*range(ahead), *range(behind)] + [0] * padding
+        assert (sample.labels[row][sample.document_ids[row] < 0] == -100).all()
+    said = [answers(sample, _Spelling())[row] for row in (0, 1)]
+    assert said == [["c|ghi|", "de|j|"], ["ghi|c|", "j|de|"]][first]
+    report = dataset.report()
+    assert (report.records, report.tokens.tokens, report.tokens.trained) == (2, 21, 11)
+    assert report.efficiency == pytest.approx(21 / 24)
+
+
+class _Spelling:
+    """The byte tokenizer, with a bar for the end."""
+
+    def spell(self, ids):
+        return "".join("|" if id_ == 257 else chr(id_) for id_ in ids)
+
+
 @pytest.mark.parametrize(("mode", "prompt"), [("keep_start", [1, 2, 3]), ("keep_end", [4, 5, 6])])
 def test_prompts_are_cut_first_and_answers_to_what_is_left(mode, prompt):
     fitting = Fitting(seq_length=8, max_prompt_length=3, mode=mode)
     long = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7] * 3, rejected=[8] * 9)
-    assert fitting.fit(long) == Pair(prompt=prompt, chosen=[7] * 3, rejected=[8] * 5)
+    assert fitting.fit(long) == Pair(prompt=prompt, chosen=[7] * 3, rejected=[8] * 5, cut=True)
     fits = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7], rejected=[8, 8])
     assert fitting.fit(fits) is fits
 
@@ -94,10 +153,13 @@ def test_the_fingerprint_follows_what_decides_the_samples(write):
     file = write([{"prompt": "a", "chosen": "yes", "rejected": "no"}])
     prints = [
         loader(**{"train_files": (file,), **settings}).split("train").fingerprint()
-        for settings in ({}, {}, {"seq_length": 8}, {"max_prompt_length": 3}, {"truncation_mode": "keep_end"})
+        for settings in (
+            *({}, {}, {"seq_length": 8}, {"max_prompt_length": 3}, {"truncation_mode": "keep_end"}),
+            {"packing": True},
+        )
     ]
     assert prints[0] == prints[1]
-    assert len(set(prints)) == 4
+    assert len(set(prints)) == 5
 
 
 def pair(seed, lengths):

@@ -70,17 +70,18 @@ def rows(config, file="metrics.jsonl"):
     return {row["step"]: {key: row.get(key) for key in ("loss", "rewards/margins")} for row in found}
 
 
-def test_a_stopped_run_goes_on_with_the_reference_of_its_beginning(small):
-    whole = small(name="whole")
+@pytest.mark.parametrize("packing", [(), ("data.packing=true", "data.seq_length=128")], ids=["padded", "packed"])
+def test_a_stopped_run_goes_on_with_the_reference_of_its_beginning(small, packing):
+    whole = small(*packing, name="whole")
     train(whole)
-    first = small("trainer.max_steps=2", "model.optim.sched.max_steps=40", name="stopped")
+    first = small(*packing, "trainer.max_steps=2", "model.optim.sched.max_steps=40", name="stopped")
     train(first)
     kept = first.run_dir / "reference"
     shutil.move(kept, kept.with_name("elsewhere"))
     with pytest.raises(NxdtError, match=r"A030.*reference"):
-        train(small(name="stopped"))
+        train(small(*packing, name="stopped"))
     shutil.move(kept.with_name("elsewhere"), kept)
-    train(small("data.num_workers=2", name="stopped"))
+    train(small(*packing, "data.num_workers=2", name="stopped"))
     assert rows(first) == rows(whole)
     assert set(rows(whole)) == {1, 2, 3, 4}
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from nxdt_core.data.compressed import COMPRESSED
 from nxdt_core.data.digest import digest, file_digest
-from nxdt_core.data.files import near
+from nxdt_core.data.files import JSON_LINES, near
 from nxdt_core.errors import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing
@@ -98,7 +99,7 @@ def _other(path: Path, key: str) -> NoDataset:
             return NoDataset(key=key, path=str(path), found=f"but {path / saved[0]} is", advice="Name that directory.")
         found = f"it holds {', '.join(inside[:3])}" if inside else "it is empty"
         name = next(iter(inside), "")
-    if name.endswith((".parquet", ".jsonl", ".ndjson", ".arrow", ".gz")):
+    if name.endswith((".parquet", ".arrow", *JSON_LINES, *COMPRESSED)):
         advice = "Set data.streaming to true to read such files as they are, or save them with datasets' save_to_disk."
         return NoDataset(key=key, path=str(path), found=found, advice=advice)
     return NoDataset(key=key, path=str(path), found=found)

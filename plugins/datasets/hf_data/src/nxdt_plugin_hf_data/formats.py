@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nxdt_core.data.files import json_object, near
+from nxdt_core.data.compressed import COMPRESSED, UNREADABLE, opened
+from nxdt_core.data.files import JSON_LINES, json_object, near
 from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.columns import chosen
@@ -70,7 +70,7 @@ def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
                 yield first + begin, batch.slice(begin, _BATCH)
     except PermissionError as error:
         raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except (pa.ArrowException, *UNREADABLE) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DamagedDataset(path=str(path), reason=reason) from error
 
@@ -105,7 +105,7 @@ def _arrow(path: Path, text_key: str, start: int) -> Iterator[Rows]:
 def _json_lines(path: Path, text_key: str, start: int) -> Iterator[Rows]:
     rows: list[Mapping[str, object]] = []
     seen = number = 0
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -146,10 +146,7 @@ _Reader = Callable[[Path, str, int], Iterator[Rows]]
 _READERS: Mapping[str, _Reader] = {
     ".parquet": _parquet,
     ".arrow": _arrow,
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
-    ".jsonl.gz": _json_lines,
-    ".ndjson.gz": _json_lines,
+    **{f"{ending}{packed}": _json_lines for packed in ("", *COMPRESSED) for ending in JSON_LINES},
 }
 _KNOWN = ", ".join(_READERS)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
+from nxdt_core.data.head import Head
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import MapDataset
 
-__all__ = ["BlendedDataset", "ChainedDataset"]
+__all__ = ["BlendedDataset", "ChainedDataset", "in_shares"]
 
 _SLOTS = 1 << 20
 """Places of the pattern that a blend repeats: shares are kept to a millionth."""
@@ -23,18 +23,15 @@ class BlendedDataset:
 
     A set's places in the pattern are evenly spaced, so that at every point its count is within two samples of its
     share. (Megatron-Core takes the set that is furthest behind, in an index as long as the run; a pattern has no
-    length, so that neither a longer run nor a large set with a small weight costs anything.)
+    length, so that neither a longer run nor a large set with a small weight costs anything.) A pass ends once each set
+    was seen whole, the others more than once for it.
 
     Args:
         datasets: none of them empty.
         shares: of each, with the sum 1.
-        ends: where a pass over the blend ends: once each set was seen ``whole``, the others more than once for it, or
-            at the first sample that would come ``twice``.
     """
 
-    def __init__(
-        self, datasets: Sequence[MapDataset], shares: Sequence[float], *, ends: Literal["whole", "twice"]
-    ) -> None:
+    def __init__(self, datasets: Sequence[MapDataset], shares: Sequence[float]) -> None:
         self._datasets = datasets
         self._sizes = [len(dataset) for dataset in datasets]
         self._counts = _places(shares)
@@ -42,11 +39,7 @@ class BlendedDataset:
         order = np.argsort(times, kind="stable")
         self._owners = np.repeat(np.arange(len(datasets), dtype=np.int32), self._counts)[order]
         self._ranks = np.concatenate([np.arange(count, dtype=np.int32) for count in self._counts])[order]
-        if ends == "whole":
-            self._length = 1 + max(self._place(which, size - 1) for which, size in enumerate(self._sizes))
-        else:
-            self._length = min(self._place(which, size) for which, size in enumerate(self._sizes))
-        self._ends = ends
+        self._length = 1 + max(self._place(which, size - 1) for which, size in enumerate(self._sizes))
 
     def __len__(self) -> int:
         return self._length
@@ -69,8 +62,8 @@ class BlendedDataset:
         return which, number % self._sizes[which]
 
     def fingerprint(self) -> str:
-        """Digest of the sets, their shares and where a pass ends."""
-        return digest(*(dataset.fingerprint() for dataset in self._datasets), self._counts, self._ends)
+        """Digest of the sets and their shares."""
+        return digest(*(dataset.fingerprint() for dataset in self._datasets), self._counts)
 
     def _place(self, which: int, number: int) -> int:
         """Where a set's sample ``number``, counted over all its passes, stands in the order."""
@@ -98,6 +91,12 @@ class ChainedDataset:
     def fingerprint(self) -> str:
         """Digest of the sets in their order."""
         return digest("chained", *(dataset.fingerprint() for dataset in self._datasets))
+
+
+def in_shares(datasets: Sequence[MapDataset], shares: Sequence[float]) -> list[Head]:
+    """The first samples of each set: as many as can be had in the wanted shares with none of them twice."""
+    most = min(len(dataset) / share for dataset, share in zip(datasets, shares, strict=True))
+    return [Head(dataset, max(1, round(most * share))) for dataset, share in zip(datasets, shares, strict=True)]
 
 
 def _places(shares: Sequence[float]) -> NDArray[np.int64]:

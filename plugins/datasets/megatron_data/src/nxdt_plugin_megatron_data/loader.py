@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
 from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.data.packing import Packing
-from nxdt_core.protocols.dataloader import DataContext, MapDataset, SplitName
+from nxdt_core.protocols.dataloader import DataContext, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
-from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset
+from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset, in_shares
 from nxdt_plugin_megatron_data.cache import cached_indices
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.dataset import Cut, IndexedDataset
@@ -19,7 +18,7 @@ from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, O
 from nxdt_plugin_megatron_data.format import bin_path
 from nxdt_plugin_megatron_data.indices import build_indices, count_samples
 from nxdt_plugin_megatron_data.note import note_path, read_note
-from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, split_bounds
+from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 
 __all__ = ["MegatronDataloader"]
@@ -41,8 +40,10 @@ class MegatronDataloader:
         if config.eod_mask_loss and self._eod_id is None:
             raise EndOfDocumentUnknown()
 
-    def split(self, name: SplitName) -> MapDataset | None:
+    def split(self, name: SplitName) -> Split:
         """The samples of a split; None where it has no files of its own and no share of them.
+
+        Of several files a blend to train on, and each by its name to validate or test, in the blend's shares.
 
         Raises:
             IndexedFileMissing, BadIndexFile, DataShorterThanIndex: of the files.
@@ -52,21 +53,15 @@ class MegatronDataloader:
         blend = self._blend(name)
         if blend is None:
             return None
+        if name != "train":
+            blend = blend.merged()
         datasets = self._datasets(blend, name)
         if len(datasets) == 1:
             return datasets[0]
-        if blend.shares is None:
-            return ChainedDataset(datasets)
-        return BlendedDataset(datasets, blend.shares, ends="whole" if name == "train" else "twice")
-
-    def sources(self, name: SplitName) -> Mapping[str, IndexedDataset]:
-        """The samples of a split by file: by its name, or by its path where two have one name."""
-        blend = self._blend(name)
-        if blend is None:
-            return {}
-        names = Counter(prefix.name for prefix in blend.prefixes)
-        labels = [prefix.name if names[prefix.name] == 1 else str(prefix) for prefix in blend.prefixes]
-        return dict(zip(labels, self._datasets(blend, name), strict=True))
+        if name == "train":
+            return ChainedDataset(datasets) if blend.shares is None else BlendedDataset(datasets, blend.shares)
+        sets = datasets if blend.shares is None else in_shares(datasets, blend.shares)
+        return dict(zip(short_names(blend.prefixes), sets, strict=True))
 
     @cached_property
     def _shares(self) -> tuple[float, float, float]:

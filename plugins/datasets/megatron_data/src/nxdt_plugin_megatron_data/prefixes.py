@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SPLITS", "Blend", "Prefixes", "find_faults", "read_blend", "read_shares", "split_bounds"]
+__all__ = ["SPLITS", "Blend", "Prefixes", "find_faults", "read_blend", "read_shares", "short_names", "split_bounds"]
 
 SPLITS = ("train", "validation", "test")
 
@@ -26,6 +26,15 @@ class Blend:
     prefixes: tuple[Path, ...]
     shares: tuple[float, ...] | None
     """Sum 1; None takes each sample of each once."""
+
+    def merged(self) -> Blend:
+        """With each prefix once, and the sum of its shares."""
+        prefixes = tuple(dict.fromkeys(self.prefixes))
+        if self.shares is None:
+            return Blend(prefixes=prefixes, shares=None)
+        pairs = list(zip(self.prefixes, self.shares, strict=True))
+        shares = tuple(math.fsum(share for path, share in pairs if path == prefix) for prefix in prefixes)
+        return Blend(prefixes=prefixes, shares=shares)
 
 
 def read_blend(value: Prefixes) -> Blend:
@@ -62,6 +71,19 @@ def _list_faults(value: tuple[float | Path, ...]) -> Iterator[str]:
         yield "weights are positive; leave a set out that nothing is to be taken of"
     elif weights and min(weights) < _SMALLEST * math.fsum(weights):
         yield f"the weight {min(weights):g} is less than {_SMALLEST:g} of their sum"
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last part of each path, with as many parts before it as tell it from the others."""
+    return [_short_name(path, [other for other in paths if other != path]) for path in paths]
+
+
+def _short_name(path: Path, others: Sequence[Path]) -> str:
+    for count in range(1, len(path.parts)):
+        tail = path.parts[-count:]
+        if all(other.parts[-count:] != tail for other in others):
+            return "/".join(tail)
+    return str(path)
 
 
 def read_shares(text: str) -> tuple[float, float, float]:

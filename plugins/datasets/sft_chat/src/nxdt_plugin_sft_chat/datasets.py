@@ -8,32 +8,15 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.bins import first_fit_decreasing
 from nxdt_core.data.digest import digest
-from nxdt_core.data.permutation import Permutation
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataloader import DataReport
 from nxdt_plugin_sft_chat.chats import Chats
 
-__all__ = ["ChatDataset", "alone", "packed"]
+__all__ = ["ChatDataset"]
 
 _PADDING = -1
 """Document number of padding."""
-
-
-def alone(chats: Chats) -> list[NDArray[np.int64]]:
-    """Each conversation in a sample of its own."""
-    return list(np.arange(len(chats), dtype=np.int64)[:, None])
-
-
-def packed(chats: Chats, *, seq_length: int, seed: int) -> list[NDArray[np.int64]]:
-    """Numbers of the conversations of each sample, by first-fit decreasing on lengths.
-
-    Which of several equally long ones shares a sample with which others is drawn by ``seed``: neighbours in a file
-    are often alike.
-    """
-    drawn = Permutation(len(chats), seed=seed, epoch=0).take(np.arange(len(chats), dtype=np.int64))
-    return [drawn[places] for places in first_fit_decreasing(chats.lengths[drawn] - 1, seq_length)]
 
 
 class ChatDataset:
@@ -41,17 +24,17 @@ class ChatDataset:
 
     Args:
         chats: the conversations.
-        samples: numbers of the conversations of each sample.
+        samples: numbers of the conversations of each sample; None gives each a sample of its own.
         seq_length: tokens of a sample.
         pad_id: token of places that hold none; they are a document of their own, and the loss is never on them.
         source: digest of all that decides ``chats``.
     """
 
     def __init__(
-        self, chats: Chats, samples: Sequence[NDArray[np.int64]], *, seq_length: int, pad_id: int, source: str
+        self, chats: Chats, samples: Sequence[NDArray[np.int64]] | None, *, seq_length: int, pad_id: int, source: str
     ) -> None:
         self._chats = chats
-        self._samples = samples
+        self._samples = list(np.arange(len(chats), dtype=np.int64)[:, None]) if samples is None else samples
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._source = source

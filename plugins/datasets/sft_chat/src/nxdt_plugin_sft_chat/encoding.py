@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,11 +9,11 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.data.chat import ReservedTokens, Span
 from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
 from nxdt_plugin_sft_chat.config import ROLES, ChatConfig
 from nxdt_plugin_sft_chat.conversation import Conversation, Place
-from nxdt_plugin_sft_chat.errors import SpecialTokenInContent
-from nxdt_plugin_sft_chat.rendering import Rendered, Renderer, Span
+from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
 
 __all__ = ["TEMPLATE", "Encoded", "Encoder", "trained_messages"]
 
@@ -68,14 +67,13 @@ class Encoder:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._config = config
-        reserved = () if config.special_tokens_in_text else tokenizer.reserved_tokens()
-        self._reserved = re.compile("|".join(map(re.escape, reserved))) if reserved else None
+        self._reserved = ReservedTokens(tokenizer, allowed=config.special_tokens_in_text)
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[Encoded]:
         """The conversations in their order.
 
         Raises:
-            SpecialTokenInContent: a text would become a special token.
+            SpecialTokenInText: a text would become a special token.
             TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
         """
         remaining = iter(conversations)
@@ -85,10 +83,7 @@ class Encoder:
             yield from map(_encoded, batch, rendered, located)
 
     def _rendered(self, conversation: Conversation) -> Rendered:
-        for number, message in enumerate(conversation.messages, start=1):
-            found = self._reserved.search(message.content) if self._reserved is not None else None
-            if found:
-                raise SpecialTokenInContent(place=str(conversation.place), number=number, token=found[0])
+        self._reserved.check((message.content for message in conversation.messages), str(conversation.place))
         return self._renderer.render(conversation, trained_messages(conversation, self._config))
 
 

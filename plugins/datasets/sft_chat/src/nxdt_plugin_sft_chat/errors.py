@@ -1,4 +1,4 @@
-"""Errors of chat data: codes ``NXDT-D300`` to ``NXDT-D329``."""
+"""Errors of chat data: codes ``NXDT-D300`` to ``NXDT-D312`` and ``NXDT-D318`` to ``NXDT-D319``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,8 @@ __all__ = [
     "EndOfTurnUntrained",
     "EverythingTrained",
     "NoRecords",
-    "NotAChatTokenizer",
     "NothingTrained",
     "RolesOutOfOrder",
-    "SpecialTokenInContent",
-    "TemplateMissing",
-    "TemplateNeedsToken",
-    "TemplateRefuses",
-    "TemplateUnknown",
-    "TemplateUnreadable",
     "TurnsInseparable",
     "UnknownRecord",
     "UnknownRole",
@@ -204,68 +197,6 @@ class EverythingTrained(NxdtError):
     tokens: int
 
 
-class TemplateMissing(NxdtError):
-    """No template to render conversations with."""
-
-    code = "NXDT-D313"
-    happened = "The tokenizer brings no chat template, and data.chat_template names none."
-    remedy = (
-        "Set data.chat_template to one of {names}, as the model was or shall be tuned, or data.chat_template_file. "
-        "('plain' puts the output right behind the input, as NxD Training does.)"
-    )
-    known: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "names": listing(self.known, limit=len(self.known))}
-
-
-class TemplateUnknown(NxdtError):
-    """A name that no shipped template has."""
-
-    code = "NXDT-D314"
-    happened = "data.chat_template: there is no template {name!r}."
-    remedy = "Templates are {names}.{hint} A file is named by data.chat_template_file."
-    name: str
-    known: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        close = difflib.get_close_matches(self.name, self.known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return {**super()._view(), "names": listing(self.known, limit=len(self.known)), "hint": hint}
-
-
-class TemplateUnreadable(NxdtError):
-    """A template that is no Jinja, or does what the sandbox forbids."""
-
-    code = "NXDT-D315"
-    happened = "The chat template ({origin}) is no template: {reason}."
-    remedy = "Correct it, or set data.chat_template to one that this package brings."
-    origin: str
-    reason: str
-
-
-class TemplateRefuses(NxdtError):
-    """A conversation that the template does not render."""
-
-    code = "NXDT-D316"
-    happened = "{place}: the chat template ({origin}) refuses the conversation: {reason}."
-    remedy = "Correct or remove the record, or take a template that renders it (data.chat_template)."
-    place: str
-    origin: str
-    reason: str
-
-
-class TemplateNeedsToken(NxdtError):
-    """A template that writes a token which the tokenizer does not have, so that no turn would end."""
-
-    code = "NXDT-D317"
-    happened = "The chat template ({origin}) writes {name}, and the tokenizer has none{found}."
-    remedy = "Name it under data.tokenizer ({name}), or set data.chat_template to one that does not write it."
-    origin: str
-    name: str
-    found: str = ""
-
-
 class TurnsInseparable(NxdtError):
     """A conversation in whose rendering a trained message cannot be found."""
 
@@ -292,23 +223,3 @@ class EndOfTurnUntrained(NxdtError):
     )
     origin: str
     reason: str
-
-
-class NotAChatTokenizer(NxdtError):
-    """A tokenizer that cannot tell where in a text its tokens lie."""
-
-    code = "NXDT-D320"
-    happened = "The tokenizer ({tokenizer}) cannot tell where in a text its tokens lie; chat data need that."
-    remedy = "Take data.tokenizer.library: huggingface, with the tokenizer.json of the same model."
-    tokenizer: str
-
-
-class SpecialTokenInContent(NxdtError):
-    """A text that spells a special token, which would become one: a turn could end or begin within it."""
-
-    code = "NXDT-D321"
-    happened = "{place}, message {number}: its text spells the special token {token!r}, and would be taken for it."
-    remedy = "Remove or rewrite it there, or allow it with data.special_tokens_in_text: true."
-    place: str
-    number: int
-    token: str

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from datetime import date
 from typing import cast
 
+from nxdt_core.data.bins import drawn_bins
+from nxdt_core.data.chat import runner_of
+from nxdt_core.data.chat_templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
 from nxdt_core.data.tokens import padding_id
-from nxdt_core.errors import DataNeedsTokenizer
+from nxdt_core.errors import DataNeedsTokenizer, NotAChatTokenizer, TemplateMissing
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_sft_chat.chats import Chats, gather
 from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.datasets import ChatDataset, alone, packed
+from nxdt_plugin_sft_chat.datasets import ChatDataset
 from nxdt_plugin_sft_chat.encoding import Encoder
-from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NotAChatTokenizer, NothingTrained
+from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NothingTrained
 from nxdt_plugin_sft_chat.records import read_record
 from nxdt_plugin_sft_chat.rendering import Renderer
 from nxdt_plugin_sft_chat.sources import Record, read_files
-from nxdt_plugin_sft_chat.templates import find_template
 
 __all__ = ["ChatDataloader"]
 
@@ -46,13 +47,11 @@ class ChatDataloader:
         self._config = config
         self._context = context
         self._tokenizer = cast(Tokenizer, context.tokenizer)
-        template = find_template(config, chat_tokenizer)
-        named = chat_tokenizer.special_tokens()
-        template.check_tokens(named)
-        day = date.fromisoformat(config.template_date)
-        renderer = Renderer(template, named, config.template_options, day)
-        self._encoder = Encoder(renderer, chat_tokenizer, config)
-        self._settings = (template.on(day), sorted(named.items()), sorted(config.template_options.items()))
+        runner = runner_of(config, chat_tokenizer)
+        if runner is None:
+            raise TemplateMissing(known=template_names())
+        self._encoder = Encoder(Renderer(runner), chat_tokenizer, config)
+        self._settings = runner.settings
         self._divided: tuple[dict[SplitName, list[Record]], str] | None = None
 
     def split(self, name: SplitName) -> ChatDataset | None:
@@ -77,7 +76,7 @@ class ChatDataloader:
         decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
         return ChatDataset(
             chats,
-            packed(chats, seq_length=context.seq_length, seed=context.seed) if config.packing else alone(chats),
+            drawn_bins(chats.lengths - 1, context.seq_length, seed=context.seed) if config.packing else None,
             seq_length=context.seq_length,
             pad_id=padding_id(self._tokenizer),
             source=digest(source, self._tokenizer.fingerprint(), self._settings, decided),

@@ -1,8 +1,7 @@
 """Conversations → text, and where in it the messages lie that the loss is on.
 
-The renderer is that of transformers: Jinja in a sandbox, with generation blocks. Where a template has such blocks
-they say what the assistant writes. Where it has none, a message lies between the rendering of what precedes it, with
-the prompt to generate, and the rendering up to it.
+Where a template has generation blocks, they say what the assistant writes. Where it has none, a message lies between
+the rendering of what precedes it, with the prompt to generate, and the rendering up to it.
 """
 
 from __future__ import annotations
@@ -10,17 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from typing import Any
 
+from nxdt_core.data.chat import Span, TemplateRunner
+from nxdt_core.errors import TemplateRefuses
 from nxdt_plugin_sft_chat.conversation import Conversation, Message
-from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TemplateRefuses, TemplateUnreadable, TurnsInseparable
-from nxdt_plugin_sft_chat.templates import ChatTemplate
+from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
 
-__all__ = ["Rendered", "Renderer", "Span"]
-
-Span = tuple[int, int]
-"""First character, and the one behind the last."""
+__all__ = ["Rendered", "Renderer"]
 
 _OPENED = re.compile(r"[<\[][^>\]\s]*$")
 
@@ -38,21 +33,11 @@ class Rendered:
 
 
 class Renderer:
-    """Renders conversations with one template.
+    """Renders conversations with one template, which ``runner`` runs."""
 
-    Args:
-        template: the template.
-        special_tokens: as it may call them (``eos_token``, …).
-        options: what else it is told.
-        day: what it is told of today.
-    """
-
-    def __init__(
-        self, template: ChatTemplate, special_tokens: Mapping[str, str], options: Mapping[str, Any], day: date
-    ) -> None:
-        self._template = template
-        self._source = template.on(day)
-        self._told = {**special_tokens, **options}
+    def __init__(self, runner: TemplateRunner) -> None:
+        self._runner = runner
+        self._template = runner.template
         self._to_check = _CHECKED
         self._nothing: str | None = ""
 
@@ -105,27 +90,9 @@ class Renderer:
         self, conversation: Conversation, count: int, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
         """The first ``count`` messages, and generation blocks where ``marks`` asks for them."""
-        from jinja2.exceptions import TemplateError, TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         messages = [message.for_template(self._nothing) for message in conversation.messages[:count]]
-        tools = None if conversation.tools is None else [*conversation.tools]
-        try:
-            texts, blocks = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=self._source,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **self._told,
-            )
-        except TemplateSyntaxError as error:
-            reason = f"line {error.lineno}: {error.message}"
-            raise TemplateUnreadable(origin=self._template.origin, reason=reason) from error
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            reason = str(error).rstrip(".") or type(error).__name__
-            raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason) from error
-        return texts[0], list(blocks[0]) if marks else []
+        place = str(conversation.place)
+        return self._runner.run(messages, place=place, tools=conversation.tools, prompts=prompt, marks=marks)
 
     def _between_prefixes(self, conversation: Conversation, number: int, text: str) -> Span:
         message = conversation.messages[number]

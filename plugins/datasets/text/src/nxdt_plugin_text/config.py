@@ -16,7 +16,7 @@ class TextConfig:
     """Plain text and JSONL files, tokenised when the run starts and kept in memory.
 
     A file whose name ends in ``.jsonl`` or ``.ndjson`` has a JSON object a line, every other is plain text; either
-    may be compressed (``.gz``). A path may be a pattern (``corpus/*.txt``); matches are taken in sorted order.
+    may be compressed (``.gz``, ``.zst``). A path may be a pattern (``corpus/*.txt``); matches come in sorted order.
     """
 
     train_files: tuple[Path, ...] = ()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.data.compressed import bare_name
 from nxdt_core.data.files import JSON_LINES, decode, json_objects
 from nxdt_core.errors import EmptyTextFile, JsonTextMissing
 
@@ -25,9 +26,8 @@ def documents(path: Path, content: bytes, *, text_key: str, separator: str | Non
         EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing: as they say.
     """
     empty = True
-    name = path.name.removesuffix(".gz")
     text = decode(path, content)
-    texts = _json_texts(path, text, text_key) if name.endswith(JSON_LINES) else _split(text, separator)
+    texts = _json_texts(path, text, text_key) if bare_name(path).endswith(JSON_LINES) else _split(text, separator)
     for document in texts:
         if document.strip():
             empty = False

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
-from nxdt_core.data.record_files import RecordFiles
+from nxdt_core.data.chat_keys import ChatKeys
 
 __all__ = ["DpoConfig", "OrpoConfig", "PreferenceConfig", "TruncationMode"]
 
@@ -39,17 +38,16 @@ class OrpoConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceConfig(RecordFiles):
+class PreferenceConfig(ChatKeys):
     """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
 
     Files have a JSON object a line and may be compressed (``.gz``). A path may be a pattern. Texts are taken as they
     stand; messages go through a chat template.
     """
 
-    chat_template_file: Path | None = None
-    """A Jinja file with the template of messages; ``null`` takes the tokenizer's own."""
-    special_tokens_in_text: bool = False
-    """Let a message's text spell special tokens, which then are those tokens; otherwise such a record is refused."""
+    packing: bool = False
+    """Put several pairs into one sample, apart from each other: their chosen answers into one sequence, the rejected
+    ones into another; otherwise each pair is padded to two sequences. Batch sizes count samples."""
     max_prompt_length: PositiveInt | None = None
     """Tokens that a prompt is cut to where it and the longer answer do not fit into ``data.seq_length`` together;
     ``null``: half of that length. Answers are then cut at their end to what is left."""

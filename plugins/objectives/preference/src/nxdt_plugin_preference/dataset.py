@@ -1,4 +1,4 @@
-"""Pairs as samples of two rows: the chosen answer and the rejected one, each behind its prompt and padded."""
+"""Pairs as samples of two rows: chosen answers in one, rejected ones in the other, each behind its prompt."""
 
 from __future__ import annotations
 
@@ -7,51 +7,92 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.protocols.dataloader import DataReport, TokenCount
+from nxdt_plugin_preference.pairs import PAIR
 from nxdt_plugin_preference.rendering import Pair
 
 __all__ = ["PairDataset"]
 
+_PADDING = -1
+"""Document number of padding."""
+
 
 class PairDataset:
-    """A map-style dataset of pairs.
+    """A map-style dataset of samples [2, seq_length].
 
-    ``labels`` are those of prompt and answer; ``loss_weights`` say which are the answer's.
+    ``labels`` are those of prompt and answer; ``loss_weights`` say which are the answer's. Answers of one pair have the
+    same document number.
 
     Args:
         pairs: prompts that have at most ``seq_length`` tokens with either answer.
+        packs: numbers of the pairs of each sample, which fit into its rows; None gives each a sample of its own,
+            without document numbers: nothing sees the padding behind it.
         seq_length: tokens of a row.
-        pad_id: of the tokens behind a pair, which nothing sees.
+        pad_id: of the tokens behind the last pair.
         source: digest of what the pairs were made of.
     """
 
-    def __init__(self, pairs: Sequence[Pair], *, seq_length: int, pad_id: int, source: str) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        packs: Sequence[NDArray[np.int64]] | None = None,
+        *,
+        seq_length: int,
+        pad_id: int,
+        source: str,
+    ) -> None:
         self._pairs = pairs
+        self._packs = packs
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._source = source
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._pairs if self._packs is None else self._packs)
 
     def __getitem__(self, index: int, /) -> Sample:
-        pair = self._pairs[index]
-        rows = [self._row(pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
-        ids, labels, weights = (np.stack(arrays) for arrays in zip(*rows, strict=True))
-        return Sample(input_ids=ids, labels=labels, loss_weights=weights)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        shape = PAIR, self._seq_length
+        ids, labels = np.full(shape, self._pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+        weights, positions = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+        documents = np.full(shape, _PADDING, np.int64)
+        ends = [0] * PAIR
+        for number, place in enumerate([index] if self._packs is None else self._packs[index]):
+            pair = self._pairs[place]
+            for row, answer in enumerate(pair.answers):
+                begin, end = ends[row], ends[row] + len(pair.prompt) + len(answer)
+                tokens = np.array([*pair.prompt, *answer], np.int64)
+                ids[row, begin:end] = tokens
+                labels[row, begin : end - 1] = tokens[1:]
+                weights[row, begin + max(0, len(pair.prompt) - 1) : end - 1] = 1
+                positions[row, begin:end] = np.arange(end - begin)
+                documents[row, begin:end] = number
+                ends[row] = end
+        packed = self._packs is not None
+        return Sample(
+            input_ids=ids,
+            labels=labels,
+            loss_weights=weights,
+            position_ids=positions if packed else None,
+            document_ids=documents if packed else None,
+        )
 
     def fingerprint(self) -> str:
-        """Digest of the records, of how they were rendered and cut, and of the sequence length."""
-        return self._source
+        """Digest of the records, of how they were rendered, cut and put together, and of the sequence length."""
+        return self._source if self._packs is None else digest(self._source, *self._packs)
 
-    def _row(
-        self, prompt: list[int], answer: list[int]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        tokens = np.array([*prompt, *answer], dtype=np.int64)
-        ids = np.full(self._seq_length, self._pad_id, dtype=np.int64)
-        labels = np.full(self._seq_length, IGNORE_INDEX, dtype=np.int64)
-        weights = np.zeros(self._seq_length, dtype=np.float32)
-        ids[: len(tokens)] = tokens
-        labels[: len(tokens) - 1] = tokens[1:]
-        weights[max(0, len(prompt) - 1) : len(tokens) - 1] = 1
-        return ids, labels, weights
+    def report(self) -> DataReport:
+        """Of the pairs; the length of one is that of its longer row."""
+        lengths = np.array([pair.lengths for pair in self._pairs], np.int64).reshape(-1, PAIR)
+        answers = sum(len(answer) for pair in self._pairs for answer in pair.answers)
+        places = len(self) * PAIR * self._seq_length
+        return DataReport(
+            records=len(self._pairs),
+            tokens=TokenCount(tokens=int(lengths.sum()), trained=answers),
+            lengths=lengths.max(axis=1),
+            truncated=sum(pair.cut for pair in self._pairs),
+            efficiency=int(lengths.sum()) / places if places else None,
+        )

@@ -15,7 +15,6 @@ __all__ = [
     "PromptMissing",
     "ReferenceMissing",
     "RowsNotPaired",
-    "SpecialTokenInText",
 ]
 
 
@@ -76,19 +75,9 @@ class AnswersInseparable(NxdtError):
     code = "NXDT-A006"
     happened = "Where the {key!r} answer of {place} begins cannot be told: the chat template renders what precedes it "
     happened += "otherwise once it follows."
-    remedy = "Choose another template with data.chat_template_file."
+    remedy = "Choose another template with data.chat_template."
     place: str
     key: str
-
-
-class SpecialTokenInText(NxdtError):
-    """A text that would become part of the conversation's frame."""
-
-    code = "NXDT-A007"
-    happened = "{place} spells the special token {token!r} in a text."
-    remedy = "Take it out, or set data.special_tokens_in_text to true where it is meant."
-    place: str
-    token: str
 
 
 class NoPairs(NxdtError):

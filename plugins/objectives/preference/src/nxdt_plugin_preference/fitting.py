@@ -29,9 +29,9 @@ class Fitting:
 
     def fit(self, pair: Pair) -> Pair:
         """As much of the prompt and of the answers as a sequence holds; ``pair`` itself where that is all."""
-        if len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) <= self.seq_length:
+        if max(pair.lengths) <= self.seq_length:
             return pair
         limit = self.max_prompt_length
         prompt = pair.prompt[:limit] if self.mode == "keep_start" else pair.prompt[-limit:]
         left = self.seq_length - len(prompt)
-        return Pair(prompt=prompt, chosen=pair.chosen[:left], rejected=pair.rejected[:left])
+        return Pair(prompt=prompt, chosen=pair.chosen[:left], rejected=pair.rejected[:left], cut=True)

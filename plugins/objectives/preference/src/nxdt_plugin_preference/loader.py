@@ -10,6 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files import decode, expand, json_objects, read_bytes
 from nxdt_core.data.permutation import draw
@@ -41,10 +44,8 @@ class PreferenceDataloader:
         if context.tokenizer is None:
             raise DataNeedsTokenizer(dataloader="preference")
         self._config = config
+        self._seed = context.seed
         self._tokenizer: Tokenizer = context.tokenizer
-        self._renderer = Renderer(
-            self._tokenizer, config.chat_template_file, special_tokens_in_text=config.special_tokens_in_text
-        )
         limit = config.max_prompt_length
         self._fitting = Fitting(
             seq_length=context.seq_length,
@@ -57,8 +58,9 @@ class PreferenceDataloader:
 
         Raises:
             DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, NoPairs: of the files.
-            AnswerMissing, AnswerEmpty, AnswersEqual, PromptMissing, BadPreference, ChatTemplateMissing,
-            ChatTemplateRefuses, AnswersInseparable, SpecialTokenInText: of a record; each names the file and the line.
+            NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable: of messages.
+            AnswerMissing, AnswerEmpty, AnswersEqual, PromptMissing, BadPreference, TemplateRefuses,
+            AnswersInseparable, SpecialTokenInText: of a record; each names the file and the line.
         """
         share = self._config.validation_fraction
         if share and name != "test":
@@ -77,20 +79,22 @@ class PreferenceDataloader:
         """The pairs of a split's files, and a digest of all that decides them."""
         paths = expand(self._config.files(name), f"data.{name}_files")
         contents = [(path, read_bytes(path)) for path in paths]
-        pairs: list[Pair] = []
-        cut = 0
-        for place, record in self._first(contents):
-            whole = self._renderer.render(read_preference(record, place))
-            pairs.append(self._fitting.fit(whole))
-            cut += pairs[-1] is not whole
-        if cut:
+        renderer = Renderer(self._tokenizer, self._config)
+        pairs = [
+            self._fitting.fit(renderer.render(read_preference(record, place)))
+            for place, record in self._first(contents)
+        ]
+        if cut := sum(pair.cut for pair in pairs):
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
         digests = [digest(content) for _, content in contents]
-        return pairs, digest("preference", *digests, self._renderer.fingerprint(), self._fitting, len(pairs))
+        return pairs, digest("preference", *digests, renderer.fingerprint(), self._fitting, len(pairs))
 
     def _dataset(self, pairs: list[Pair], source: str) -> PairDataset:
-        pad_id = padding_id(self._tokenizer)
-        return PairDataset(pairs, seq_length=self._fitting.seq_length, pad_id=pad_id, source=source)
+        seq_length, pad_id = self._fitting.seq_length, padding_id(self._tokenizer)
+        packs = None
+        if self._config.packing:
+            packs = drawn_bins(np.array([pair.lengths for pair in pairs], np.int64), seq_length, seed=self._seed)
+        return PairDataset(pairs, packs, seq_length=seq_length, pad_id=pad_id, source=source)
 
     def _first(self, contents: list[tuple[Path, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
         """As many records as the configuration wants, each with its place."""

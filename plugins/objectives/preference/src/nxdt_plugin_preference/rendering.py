@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from nxdt_core.config.paths import resolve_path
-from nxdt_core.data.chat import Messages, render
+from nxdt_core.data.chat import Messages, ReservedTokens, runner_of
+from nxdt_core.data.chat_keys import ChatKeys
+from nxdt_core.data.chat_templates import template_names
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files import decode, read_bytes
-from nxdt_core.errors import DataFileNotFound
+from nxdt_core.errors import NotAChatTokenizer, TemplateMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_plugin_preference.errors import AnswersInseparable, SpecialTokenInText
+from nxdt_plugin_preference.errors import AnswersInseparable
 from nxdt_plugin_preference.records import Preference
 
 __all__ = ["Pair", "Renderer"]
@@ -29,79 +28,92 @@ class Pair:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    cut: bool = False
+    """Whether it was longer."""
+
+    @property
+    def answers(self) -> tuple[list[int], list[int]]:
+        """The chosen one, then the rejected one."""
+        return self.chosen, self.rejected
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt with each answer."""
+        return len(self.prompt) + len(self.chosen), len(self.prompt) + len(self.rejected)
 
 
 class Renderer:
     """Tokenizes pairs.
 
-    Texts get the tokenizer's begin and end tokens, as far as it has them; messages what the chat template writes.
+    Texts get the tokenizer's begin and end tokens, as far as it has them; messages what the chat template writes. It
+    is looked for when the first messages come by.
 
     Args:
         tokenizer: of the run.
-        template_file: None takes the tokenizer's own template.
-        special_tokens_in_text: whether texts of messages may spell special tokens.
-
-    Raises:
-        DataFileNotFound, DataFileUnreadable, TextNotUtf8: of the template's file.
+        keys: choose the template and what messages may spell.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, template_file: Path | None = None, *, special_tokens_in_text: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, keys: ChatKeys) -> None:
         self._tokenizer = tokenizer
-        self._chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
-        self._template = self._chat.chat_template() if self._chat else None
-        if template_file is not None:
-            path = resolve_path(template_file)
-            if not path.is_file():
-                raise DataFileNotFound(key="data.chat_template_file", path=str(template_file))
-            self._template = decode(path, read_bytes(path))
-        self._reserved = () if special_tokens_in_text or self._chat is None else tuple(self._chat.reserved_tokens())
+        self._keys = keys
+        self._messages: _Messages | None = None
 
     def fingerprint(self) -> str:
-        """Digest of all that decides which tokens a pair becomes."""
-        return digest(self._tokenizer.fingerprint(), self._template)
+        """Digest of all that decided which tokens the pairs became."""
+        return digest(self._tokenizer.fingerprint(), self._messages and self._messages.settings)
 
     def render(self, pair: Preference) -> Pair:
         """The tokens of a record.
 
         Raises:
-            ChatTemplateMissing, ChatTemplateRefuses, AnswersInseparable, SpecialTokenInText: each names the place.
+            NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable,
+            DataFileNotFound, DataFileUnreadable, TextNotUtf8: messages cannot be rendered.
+            TemplateRefuses, AnswersInseparable, SpecialTokenInText: of the record; each names the place.
         """
-        prompt, chosen, rejected = pair.prompt, pair.chosen, pair.rejected
-        if isinstance(prompt, str):
-            assert isinstance(chosen, str)  # the answers of a record are of its prompt's kind
-            assert isinstance(rejected, str)
-            begin, end = ([] if id_ is None else [id_] for id_ in (self._tokenizer.bos_id, self._tokenizer.eos_id))
-            ids = self._tokenizer.encode_batch([prompt, prompt + chosen, prompt + rejected])
-            return _parted(ids, begin, end)
-        assert not isinstance(chosen, str)
-        assert not isinstance(rejected, str)
+        if not isinstance(pair.prompt, str):
+            if self._messages is None:
+                self._messages = _Messages(self._tokenizer, self._keys, pair.place)
+            return self._messages.render(pair, pair.prompt)
+        assert isinstance(pair.chosen, str)  # the answers of a record are of its prompt's kind
+        assert isinstance(pair.rejected, str)
+        begin, end = ([] if id_ is None else [id_] for id_ in (self._tokenizer.bos_id, self._tokenizer.eos_id))
+        texts = [pair.prompt, pair.prompt + pair.chosen, pair.prompt + pair.rejected]
+        return _parted(self._tokenizer.encode_batch(texts), begin, end)
+
+
+class _Messages:
+    """Tokenizes pairs of messages, of which the first has ``place``."""
+
+    def __init__(self, tokenizer: Tokenizer, keys: ChatKeys, place: str) -> None:
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise NotAChatTokenizer(tokenizer=type(tokenizer).__name__)
+        runner = runner_of(keys, tokenizer)
+        if runner is None:
+            raise TemplateMissing(known=template_names(), place=place)
+        self._tokenizer: ChatTokenizer = tokenizer
+        self._runner = runner
+        self._reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
+        self.settings = runner.settings
+
+    def render(self, pair: Preference, prompt: Messages) -> Pair:
         texts = [self._written(pair, prompt, prompts=True)]
-        for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        for key, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            assert not isinstance(answer, str)
             texts.append(self._answered(pair, prompt, answer, key))
-        assert self._chat is not None  # nothing else renders
-        return _parted([located.ids.tolist() for located in self._chat.locate(texts)])
+        return _parted([located.ids.tolist() for located in self._tokenizer.locate(texts)])
 
     def _answered(self, pair: Preference, prompt: Messages, answer: Messages, key: str) -> str:
         """A whole conversation up to the end of its last turn; space behind that is nobody's answer."""
-        self._check_texts(pair.place, [*prompt, *answer])
-        text = self._written(pair, [*prompt, *answer])
+        whole = [*prompt, *answer]
+        self._reserved.check((message.get("content") or "" for message in whole), pair.place)
+        text = self._written(pair, whole)
         # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
         if not any(text.startswith(self._written(pair, prompt, prompts=prompts)) for prompts in (True, False)):
             raise AnswersInseparable(place=pair.place, key=key)
         return text.rstrip()
 
     def _written(self, pair: Preference, messages: Messages, *, prompts: bool = False) -> str:
-        return render(
-            messages, self._tokenizer, place=pair.place, template=self._template, prompts=prompts, tools=pair.tools
-        )
-
-    def _check_texts(self, place: str, messages: Messages) -> None:
-        for message in messages:
-            for token in self._reserved:
-                if token in (message.get("content") or ""):
-                    raise SpecialTokenInText(place=place, token=token)
+        return self._runner.run(messages, place=pair.place, tools=pair.tools, prompts=prompts)[0]
 
 
 def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
-import zstandard
-
+from nxdt_core.data.compressed import UNREADABLE, bare_name, decompressed
 from nxdt_core.data.files import JSON_LINES
 from nxdt_core.errors import DataFileUnreadable
-from nxdt_plugin_megatron_data.preprocess.zstd import ZstdFile
 
 __all__ = ["Block", "Place", "is_json", "read_blocks"]
 
 _BLOCK_BYTES = 1 << 20
 """Long enough that sending it to another process costs little, short enough that all of them finish together."""
-_COMPRESSED = (".gz", ".zst")
 _JSON = (*JSON_LINES, ".json")
 _BOM = b"\xef\xbb\xbf"
 
@@ -51,7 +45,7 @@ class Block:
 
 def is_json(path: Path) -> bool:
     """Whether a file has an object a line; others are text."""
-    return _bare(path).endswith(_JSON)
+    return bare_name(path).endswith(_JSON)
 
 
 def read_blocks(files: Sequence[Path], start: Place, separator: bytes | None) -> Iterator[Block]:
@@ -70,7 +64,7 @@ def read_blocks(files: Sequence[Path], start: Place, separator: bytes | None) ->
         place = start if number == start.file else Place(file=number)
         try:
             yield from _of_file(path, place, b"\n" if is_json(path) else separator, before)
-        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        except UNREADABLE as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise DataFileUnreadable(path=str(path), reason=reason) from error
         before += path.stat().st_size
@@ -79,7 +73,7 @@ def read_blocks(files: Sequence[Path], start: Place, separator: bytes | None) ->
 def _of_file(path: Path, place: Place, separator: bytes | None, before: int) -> Iterator[Block]:
     with ExitStack() as stack:
         raw = stack.enter_context(path.open("rb"))
-        file = stack.enter_context(_decompressed(path, raw))
+        file = stack.enter_context(decompressed(path, raw))
         _skip(file, place.offset, seekable=file is raw)
         for content in _whole_records(file, separator):
             block = _block(place, content, before + raw.tell())
@@ -108,21 +102,9 @@ def _block(begin: Place, content: bytes, disk_bytes: int) -> Block:
     )
 
 
-def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if path.suffix == ".zst":
-        return io.BufferedReader(ZstdFile(raw))
-    return raw
-
-
 def _skip(file: IO[bytes], offset: int, *, seekable: bool) -> None:
     if seekable:
         file.seek(offset)
         return
     while offset:
         offset -= len(file.read(min(offset, _BLOCK_BYTES))) or offset
-
-
-def _bare(path: Path) -> str:
-    return path.stem if path.suffix in _COMPRESSED else path.name

@@ -1,4 +1,4 @@
-"""Which chat template a run takes: the tokenizer's own, one of this package by name, or a file."""
+"""Which chat template a run takes: the tokenizer's own, a shipped one by name, or a file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 
+from nxdt_core.config.paths import resolve_path
+from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.files import decode, read_bytes
-from nxdt_core.errors import DataFileNotFound
+from nxdt_core.errors import DataFileNotFound, TemplateNeedsToken, TemplateUnknown
 from nxdt_core.protocols.tokenizer import ChatTokenizer
-from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.errors import TemplateMissing, TemplateNeedsToken, TemplateUnknown
 
-__all__ = ["ChatTemplate", "find_template", "template_names"]
+__all__ = ["ChatTemplate", "find_template", "own_template", "shipped_template", "template_names"]
 
 _SUFFIX = ".jinja"
+_SHIPPED = files(__package__).joinpath("templates")
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
 
@@ -55,37 +56,44 @@ class ChatTemplate:
 
 
 def template_names() -> tuple[str, ...]:
-    """Templates of this package."""
-    names = (entry.name for entry in files(__package__).joinpath("templates").iterdir())
+    """Shipped templates."""
+    names = (entry.name for entry in _SHIPPED.iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
 
 
-def find_template(config: ChatConfig, tokenizer: ChatTokenizer) -> ChatTemplate:
-    """The template that the configuration names, else the tokenizer's.
+def find_template(keys: ChatKeys, tokenizer: ChatTokenizer) -> ChatTemplate | None:
+    """The template that the configuration names, else the tokenizer's; None where it has none, either.
 
     Raises:
         TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
-        TemplateMissing: nothing is named, and the tokenizer has none.
     """
-    if config.chat_template_file is not None:
-        return _from_file(config.chat_template_file)
-    if config.chat_template is not None:
-        return _named(config.chat_template)
-    own = tokenizer.chat_template()
-    if own is None:
-        raise TemplateMissing(known=template_names())
-    return ChatTemplate(own, "of the tokenizer")
+    if keys.chat_template_file is not None:
+        return _from_file(keys.chat_template_file)
+    if keys.chat_template is not None:
+        return shipped_template(keys.chat_template)
+    return own_template(tokenizer)
 
 
-def _named(name: str) -> ChatTemplate:
+def own_template(tokenizer: ChatTokenizer) -> ChatTemplate | None:
+    """The template that the tokenizer's files bring."""
+    text = tokenizer.chat_template()
+    return None if text is None else ChatTemplate(text, "of the tokenizer")
+
+
+def shipped_template(name: str) -> ChatTemplate:
+    """One of :func:`template_names`.
+
+    Raises:
+        TemplateUnknown: it is none of them.
+    """
     known = template_names()
     if name not in known:
         raise TemplateUnknown(name=name, known=known)
-    path = files(__package__).joinpath("templates", f"{name}{_SUFFIX}")
-    return ChatTemplate(path.read_text(encoding="utf-8"), name)
+    return ChatTemplate(_SHIPPED.joinpath(f"{name}{_SUFFIX}").read_text(encoding="utf-8"), name)
 
 
 def _from_file(path: Path) -> ChatTemplate:
-    if not path.is_file():
+    found = resolve_path(path)
+    if not found.is_file():
         raise DataFileNotFound(key="data.chat_template_file", path=str(path))
-    return ChatTemplate(decode(path, read_bytes(path)), str(path))
+    return ChatTemplate(decode(found, read_bytes(found)), str(path))

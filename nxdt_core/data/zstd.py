@@ -11,9 +11,13 @@ import zstandard
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["ZstdFile"]
+__all__ = ["BadZstdFile", "ZstdFile"]
 
 _CHUNK_BYTES = 1 << 17
+
+
+class BadZstdFile(OSError):
+    """A damaged file, or one of another format; as :class:`gzip.BadGzipFile`."""
 
 
 class ZstdFile(io.RawIOBase):
@@ -21,7 +25,7 @@ class ZstdFile(io.RawIOBase):
 
     Raises:
         EOFError: on reading: the file ends within a frame.
-        zstandard.ZstdError: on reading: it is damaged, or no Zstandard file.
+        BadZstdFile: on reading: it is damaged, or no Zstandard file.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
@@ -43,7 +47,10 @@ class ZstdFile(io.RawIOBase):
             if not packed:
                 return 0
             self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._ready = memoryview(self._frame.decompress(packed))
+            try:
+                self._ready = memoryview(self._frame.decompress(packed))
+            except zstandard.ZstdError as error:
+                raise BadZstdFile(str(error)) from error
             self._packed = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None

@@ -1,0 +1,40 @@
+"""Pairs, packed and padded, keep what the core expects of every dataset."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import pytest
+from nxdt_plugin_preference.config import PreferenceConfig
+from nxdt_plugin_preference.loader import PreferenceDataloader
+
+from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.testing.dataset_contract import DatasetContract
+
+SHIPPED = files("nxdt_plugin_preference").joinpath("data", "pairs-train.jsonl")
+
+
+class Pairs(DatasetContract):
+    packing = False
+
+    def pairs(self, **settings):
+        config = PreferenceConfig(train_files=(SHIPPED,) * 4, packing=self.packing, **settings)
+        context = DataContext(seq_length=128, seed=0, tokenizer=ByteTokenizer())
+        return PreferenceDataloader(config, context).split("train")
+
+    @pytest.fixture
+    def make(self):
+        return self.pairs
+
+    @pytest.fixture
+    def changed(self):
+        return self.pairs(dev_choose_samples=180)
+
+
+class TestPadded(Pairs):
+    pass
+
+
+class TestPacked(Pairs):
+    packing = True
