@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 
 from nxdt_core.builtins.callback_config import GenerationsConfig
-from nxdt_core.data.chat import render
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.data.chat import prompt_ids
+from nxdt_core.data.chat_keys import ChatKeys
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.training import assemble
 from nxdt_core.training.continuation import Sampling, continue_ids
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Generations(pl.Callback):
         for number, prompt in enumerate(config.prompts):
             written = continue_ids(
                 pl_module.model,
-                self._ids(prompt, tokenizer),
+                self._ids(prompt, tokenizer, assemble.chat_keys(pl_module.config)),
                 sampling,
                 window=pl_module.config.run.data.seq_length,
                 vocab_size=tokenizer.vocab_size,
@@ -56,13 +58,10 @@ class Generations(pl.Callback):
             if trainer.is_global_zero:
                 self._log(trainer, step, number, prompt, text)
 
-    def _ids(self, prompt: str, tokenizer: Tokenizer) -> list[int]:
+    def _ids(self, prompt: str, tokenizer: Tokenizer, keys: ChatKeys) -> list[int]:
         if self._config.chat:
             messages = [{"role": "user", "content": prompt}]
-            text = render(messages, tokenizer, place="trainer.callbacks: generations", prompts=True)
-            assert isinstance(tokenizer, ChatTokenizer)
-            found: list[int] = tokenizer.locate([text])[0].ids.tolist()
-            return found
+            return prompt_ids(messages, tokenizer, keys, place="trainer.callbacks: generations")
         return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
 
     def _log(self, trainer: pl.Trainer, step: int, number: int, prompt: str, text: str) -> None:

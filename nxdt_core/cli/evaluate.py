@@ -72,7 +72,7 @@ def _records(
     from nxdt_core.training.evaluate import evaluate as ask
     from nxdt_core.training.evaluate import questions, scores
 
-    asked = list(questions(files, loaded.tokenizer, limit=limit))
+    asked = list(questions(files, loaded.tokenizer, loaded.chat_keys, limit=limit))
     answers = []
     for answer in ask(loaded, asked, Sampling(max_new_tokens=max_new_tokens)):
         answers.append(answer)

@@ -1,4 +1,4 @@
-"""Messages → text by a chat template, in the sandbox of transformers."""
+"""Messages → text by a chat template, in the sandbox of transformers; and the tokens of a question."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from datetime import date
 from typing import Any
 
 from nxdt_core.data.chat_keys import ChatKeys
-from nxdt_core.data.chat_templates import ChatTemplate, find_template, own_template
+from nxdt_core.data.chat_templates import ChatTemplate, find_template
 from nxdt_core.errors import ChatTemplateMissing, SpecialTokenInText, TemplateRefuses, TemplateUnreadable
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
-__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "render", "runner_of"]
+__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "prompt_ids", "runner_of"]
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -104,25 +104,27 @@ def runner_of(keys: ChatKeys, tokenizer: ChatTokenizer) -> TemplateRunner | None
     return TemplateRunner(template, named, keys.template_options, date.fromisoformat(keys.template_date))
 
 
-def render(
+def prompt_ids(
     messages: Messages,
     tokenizer: Tokenizer,
+    keys: ChatKeys,
     *,
     place: str,
-    prompts: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
-    """The text of ``messages`` by the tokenizer's own template; arguments as of :meth:`TemplateRunner.run`.
+) -> list[int]:
+    """Tokens of ``messages`` and of the beginning of the assistant's answer, as in training by ``keys``.
 
     Raises:
         ChatTemplateMissing: there is no template.
-        TemplateUnreadable, TemplateRefuses: as there.
+        NxdtError: as of :func:`runner_of` and :meth:`TemplateRunner.run`.
     """
     chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
-    template = own_template(chat) if chat else None
-    if chat is None or template is None:
+    runner = runner_of(keys, chat) if chat else None
+    if chat is None or runner is None:
         raise ChatTemplateMissing(place=place)
-    return TemplateRunner(template, chat.special_tokens()).run(messages, place=place, prompts=prompts, tools=tools)[0]
+    text, _ = runner.run(messages, place=place, prompts=True, tools=tools)
+    ids: list[int] = chat.locate([text])[0].ids.tolist()
+    return ids
 
 
 class ReservedTokens:

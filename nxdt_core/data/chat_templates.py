@@ -16,7 +16,7 @@ from nxdt_core.data.files import decode, read_bytes
 from nxdt_core.errors import DataFileNotFound, TemplateNeedsToken, TemplateUnknown
 from nxdt_core.protocols.tokenizer import ChatTokenizer
 
-__all__ = ["ChatTemplate", "find_template", "own_template", "shipped_template", "template_names"]
+__all__ = ["ChatTemplate", "find_template", "named_template", "shipped_template", "template_names"]
 
 _SUFFIX = ".jinja"
 _SHIPPED = files(__package__).joinpath("templates")
@@ -65,19 +65,24 @@ def find_template(keys: ChatKeys, tokenizer: ChatTokenizer) -> ChatTemplate | No
     """The template that the configuration names, else the tokenizer's; None where it has none, either.
 
     Raises:
+        NxdtError: as of :func:`named_template`.
+    """
+    named = named_template(keys)
+    if named is not None:
+        return named
+    text = tokenizer.chat_template()
+    return None if text is None else ChatTemplate(text, "of the tokenizer")
+
+
+def named_template(keys: ChatKeys) -> ChatTemplate | None:
+    """The template that the configuration names.
+
+    Raises:
         TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
     """
     if keys.chat_template_file is not None:
         return _from_file(keys.chat_template_file)
-    if keys.chat_template is not None:
-        return shipped_template(keys.chat_template)
-    return own_template(tokenizer)
-
-
-def own_template(tokenizer: ChatTokenizer) -> ChatTemplate | None:
-    """The template that the tokenizer's files bring."""
-    text = tokenizer.chat_template()
-    return None if text is None else ChatTemplate(text, "of the tokenizer")
+    return None if keys.chat_template is None else shipped_template(keys.chat_template)
 
 
 def shipped_template(name: str) -> ChatTemplate:

@@ -10,6 +10,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.errors import NoMasterWeights, SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
@@ -23,6 +24,7 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = [
     "adapters",
+    "chat_keys",
     "dataloader",
     "engine",
     "locate",
@@ -85,6 +87,12 @@ def dataloader(
         shuffle=data.shuffle,
     )
     return cast(Dataloader, _construct(config, "data", context))
+
+
+def chat_keys(config: ResolvedConfig) -> ChatKeys:
+    """How the run's data make text of messages; the defaults where they hold none."""
+    found = config.selected("data").config
+    return found if isinstance(found, ChatKeys) else ChatKeys()
 
 
 def objective(config: ResolvedConfig) -> Objective:

@@ -8,10 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.data.chat import render
+from nxdt_core.data.chat import prompt_ids
+from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.files import decode, expand, json_objects, read_bytes
 from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingToJudge
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
 
@@ -37,7 +38,9 @@ class Answer:
     given: str
 
 
-def questions(files: Sequence[Path | str], tokenizer: Tokenizer, *, limit: int | None = None) -> Iterator[Question]:
+def questions(
+    files: Sequence[Path | str], tokenizer: Tokenizer, keys: ChatKeys, *, limit: int | None = None
+) -> Iterator[Question]:
     """The records of JSONL files as questions, rendered as in training.
 
     A record has ``messages``, of which the last is the wanted answer; ``input`` and ``output``, the same in two keys;
@@ -46,6 +49,7 @@ def questions(files: Sequence[Path | str], tokenizer: Tokenizer, *, limit: int |
     Args:
         files: paths and patterns.
         tokenizer: of the model.
+        keys: how messages become text.
         limit: records to take, the first ones; None takes all.
 
     Raises:
@@ -58,7 +62,7 @@ def questions(files: Sequence[Path | str], tokenizer: Tokenizer, *, limit: int |
         for line, record in json_objects(path, decode(path, read_bytes(path)))
     )
     for place, record in islice(records, limit):
-        yield _question(place, record, tokenizer)
+        yield _question(place, record, tokenizer, keys)
 
 
 def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling) -> Iterator[Answer]:
@@ -97,7 +101,7 @@ def scores(answers: Sequence[Answer]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def _question(place: str, record: Mapping[str, Any], tokenizer: Tokenizer) -> Question:
+def _question(place: str, record: Mapping[str, Any], tokenizer: Tokenizer, keys: ChatKeys) -> Question:
     if isinstance(record.get("prompt"), str) and isinstance(record.get("answer"), str):
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         ids = begin + tokenizer.encode(record["prompt"])
@@ -110,9 +114,8 @@ def _question(place: str, record: Mapping[str, Any], tokenizer: Tokenizer) -> Qu
     last = messages[-1]
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         raise NoAnswerToJudge(place=place, reason="its last message is no text of the assistant")
-    text = render(messages[:-1], tokenizer, place=place, prompts=True, tools=record.get("tools"))
-    assert isinstance(tokenizer, ChatTokenizer)
-    return _checked(place, tokenizer.locate([text])[0].ids.tolist(), last["content"])
+    ids = prompt_ids(messages[:-1], tokenizer, keys, place=place, tools=record.get("tools"))
+    return _checked(place, ids, last["content"])
 
 
 def _checked(place: str, ids: list[int], wanted: str) -> Question:

@@ -16,13 +16,14 @@ from nxdt_core.checkpoint.safetensors_layout import TensorSpec
 from nxdt_core.checkpoint.tensor_index import TensorEntry
 from nxdt_core.checkpoint.together import rank_of, together
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.chat_templates import named_template
 from nxdt_core.errors import CheckpointNotFound
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.tokenizer import HFTokenizer
 from nxdt_core.training import assemble
-from nxdt_core.training.saved_config import saved_config
+from nxdt_core.training.saved_config import saved_chat_keys, saved_config
 
 __all__ = ["ExportDtype", "Exported", "export_hf", "plan_export"]
 
@@ -122,6 +123,9 @@ def plan_export(
     """
     tokenizer = assemble.tokenizer(config)
     files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
+    template = named_template(saved_chat_keys(manifest))
+    if files and template is not None:
+        files = {**files, "chat_template.jinja": template.text.encode()}
     notes: tuple[str, ...] = ()
     if not files:
         named = config.components["tokenizer"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.data.chat import render
+from nxdt_core.data.chat import prompt_ids
 from nxdt_core.errors import CannotGenerate
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import load_model
 
@@ -28,7 +27,7 @@ def generate(
     Args:
         uri: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
         prompt: may be empty where the tokenizer has a begin-of-sequence token.
-        chat: the prompt is a user's turn, and what is yielded the answer, by the tokenizer's chat template.
+        chat: the prompt is a user's turn, and what is yielded the answer, by the run's chat template.
         max_new_tokens: end, where the model does not end by itself.
         temperature: 0 takes the likeliest token; higher is more random.
         top_k: draw among this many likeliest tokens only.
@@ -36,11 +35,15 @@ def generate(
 
     Raises:
         CannotGenerate: the run has no tokenizer, or there is nothing to begin with.
-        ChatTemplateMissing, ChatTemplateRefuses: of ``chat``.
+        ChatTemplateMissing, TemplateRefuses: of ``chat``.
     """
     found = load_model(uri)
     tokenizer = found.tokenizer
-    ids = _asked(prompt, tokenizer) if chat else tokenizer.encode(prompt)
+    if chat:
+        asked = [{"role": "user", "content": prompt}]
+        ids = prompt_ids(asked, tokenizer, found.chat_keys, place="The prompt")
+    else:
+        ids = tokenizer.encode(prompt)
     if tokenizer.bos_id is not None and not ids:
         ids = [tokenizer.bos_id]
     if not ids:
@@ -53,10 +56,3 @@ def generate(
         if not text.endswith("\ufffd"):  # a character of several tokens is shown once it is whole
             yield text[len(shown) :]
             shown = text
-
-
-def _asked(question: str, tokenizer: Tokenizer) -> list[int]:
-    text = render([{"role": "user", "content": question}], tokenizer, place="The prompt", prompts=True)
-    assert isinstance(tokenizer, ChatTokenizer)  # no other has a template
-    ids: list[int] = tokenizer.locate([text])[0].ids.tolist()
-    return ids

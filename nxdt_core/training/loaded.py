@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.errors import CannotGenerate
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.engine import ParallelModel
@@ -15,7 +16,7 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.base_weights import base_weights
 from nxdt_core.training.continuation import Sampling, continue_ids
-from nxdt_core.training.saved_config import saved_config
+from nxdt_core.training.saved_config import saved_chat_keys, saved_config
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -30,6 +31,8 @@ class LoadedModel:
     """Of the run that wrote them."""
     model: ParallelModel
     tokenizer: Tokenizer
+    chat_keys: ChatKeys
+    """How the run's data made text of messages."""
     step: int
     """Optimizer steps that the weights have seen."""
 
@@ -66,4 +69,6 @@ def load_model(uri: str) -> LoadedModel:
         for name in below.specs:
             model.load_state_dict({name: below.read(name)}, strict=False)
     primitives.load_checkpoint(found, manifest, engine=engine, model=model)
-    return LoadedModel(config=config, model=model, tokenizer=tokenizer, step=manifest.step)
+    return LoadedModel(
+        config=config, model=model, tokenizer=tokenizer, chat_keys=saved_chat_keys(manifest), step=manifest.step
+    )

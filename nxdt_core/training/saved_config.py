@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.data.chat_keys import ChatKeys
+from nxdt_core.data.record_files import RecordFiles
 from nxdt_core.errors import ConfigError, SavedConfigUnusable
 
-__all__ = ["saved_config"]
+__all__ = ["saved_chat_keys", "saved_config"]
 
 _ONE_PROCESS = (
     "trainer.devices=1",
@@ -61,3 +66,13 @@ def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
     except ConfigError as error:
         problems = [f"{problem.key}: {problem.what()} {problem.do()}".strip() for problem in error.problems]
         raise SavedConfigUnusable(where=where, problems=problems) from error
+
+
+def saved_chat_keys(manifest: Manifest) -> ChatKeys:
+    """How the data of the run that wrote the checkpoint made text of messages; the defaults where they held none."""
+    data = manifest.facts.config.get("data", {})
+    names = {each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}
+    found = {name: data[name] for name in names if data.get(name) is not None}
+    if "chat_template_file" in found:
+        found["chat_template_file"] = Path(found["chat_template_file"])
+    return ChatKeys(**found)

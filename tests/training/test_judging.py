@@ -14,6 +14,7 @@ from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
 from nxdt_core.cli import main
 from nxdt_core.config.paths import resolve_path
+from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.errors import NxdtError
 from nxdt_core.training.evaluate import Answer, Question, questions, scores
 from nxdt_core.training.run import train
@@ -105,7 +106,7 @@ def test_questions_are_rendered_as_the_chat_template_asks_them(tmp_path):
     file = tmp_path / "chats.jsonl"
     records = ({"messages": [asked, {"role": "assistant", "content": " There. "}]}, {"input": "Hi", "output": "Yes"})
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    one, other = questions([file], tokenizer)
+    one, other = questions([file], tokenizer, ChatKeys())
     assert list(one.ids) == theirs.apply_chat_template([asked], add_generation_prompt=True, return_dict=False)
     assert (one.wanted, other.wanted) == ("There.", "Yes")
 
@@ -123,7 +124,7 @@ def test_records_that_cannot_be_judged_are_named(tmp_path, record, code):
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps(record) + "\n")
     with pytest.raises(NxdtError, match=code) as raised:
-        list(questions([file], ByteTokenizer()))
+        list(questions([file], ByteTokenizer(), ChatKeys()))
     assert f"{file}:1" in raised.value.what()
 
 
