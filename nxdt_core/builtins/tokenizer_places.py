@@ -1,4 +1,4 @@
-"""Where in a text the tokens of a byte-level vocabulary lie."""
+"""Texts as libraries take them, and where in one the tokens of a byte-level vocabulary lie."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import numpy as np
 
 from nxdt_core.protocols.tokenizer import LocatedIds
 
-__all__ = ["located"]
+__all__ = ["located", "valid"]
+
+
+def valid(text: str) -> str:
+    """``text`` with U+FFFD for each lone surrogate, which UTF-8 cannot express and most libraries refuse."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def located(text: str, ids: Sequence[int], widths: Sequence[int]) -> LocatedIds:

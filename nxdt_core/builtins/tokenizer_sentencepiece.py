@@ -10,6 +10,7 @@ from typing import Any
 
 from nxdt_core.builtins.tokenizer_config import SentencePieceTokenizerConfig
 from nxdt_core.builtins.tokenizer_files import import_library, read_file
+from nxdt_core.builtins.tokenizer_places import valid
 from nxdt_core.builtins.tokenizer_sentencepiece_files import pretrained_files
 from nxdt_core.builtins.tokenizer_sentencepiece_places import cut, located
 from nxdt_core.data.digest import digest
@@ -53,17 +54,18 @@ class SentencePieceTokenizer:
         self._fingerprint = digest("sentencepiece", content, *more)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, normalised as the model's trainer was told; no special tokens are added."""
-        if not self._added:
-            ids: list[int] = self._processor.encode(text)
-            return ids
-        return [id_ for _, part in cut(self._parts, text) for id_ in self._encode_part(part)]
+        """Ids of ``text``, normalised as the model's trainer was told; no special tokens are added, a lone surrogate
+        becomes U+FFFD."""
+        return [id_ for _, part in cut(self._parts, valid(text)) for id_ in self._encode_part(part)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The same for many texts, on the library's threads."""
         if self._added:
             return [self.encode(text) for text in texts]
-        ids: list[list[int]] = self._processor.encode(list(texts))
+        try:
+            ids: list[list[int]] = self._processor.encode(list(texts))
+        except TypeError:
+            ids = self._processor.encode([*map(valid, texts)])
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -86,7 +88,7 @@ class SentencePieceTokenizer:
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """As :meth:`encode_batch`, but control tokens are read too; what stands between is tokenised by itself."""
-        return [located(self._processor, text, self._reserved_parts, self._reserved) for text in texts]
+        return [located(self._processor, valid(text), self._reserved_parts, self._reserved) for text in texts]
 
     def spell(self, ids: Iterable[int]) -> str:
         """As :meth:`decode`, with special tokens as they are written."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from nxdt_core.builtins.tokenizer_config import TiktokenTokenizerConfig
 from nxdt_core.builtins.tokenizer_files import import_library, read_file
-from nxdt_core.builtins.tokenizer_places import located
+from nxdt_core.builtins.tokenizer_places import located, valid
 from nxdt_core.data.digest import digest
 from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile
 from nxdt_core.protocols.tokenizer import LocatedIds
@@ -117,7 +117,7 @@ class TiktokenTokenizer:
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """As :meth:`encode_batch`; tokens that share a character have its place in common."""
         found = zip(texts, self.encode_batch(texts), strict=True)
-        return [located(_unicode(text), ids, self._widths(ids)) for text, ids in found]
+        return [located(valid(text), ids, self._widths(ids)) for text, ids in found]
 
     def spell(self, ids: Iterable[int]) -> str:
         """As :meth:`decode`, special tokens included."""
@@ -179,11 +179,6 @@ def _parse(content: bytes, path: Path) -> dict[bytes, int]:
     if reason is not None:
         raise BadTokenizerFile(path=str(path), wanted="file of BPE ranks", reason=reason)
     return ranks
-
-
-def _unicode(text: str) -> str:
-    """``text`` as the library takes it: a lone surrogate becomes U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _between_spaces(text: str) -> list[str]:

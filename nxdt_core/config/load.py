@@ -31,6 +31,7 @@ from nxdt_core.config.validate import (
     find_conflicts,
     find_impossible,
     find_notes,
+    find_overfull_curve,
     find_unsupported,
     find_wrong_durations,
 )
@@ -170,6 +171,7 @@ class _Load:
         """Rules over the values; plugins are asked only where every type is right."""
         right = not self.problems
         self.problems += find_impossible(checked)
+        self.problems += find_overfull_curve(checked, reading.instances)
         self.problems += find_unsupported(checked)
         self.problems += find_wrong_durations(checked)
         self.problems += component_findings(checked, composition, reading.instances)

@@ -18,6 +18,7 @@ __all__ = [
     "NoEffect",
     "NonNegativeFloat",
     "NonNegativeInt",
+    "PartOf",
     "PositiveInt",
     "Range",
     "XlaOnly",
@@ -54,6 +55,13 @@ class AliasOf:
 @dataclass(frozen=True, slots=True)
 class DefaultsTo:
     """Where the key is not set, it takes the value of ``key``; the two may differ."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """The key counts some of what ``key`` counts: all parts together are no more than that."""
 
     key: str
 

@@ -102,6 +102,13 @@ def test_any_text_comes_back(gpt2, llama3, text):
         assert tokenizer.spell(tokenizer.encode(text)) == text  # it may spell out a special token
 
 
+def test_half_a_character_is_replaced(tokenizer):
+    wanted = tokenizer.encode("a\ufffdb")
+    assert tokenizer.encode("a\ud800b") == wanted
+    assert tokenizer.encode_batch(["x", "a\ud800b"]) == [tokenizer.encode("x"), wanted]
+    assert tokenizer.locate(["a\ud800b"])[0].ids.tolist() == wanted
+
+
 def test_special_and_unknown_ids_are_left_out_of_text(tokenizer):
     ids = tokenizer.encode("the earth")
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id, tokenizer.vocab_size, -1]) == "the earth"

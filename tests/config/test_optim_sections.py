@@ -67,13 +67,54 @@ def test_a_value_that_cannot_work_is_named(report, good, overrides, key):
     assert row.split(": ")[1].startswith(key.partition("[")[0])
 
 
-def test_a_curve_longer_than_the_run_is_told(load, good):
+@pytest.mark.parametrize("record", SCHEDULES, ids=lambda record: record.name)
+def test_a_curve_longer_than_the_run_is_told(load, good, record):
     told = (
         "model.optim.sched.max_steps: the curve ends at step 101, and the run before that, as trainer.max_steps is 100"
     )
-    assert told in load(good, "model.optim.sched.max_steps=101").notes
+    extra = f", {REQUIRED[record.name]}" if record.name in REQUIRED else ""
+
+    def notes(steps):
+        return load(good, f"model.optim.sched={{name: {record.name}, max_steps: {steps}{extra}}}").notes
+
+    assert told in notes(101)
     for steps in (100, 99):
-        assert not [note for note in load(good, f"model.optim.sched.max_steps={steps}").notes if "curve" in note]
+        assert not [note for note in notes(steps) if "curve" in note]
+
+
+PARTS = [
+    ("name: CosineAnnealing, constant_steps: {}", 0),
+    ("name: CosineAnnealing, warmup_steps: 30, constant_steps: {}", 30),
+    ("name: PolynomialDecayAnnealing, warmup_steps: 30, hold_steps: {}", 30),
+    ("name: WarmupHoldPolicy, warmup_steps: 30, hold_steps: {}", 30),
+    ("name: NoamHoldAnnealing, warmup_steps: 30, hold_steps: {}", 30),
+    ("name: WSD, decay_steps: {}", 0),
+    ("name: WSD, warmup_steps: 30, decay_steps: {}", 30),
+]
+
+
+@pytest.mark.parametrize(("section", "warmup"), PARTS)
+def test_parts_that_are_more_than_their_curve_are_refused(load, good, report, section, warmup):
+    key = section.rpartition(", ")[2].partition(":")[0]
+    fits = f"model.optim.sched={{{section.format(40 - warmup)}, max_steps: 40}}"
+    assert load(good, fits).run.model.optim.sched.max_steps == 40
+    (row,) = report(good, f"model.optim.sched={{{section.format(41 - warmup)}, max_steps: 40}}")
+    assert row.startswith(f"command line: model.optim.sched.{key}: ")
+    assert f"{key} {41 - warmup}" in row
+    assert ("warmup_steps 30 and " in row) == bool(warmup)
+    assert "more than the 40 steps of the curve" in row
+    assert "set model.optim.sched.max_steps to at least 41" in row
+    assert row.endswith("[NXDT-C016]")
+
+
+def test_a_run_that_is_cut_short_keeps_a_curve_with_steps_of_its_own(load, good, report):
+    curve = "model.optim.sched={name: WSD, warmup_steps: 5, decay_steps: 20, max_steps: 100}"
+    assert load(good, curve, "trainer.max_steps=10").run.model.optim.sched.max_steps == 100
+    followed = "model.optim.sched={name: WSD, warmup_steps: 5, decay_steps: 20}"
+    assert len(report(good, followed, "trainer.max_steps=10")) == 1
+    warmup = "model.optim.sched={name: CosineAnnealing, warmup_steps: 50}"
+    (note,) = load(good, warmup, "trainer.max_steps=10").notes
+    assert "the rate only rises" in note
 
 
 def test_parameter_groups_are_read_in_their_order(load, good):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nxdt_core.config.marks import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from nxdt_core.config.marks import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
 
 __all__ = [
     "AnnealingConfig",
@@ -20,6 +20,8 @@ __all__ = [
     "WSDConfig",
     "WarmupConfig",
 ]
+
+_OF_THE_CURVE = PartOf("model.optim.sched.max_steps")
 
 
 @dataclass(kw_only=True)
@@ -42,7 +44,7 @@ class AnnealingConfig(WarmupConfig):
 class CosineAnnealingConfig(AnnealingConfig):
     """Warm-up, then half a cosine to ``min_lr``, then ``constant_steps`` at ``min_lr``."""
 
-    constant_steps: NonNegativeInt = 0
+    constant_steps: Annotated[NonNegativeInt, _OF_THE_CURVE] = 0
     """Steps at min_lr before max_steps is reached."""
 
 
@@ -58,7 +60,7 @@ class SquareAnnealingConfig(AnnealingConfig):
 class HoldConfig(AnnealingConfig):
     """Warm-up, then the full rate for ``hold_steps`` before what follows."""
 
-    hold_steps: NonNegativeInt = 0
+    hold_steps: Annotated[NonNegativeInt, _OF_THE_CURVE] = 0
     """Steps at the full rate after the warm-up."""
 
 
@@ -110,7 +112,7 @@ class ExponentialConfig:
 class WSDConfig(AnnealingConfig):
     """Warm-up, the full rate, and a decay over the last ``decay_steps``."""
 
-    decay_steps: PositiveInt | None = None
+    decay_steps: Annotated[PositiveInt | None, _OF_THE_CURVE] = None
     """Length of the decay that ends at max_steps; null: a tenth of max_steps."""
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """linear, cosine, or sqrt: 1 - sqrt(share of the decay that is done)."""

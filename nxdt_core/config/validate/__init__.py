@@ -5,6 +5,15 @@ from nxdt_core.config.validate.combinations import find_impossible
 from nxdt_core.config.validate.conflicts import find_conflicts
 from nxdt_core.config.validate.durations import find_wrong_durations
 from nxdt_core.config.validate.effects import find_notes
+from nxdt_core.config.validate.parts import find_overfull_curve
 from nxdt_core.config.validate.unsupported import find_unsupported
 
-__all__ = ["Checked", "find_conflicts", "find_impossible", "find_notes", "find_unsupported", "find_wrong_durations"]
+__all__ = [
+    "Checked",
+    "find_conflicts",
+    "find_impossible",
+    "find_notes",
+    "find_overfull_curve",
+    "find_unsupported",
+    "find_wrong_durations",
+]
