@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 from nxdt_core.builtins.callback_config import GenerationsConfig
 from nxdt_core.data.chat import prompt_ids
 from nxdt_core.data.chat_keys import ChatKeys
+from nxdt_core.data.tokens import text_ids
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import assemble
 from nxdt_core.training.continuation import Sampling, continue_ids
@@ -62,7 +63,7 @@ class Generations(pl.Callback):
         if self._config.chat:
             messages = [{"role": "user", "content": prompt}]
             return prompt_ids(messages, tokenizer, keys, place="trainer.callbacks: generations")
-        return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+        return text_ids(prompt, tokenizer)
 
     def _log(self, trainer: pl.Trainer, step: int, number: int, prompt: str, text: str) -> None:
         with (self._run_dir / _FILE).open("a", encoding="utf-8") as file:

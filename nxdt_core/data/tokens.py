@@ -10,9 +10,18 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.protocols.tokenizer import LeadingTokenizer, Tokenizer
 
-__all__ = ["ArrayTokenizer", "TokenArray", "TokenStream", "compact_dtype", "encode_documents", "padding_id", "tokenize"]
+__all__ = [
+    "ArrayTokenizer",
+    "TokenArray",
+    "TokenStream",
+    "compact_dtype",
+    "encode_documents",
+    "padding_id",
+    "text_ids",
+    "tokenize",
+]
 
 _BATCH = 256
 """Documents given to a tokenizer at once: enough for the threads of its library."""
@@ -91,6 +100,13 @@ def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator
     while batch := list(islice(remaining, _BATCH)):
         for ids in tokenizer.encode_batch(batch):
             yield np.array(ids, dtype)
+
+
+def text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a text to go on from, behind what the tokenizer's files put before one, unless it begins so already."""
+    ids = tokenizer.encode(text)
+    leading = list(tokenizer.leading_ids()) if isinstance(tokenizer, LeadingTokenizer) else []
+    return ids if ids[: len(leading)] == leading else [*leading, *ids]
 
 
 def padding_id(tokenizer: Tokenizer) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from nxdt_core.data.chat import prompt_ids
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.files import decode, expand, json_objects, read_bytes
+from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingToJudge
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training.continuation import Sampling
@@ -103,8 +104,7 @@ def scores(answers: Sequence[Answer]) -> dict[str, float]:
 
 def _question(place: str, record: Mapping[str, Any], tokenizer: Tokenizer, keys: ChatKeys) -> Question:
     if isinstance(record.get("prompt"), str) and isinstance(record.get("answer"), str):
-        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        ids = begin + tokenizer.encode(record["prompt"])
+        ids = text_ids(record["prompt"], tokenizer)
         return _checked(place, ids, record["answer"])
     messages = record.get("messages")
     if messages is None and record.get("input") is not None and record.get("output") is not None:

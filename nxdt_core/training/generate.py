@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nxdt_core.data.chat import prompt_ids
+from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors import CannotGenerate
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import load_model
@@ -43,7 +44,7 @@ def generate(
         asked = [{"role": "user", "content": prompt}]
         ids = prompt_ids(asked, tokenizer, found.chat_keys, place="The prompt")
     else:
-        ids = tokenizer.encode(prompt)
+        ids = text_ids(prompt, tokenizer)
     if tokenizer.bos_id is not None and not ids:
         ids = [tokenizer.bos_id]
     if not ids:

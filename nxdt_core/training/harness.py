@@ -18,9 +18,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from nxdt_core.data.tokens import text_ids
 from nxdt_core.devices import HOST
 from nxdt_core.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown
-from nxdt_core.protocols.tokenizer import LeadingTokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
 
@@ -41,8 +41,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__()
         self._loaded = loaded
-        tokenizer = loaded.tokenizer
-        self._leading = list(tokenizer.leading_ids()) if isinstance(tokenizer, LeadingTokenizer) else []
 
     @property
     def eot_token_id(self) -> int:
@@ -52,9 +50,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, behind what the tokenizer's files put before one, unless it begins so already."""
-        ids = self._loaded.tokenizer.encode(string)
-        leading = [] if add_special_tokens is False or ids[:1] == [self.eot_token_id] else self._leading
-        return [*leading, *ids]
+        tokenizer = self._loaded.tokenizer
+        return tokenizer.encode(string) if add_special_tokens is False else text_ids(string, tokenizer)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text, window by window."""
