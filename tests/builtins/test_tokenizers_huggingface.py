@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
 from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import Tokenizer
 
@@ -81,6 +83,13 @@ def test_ids_are_those_of_transformers(tokenizer, incumbent):
         expected = incumbent.encode(line, add_special_tokens=False)
         assert tokenizer.encode(line) == expected
         assert tokenizer.decode(expected) == incumbent.decode(expected, skip_special_tokens=True)
+
+
+def test_texts_to_go_on_from_begin_as_those_of_transformers(tokenizer, incumbent):
+    begun = incumbent("In the", padding=False, truncation=False).input_ids
+    assert begun[0] == tokenizer.bos_id
+    assert text_ids("In the", tokenizer) == text_ids("<s>In the", tokenizer) == begun
+    assert text_ids("In", ByteTokenizer()) == [*b"In"]
 
 
 def test_special_tokens_are_those_of_transformers(tokenizer, incumbent):
