@@ -21,11 +21,13 @@ _NAMES = (*ROLES, "template")
 _TOO_LONG = "longer than a sequence"
 _UNTRAINED = "nothing in them is trained"
 _CUT_AWAY = "what is trained in them lies beyond a sequence"
+_REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chats:
-    """Conversations, each of at least two tokens and with at least one that is trained."""
+    """Conversations, each of at least two tokens and with at least one that is trained. Arrays alone, which processes
+    can share."""
 
     tokens: NDArray[np.unsignedinteger]
     """[tokens]"""
@@ -33,7 +35,14 @@ class Chats:
     """[tokens] whether the token is learnt where it comes next."""
     starts: NDArray[np.int64]
     """[conversations + 1] place of the first token of each, and the number of all tokens."""
-    report: DataReport
+    roles: NDArray[np.int64]
+    """[2, roles + 1] tokens of each role and of the template, and how many of them are trained."""
+    turns: NDArray[np.int64]
+    """[2, turns + 1] tokens of the assistant's first, second, … turns behind a 0, and how many of them are trained."""
+    truncated: NDArray[np.int64]
+    """[1] conversations that were cut."""
+    left_out: NDArray[np.int64]
+    """[reasons] conversations that are not among these."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -43,21 +52,34 @@ class Chats:
         """[conversations] tokens of each."""
         return np.diff(self.starts)
 
+    @property
+    def report(self) -> DataReport:
+        """What there is to tell of them."""
+        roles = zip(_NAMES, *self.roles.tolist(), strict=True)
+        return DataReport(
+            records=len(self),
+            tokens=TokenCount(tokens=len(self.tokens), trained=int(self.roles[1].sum())),
+            lengths=self.lengths,
+            by_role={name: TokenCount(tokens=count, trained=trained) for name, count, trained in roles if count},
+            by_turn=[TokenCount(tokens=count, trained=trained) for count, trained in self.turns.T[1:].tolist()],
+            truncated=int(self.truncated[0]),
+            left_out={reason: count for reason, count in zip(_REASONS, self.left_out.tolist(), strict=True) if count},
+        )
+
 
 @dataclass(slots=True)
 class _Tally:
     """Counts, by what the report has them by."""
 
-    roles: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(_NAMES), np.int64))
-    roles_trained: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(_NAMES), np.int64))
+    roles: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, len(_NAMES)), np.int64))
     turns: Counter[int] = field(default_factory=Counter)
     turns_trained: Counter[int] = field(default_factory=Counter)
     truncated: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
 
     def add(self, chat: Encoded) -> None:
-        self.roles += np.bincount(chat.roles, minlength=len(_NAMES))
-        self.roles_trained += np.bincount(chat.roles[chat.trained], minlength=len(_NAMES))
+        self.roles[0] += np.bincount(chat.roles, minlength=len(_NAMES))
+        self.roles[1] += np.bincount(chat.roles[chat.trained], minlength=len(_NAMES))
         self.turns.update(_counted(chat.turns))
         self.turns_trained.update(_counted(chat.turns[chat.trained]))
 
@@ -87,12 +109,15 @@ def gather(encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncatio
         parts.append(chat.ids.astype(dtype))
         masks.append(chat.trained)
         tally.add(chat)
-    lengths = np.array([len(part) for part in parts], np.int64)
+    turns = range(max(tally.turns, default=0) + 1)
     return Chats(
         tokens=np.concatenate(parts) if parts else np.empty(0, dtype),
         trained=np.concatenate(masks) if masks else np.empty(0, np.bool_),
-        starts=np.concatenate([[0], np.cumsum(lengths)]),
-        report=_report(tally, lengths),
+        starts=np.cumsum([0, *map(len, parts)]),
+        roles=tally.roles,
+        turns=np.array([[counts[turn] for turn in turns] for counts in (tally.turns, tally.turns_trained)]),
+        truncated=np.array([tally.truncated]),
+        left_out=np.array([tally.left_out[reason] for reason in _REASONS]),
     )
 
 
@@ -113,17 +138,3 @@ def _fitting(
             yield chat.cut(slice(0, most) if truncation == "keep_start" else slice(len(chat) - most, None)), True
     if first is not None and truncation == "refuse":
         raise ChatTooLong(place=str(first.place), tokens=len(first), seq_length=most - 1, count=count, longest=longest)
-
-
-def _report(tally: _Tally, lengths: NDArray[np.int64]) -> DataReport:
-    roles = zip(_NAMES, tally.roles.tolist(), tally.roles_trained.tolist(), strict=True)
-    turns = range(1, max(tally.turns, default=0) + 1)
-    return DataReport(
-        records=len(lengths),
-        tokens=TokenCount(tokens=int(lengths.sum()), trained=int(tally.roles_trained.sum())),
-        lengths=lengths,
-        by_role={name: TokenCount(tokens=count, trained=trained) for name, count, trained in roles if count},
-        by_turn=[TokenCount(tokens=tally.turns[turn], trained=tally.turns_trained[turn]) for turn in turns],
-        truncated=tally.truncated,
-        left_out=dict(tally.left_out),
-    )

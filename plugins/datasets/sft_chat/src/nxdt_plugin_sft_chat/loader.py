@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import cast
 
+from nxdt_core.data.array_cache import Arrays, cached_arrays
 from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.chat import runner_of
 from nxdt_core.data.chat_templates import template_names
@@ -65,22 +67,40 @@ class ChatDataloader:
         records, source = self._records(name)
         if not records:
             return None
-        chats = gather(
-            self._encoder.encode(read_record(record, place) for place, record in records),
-            seq_length=context.seq_length,
-            truncation=config.truncation,
-            vocab_size=self._tokenizer.vocab_size,
-        )
+        decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
+        source = digest(source, self._tokenizer.fingerprint(), self._settings, decided)
+        chats = self._chats(records, source)
         _check_trained(chats, name)
         _tell(chats, name)
-        decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
         return ChatDataset(
             chats,
             drawn_bins(chats.lengths - 1, context.seq_length, seed=context.seed) if config.packing else None,
             seq_length=context.seq_length,
             pad_id=padding_id(self._tokenizer),
-            source=digest(source, self._tokenizer.fingerprint(), self._settings, decided),
+            source=source,
         )
+
+    def _chats(self, records: Sequence[Record], source: str) -> Chats:
+        """The records that fit, from the run's directory where they lie there for the same ``source``."""
+        length, directory = self._context.seq_length, self._context.cache_dir
+
+        def chats() -> Chats:
+            return gather(
+                self._encoder.encode(read_record(record, place) for place, record in records),
+                seq_length=length,
+                truncation=self._config.truncation,
+                vocab_size=self._tokenizer.vocab_size,
+            )
+
+        if directory is None:
+            return chats()
+        names = tuple(each.name for each in fields(Chats))
+
+        def arrays() -> Arrays:
+            made = chats()
+            return {name: getattr(made, name) for name in names}
+
+        return Chats(**cached_arrays(directory, f"chats-{digest(source, length)}", names, arrays, _unkept))
 
     def _records(self, name: SplitName) -> tuple[Sequence[Record], str]:
         """The records of a split, and a digest of what decides them."""
@@ -106,6 +126,10 @@ class ChatDataloader:
                     raise EmptySplit(fraction=fraction, records=len(records), split=split)
             self._divided = parts, digest(source, fraction, seed)
         return self._divided
+
+
+def _unkept(error: OSError) -> None:
+    _log.warning("%s: cannot keep tokens there; each process makes its own", error)
 
 
 def _check_trained(chats: Chats, split: SplitName) -> None:
