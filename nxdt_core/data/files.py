@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with an object a line."""
 
 _BOM = "\ufeff"
+_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a character, or a whole one in two escapes."""
+_ESCAPED_BYTES = re.compile(_ESCAPED.pattern.encode())
 
 
 def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
@@ -91,7 +95,7 @@ def json_object(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
     """The object of one line.
 
     Raises:
-        BadJsonLine: it is no JSON, or no object.
+        BadJsonLine: it is no JSON, or no object, or holds half a character, which no tokenizer has.
     """
     try:
         record: Any = json.loads(line)
@@ -99,6 +103,12 @@ def json_object(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
         raise BadJsonLine(path=str(path), line=number, reason=str(error)) from error
     if not isinstance(record, dict):
         raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}")
+    if _ESCAPED.search(line) if isinstance(line, str) else _ESCAPED_BYTES.search(line):
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"it holds half a character, \\u{ord(error.object[error.start]):x}"
+            raise BadJsonLine(path=str(path), line=number, reason=half) from error
     return record
 
 

@@ -126,9 +126,11 @@ def _rows(sample: Sample) -> list[Sample]:
 
 
 def _pieces(row: Sample) -> Iterator[slice]:
-    """The documents of a row, padding left out."""
+    """The documents of a row, padding left out: a row of one document may end in one token over and over, unlearnt."""
     if row.document_ids is None:
-        yield slice(0, len(row.input_ids))
+        other = np.flatnonzero((row.input_ids != row.input_ids[-1]) | (row.labels != IGNORE_INDEX))
+        last = int(other[-1]) + 1 if len(other) else len(row.input_ids)
+        yield slice(0, last if last < len(row.input_ids) - 1 else len(row.input_ids))
         return
     borders = np.flatnonzero(np.diff(row.document_ids)) + 1
     edges = [0, *borders.tolist(), len(row.document_ids)]

@@ -68,6 +68,12 @@ def test_documents_are_apart_and_padding_is_no_text():
     assert (one.padding, one.length) == (2, 6)
 
 
+def test_padding_of_a_row_that_is_one_document_is_no_text():
+    (one, other) = shown(Samples(sample(b"abPPP", [NO, *b"!", NO, NO, NO]), sample(b"abbb", [*b"bbbb"])), count=2).shown
+    assert parts(one.documents[0]) == [("ab", False), ("!", True)]
+    assert (one.padding, other.padding) == (3, 0)
+
+
 def test_labels_that_are_not_shifted_show_as_nonsense():
     (one,) = shown(Samples(sample(b"abcd", [*b"abcd"]))).shown
     assert parts(one.documents[0]) == [("a", False), ("abcd", True)]

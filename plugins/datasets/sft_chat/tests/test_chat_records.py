@@ -209,6 +209,7 @@ def test_places_count_lines_and_records(write):
     [
         ("a.jsonl", b'{"a": 1}\n{"b": \n', BadJsonLine, "a.jsonl:2"),
         ("a.jsonl", b'[{"a": 1}]', BadJsonLine, "a.jsonl:1"),
+        ("a.jsonl", b'{"input": "a\\ud83d", "output": "b"}', BadJsonLine, r"it holds half a character, \ud83d"),
         ("a.json", b'[{"a": 1}', BadJsonFile, "a.json"),
         ("a.json", b"[1]", BadJsonFile, "an entry is no object"),
         ("a.jsonl", b'{"a": "caf\xe9"}', TextNotUtf8, "byte 0xe9"),
