@@ -80,4 +80,11 @@ class HFCheckpoint:
         if not kernel.registry.readers(named):
             records = (component.record for component in kernel.registry.all("model_builder"))
             readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}
-            raise ArchitectureUnread(path=str(self._path), architectures=list(named), available=sorted(readable))
+            install, unusable = kernel.registry.reading_dists(named)
+            raise ArchitectureUnread(
+                path=str(self._path),
+                architectures=list(named),
+                available=sorted(readable),
+                unusable=unusable,
+                install=install,
+            )

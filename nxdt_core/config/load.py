@@ -86,6 +86,8 @@ class _Load:
         """A kernel that was started to find the recipe."""
         self.problems: list[ConfigProblem] = []
         self.mandatory: Mapping[str, Origin] = {}
+        self.given: Node | None = None
+        """What was written, as it was written."""
         self.reading: Reading | None = None
         self.notes: list[str] = []
 
@@ -133,6 +135,7 @@ class _Load:
         """What was written, overrides included."""
         self.problems += source.problems
         given = self._keep(apply_overrides(source.tree, self.overrides))
+        self.given = given
         self.mandatory = mandatory_keys(given)
         given = self._keep(tidy_given(given))
         if not source.readable:
@@ -180,7 +183,7 @@ class _Load:
 
     def _error(self, label: str) -> ConfigError:
         followers = self.reading.followers if self.reading is not None else {}
-        return error_report(label, self.problems, followers)
+        return error_report(label, self.problems, followers, self.given)
 
 
 def _assemble(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from nxdt_core.errors import ConfigError, ConfigProblem, ConflictingKeys
+from nxdt_core.config.node import Node
+from nxdt_core.errors import ConfigError, ConfigFileNotFound, ConfigProblem, ConflictingKeys, NotSupported
 
 __all__ = ["error_report"]
 
 
-def error_report(label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str]) -> ConfigError:
+_INCUMBENT = ("model_source", "model_alignment_strategy", "aync_exec_max_inflight_requests")
+"""Keys that files of NxD Training have; those that were written for nxdt name their model and data beside them."""
+
+
+def error_report(
+    label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str], given: Node | None = None
+) -> ConfigError:
     """One error of all problems: by line of the file first, then those of the command line and of defaults.
 
     Args:
         label: What the user named.
         problems: In the order in which they were found.
         followers: Key → key that it takes its value from.
+        given: What was written; None where it could not be read.
     """
     found = list(problems)
     keys = {problem.key for problem in found}
@@ -27,4 +35,14 @@ def error_report(label: str, problems: Iterable[ConfigProblem], followers: Mappi
     if not kept:
         raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
     ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
-    return ConfigError(source=label, problems=tuple(ordered))
+    return ConfigError(source=label, problems=tuple(ordered), migrates=_migrates(given, ordered))
+
+
+def _migrates(given: Node | None, problems: Iterable[ConfigProblem]) -> bool:
+    """Whether ``nxdt config migrate`` would help: the file is of NxD Training, and more than a path is wrong."""
+    if any(isinstance(problem, NotSupported) and problem.of_incumbent for problem in problems):
+        return True
+    if given is None or all(isinstance(problem, ConfigFileNotFound) for problem in problems):
+        return False
+    theirs = any(node.origin.kind == "file" for key in _INCUMBENT if (node := given.find(key)) is not None)
+    return theirs and given.find("model.name") is None and given.find("data.name") is None

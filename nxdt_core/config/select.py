@@ -13,7 +13,7 @@ from nxdt_core.config.slots import SLOTS, Composition, Slot
 from nxdt_core.errors import AmbiguousComponent, BadComponentChoice, BadComponentConfig, ConfigProblem, NxdtError
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.contexts import ResolveModelContext, ResolveStorageContext
-from nxdt_core.kernel.known import offering_dist
+from nxdt_core.kernel.known import reading_model
 
 __all__ = ["Selection", "select", "selecting_keys", "usable_class"]
 
@@ -147,14 +147,8 @@ def _model_name(view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
     if readers:
         return Implied(_only(readers, architectures[0]).record.name, f"model.model_config ({architectures[0]})")
     if architectures:
-        return Implied(_offered(architectures[0]), f"model.model_config ({architectures[0]})")
+        return Implied(reading_model(architectures[0]) or "hf", f"model.model_config ({architectures[0]})")
     return _incumbent_name(str(view.plain("name", "")), str(view.plain("model_source")))
-
-
-def _offered(architecture: str) -> str:
-    """The model of a plugin that could be installed to read ``architecture``; most are read by ``hf``."""
-    own = architecture.removesuffix("ForCausalLM").lower()
-    return own if offering_dist("model_builder", own) else "hf"
 
 
 _NAMED: Mapping[str, tuple[str, ...]] = {"hf": ("mixtral",), "megatron": ("mixtral", "mistral", "llama")}

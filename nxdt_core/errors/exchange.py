@@ -46,15 +46,27 @@ class ArchitectureUnread(NxdtError):
     """No installed plugin reads an architecture of Hugging Face."""
 
     code = "NXDT-S072"
-    happened = "No installed plugin reads {listed} of '{path}'."
-    remedy = "Install a plugin that does; those here read {readable}. Or name the model's configuration with --config."
+    happened = "No installed plugin reads {listed} of '{path}'.{bad}"
+    remedy = "{way}; those here read {readable}. Or name the model's configuration with --config."
     path: str
     architectures: list[str]
     available: list[str]
+    unusable: tuple[str, ...] = ()
+    """One sentence for each installed plugin that cannot be used and might read it."""
+    install: str | None = None
+    """Distribution that is known to read it and is not installed."""
 
     def _view(self) -> dict[str, Any]:
         listed = f"the architecture {listing(self.architectures)}" if self.architectures else "the unnamed architecture"
-        return {**super()._view(), "listed": listed, "readable": listing(self.available) or "none"}
+        return {
+            **super()._view(),
+            "listed": listed,
+            "bad": f" Installed but unusable: {'; '.join(self.unusable)}." if self.unusable else "",
+            "way": f"Install the one that does: pip install {self.install}"
+            if self.install
+            else "Install one that does",
+            "readable": listing(self.available) or "none",
+        }
 
 
 class WeightsPickled(NxdtError):

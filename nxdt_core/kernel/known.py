@@ -1,4 +1,4 @@
-"""Which distribution offers a component that is not installed: the project's own plugins.
+"""Which distribution offers a component or reads an architecture, where none that is installed does: our own plugins.
 
 It serves one sentence, ``pip install nxdt-plugin-mixtral``, where a name is unknown. Plugins of third parties are
 not listed; a name that is missing here only loses that sentence.
@@ -6,9 +6,10 @@ not listed; a name that is missing here only loses that sentence.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Final
 
-__all__ = ["offering_dist", "serving_dist"]
+__all__ = ["offering_dist", "reading_model", "serving_dist"]
 
 _COMPONENTS: Final = {
     ("model_builder", "llama"): "nxdt-plugin-llama",
@@ -31,10 +32,25 @@ _COMPONENTS: Final = {
     ("parallel_engine", "nxd"): "nxdt-plugin-nxd",
 }
 
+_ARCHITECTURES: Final = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "GPT2LMHeadModel": "gpt",
+    "GPTNeoXForCausalLM": "gpt",
+    "*ForCausalLM": "hf",
+    "*LMHeadModel": "hf",
+}
+
 
 def offering_dist(kind: str, name: str) -> str | None:
     """Distribution that offers the component, however the name is written (``SFT_Chat``, ``Mixtral``)."""
     return _COMPONENTS.get((kind, name.lower().replace("_", "-")))
+
+
+def reading_model(architecture: str) -> str | None:
+    """Name of the model that is built from a Hugging Face ``config.json`` with that architecture."""
+    return next((name for pattern, name in _ARCHITECTURES.items() if fnmatchcase(architecture, pattern)), None)
 
 
 def serving_dist(scheme: str) -> str | None:

@@ -10,7 +10,7 @@ from nxdt_core.api import Kind, ModelComponent, StorageComponent
 from nxdt_core.errors import AmbiguousComponent, UnknownComponent, UnknownKind, UnknownScheme
 from nxdt_core.kernel.component import RegisteredComponent
 from nxdt_core.kernel.doctor import diagnose
-from nxdt_core.kernel.known import offering_dist, serving_dist
+from nxdt_core.kernel.known import offering_dist, reading_model, serving_dist
 from nxdt_core.kernel.plugin import PluginInfo
 from nxdt_core.kernel.policy import names, normalise
 
@@ -127,6 +127,13 @@ class Registry:
             for component, read in patterns.items()
             if any(fnmatch.fnmatchcase(name, pattern) for name in architectures for pattern in read)
         )
+
+    def reading_dists(self, architectures: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+        """Where :meth:`readers` gives none: the distribution to install, and a sentence for each installed plugin that
+        cannot be used and might have read one."""
+        models = [model for name in architectures if (model := reading_model(name)) is not None]
+        dist = offering_dist("model_builder", models[0]) if models else None
+        return self._missing(dist), self._unusable(dist)
 
     def _chosen(self, kind: str, name: str, offers: list[RegisteredComponent]) -> RegisteredComponent:
         """The only offer, or the one whose plugin stands first in ``prefer``."""

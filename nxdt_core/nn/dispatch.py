@@ -82,7 +82,10 @@ class LocalDispatcher(nn.Module):
         Returns:
             [batch, seq, hidden]; zero for a token whose assignments are all dropped.
         """
-        tokens = hidden.flatten(0, 1)
+        return self.finish(self.mixed(hidden.flatten(0, 1), routing, experts).view_as(hidden))
+
+    def mixed(self, tokens: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
+        """As forward, of ``tokens`` [tokens, hidden], and without :meth:`finish`."""
         if routing.capacity is None:
             placement = Placement.ordered(routing.experts.flatten(), routing.experts.shape[1])
             outputs = self.run_ordered(spread(tokens, placement), routing.counts, experts)
@@ -91,8 +94,7 @@ class LocalDispatcher(nn.Module):
             padded = spread(tokens, placement).view(-1, routing.capacity, tokens.shape[1])
             outputs = self.run_padded(padded, experts).flatten(0, 1)
         found = collect(outputs, placement)  # [tokens, top_k, hidden]
-        mixed = (found * routing.weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-        return self.finish(mixed.view_as(hidden))
+        return (found * routing.weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
     def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
         """Outputs of ``rows`` [rows, hidden], ``counts`` [experts] of them for each expert."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core.errors import AmbiguousComponent, ComponentUnusable, UnknownComponent, UnknownKind, UnknownScheme
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.known import offering_dist, reading_model
 
 STORE = """
     from nxdt_core.api import StorageComponent, hookimpl
@@ -117,6 +119,35 @@ def test_a_name_that_nobody_is_known_for_lists_every_unusable_plugin(site):
     with pytest.raises(UnknownComponent) as caught:
         site.start().registry.get("model_builder", "something")
     assert len(caught.value.unusable) == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dist"),
+    [
+        ("Qwen3ForCausalLM", "nxdt-plugin-hf"),
+        ("MixtralForCausalLM", "nxdt-plugin-mixtral"),
+        ("MistralForCausalLM", "nxdt-plugin-llama"),
+        ("GPT2LMHeadModel", "nxdt-plugin-gpt"),
+        ("WhisperForConditionalGeneration", None),
+    ],
+)
+def test_an_architecture_that_nobody_reads_is_answered_with_the_distribution_to_install(site, architecture, dist):
+    assert site.start().registry.readers([architecture]) == ()
+    assert site.start().registry.reading_dists([architecture]) == (dist, ())
+
+
+def test_a_reader_that_is_blocked_is_named_instead(site):
+    site.add("nxdt-plugin-hf")
+    install, (sentence,) = site.start(block=("nxdt-plugin-hf",)).registry.reading_dists(["Qwen3ForCausalLM"])
+    assert install is None
+    assert "nxdt-plugin-hf 1.0) is blocked" in sentence
+
+
+def test_what_is_known_of_readers_is_what_the_plugins_say():
+    for component in Kernel.start().registry.all("model_builder"):
+        for architecture in component.record.hf_architectures:
+            if offering_dist("model_builder", component.record.name):
+                assert reading_model(architecture.replace("*", "Any")) == component.record.name
 
 
 def test_an_unknown_kind_is_answered_with_the_kinds(site):

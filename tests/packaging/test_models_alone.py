@@ -34,12 +34,23 @@ def test_every_model_plugin_has_a_tiny_recipe():
     assert {dist.removeprefix("nxdt-plugin-") for dist, _ in RECIPES} == plugins
 
 
+def _plugins_asked_for(dist):
+    path = ROOT / "plugins/models" / dist.removeprefix("nxdt-plugin-") / "pyproject.toml"
+    asked = tomllib.loads(path.read_text())["project"]["dependencies"]
+    return {each.partition(">")[0] for each in asked if each.startswith("nxdt-plugin-")}
+
+
 def test_a_model_trains_from_its_wheel_and_what_that_asks_for(environment, dist, recipe, tmp_path):
     clean = environment(dist)
     rows = json.loads(clean.run("nxdt", "plugins", "list", "--json", cwd=tmp_path).stdout)
-    assert {row["name"] for row in rows} == {"builtin", "text", dist.removeprefix("nxdt-plugin-")}
+    assert {row["dist"] for row in rows} == {"nxdt-core", dist, *_plugins_asked_for(dist)}
     keys = ("trainer.max_steps=3", "model.optim.sched.max_steps=6", "trainer.log_every_n_steps=1")
     done = clean.run("nxdt", "train", f"recipe:{recipe}", *keys, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     metrics = Path(tmp_path, "nxdt_experiments", recipe, "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [1, 2, 3]
+    if dist != "nxdt-plugin-hf":
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+        refused = clean.run("nxdt", "checkpoint", "import", ".", "store", cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "pip install nxdt-plugin-hf" in refused.stderr

@@ -15,18 +15,30 @@ from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, train
 from tests.sampling import of_matrix
 
-FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
+DENSE = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
+SPARSE = ("qwen3-moe", "olmoe")
+BALANCED = ("qwen3-moe balanced", "olmoe balanced")
+"""With the auxiliary loss of the routers."""
+FAMILIES = (*DENSE, *SPARSE)
 STEPS = 5
 
 CASES = {
     "tp2-sp-packed": (FAMILIES, Layout(tp=2, sp=True, packed=True)),
-    "tp4-sp": (("qwen3", "olmo2"), Layout(tp=4, sp=True)),
-    "pp2": (FAMILIES, Layout(pp=2)),
+    "tp4-sp": (("qwen3", "olmo2", "qwen3-moe"), Layout(tp=4, sp=True)),
+    "tp2-balanced": (BALANCED, Layout(tp=2)),
+    "tp2-sp-balanced": (BALANCED, Layout(tp=2, sp=True)),
+    "pp2": ((*DENSE, "qwen3-moe"), Layout(pp=2)),
     "pp2-tp2": (("gemma3", "phi3"), Layout(pp=2, tp=2)),
     "pp2-interleaved": (("gemma2",), Layout(pp=2, vpp=2)),
-    "cp2": (("qwen2", "qwen3", "gemma3", "olmo2"), Layout(cp=2, cp_method="ring")),
-    "dp2-zero3-recomputed": (("gemma2", "phi3"), Layout(dp=2, zero=3, recompute="full")),
-    "dp2-tp2": (("gemma3", "olmo2"), Layout(dp=2, tp=2)),
+    "cp2": (("qwen2", "qwen3", "gemma3", "olmo2", *SPARSE), Layout(cp=2, cp_method="ring")),
+    "dp2-zero2": (SPARSE, Layout(dp=2, zero=2)),
+    "dp2-zero3-recomputed": (("gemma2", "phi3", *BALANCED), Layout(dp=2, zero=3, recompute="full")),
+    "dp2-tp2": (("gemma3", "olmo2", "olmoe"), Layout(dp=2, tp=2)),
+    "dp2-ep2": ((*SPARSE, *BALANCED), Layout(dp=2, ep=2)),
+    "dp2-ep2-zero3": (SPARSE, Layout(dp=2, ep=2, zero=3)),
+    "dp2-ep2-tp2-sp": ((*SPARSE, "olmoe balanced"), Layout(dp=2, ep=2, tp=2, sp=True)),
+    "dp2-ep2-pp2": (("qwen3-moe",), Layout(dp=2, ep=2, pp=2)),
+    "cp2-ep2": (SPARSE, Layout(cp=2, ep=2, cp_method="ring")),
 }
 
 
@@ -44,8 +56,10 @@ def train_each(families: tuple[str, ...], layout: Layout) -> dict[str, Report]:
 
 
 def _model(family: str) -> dict:
-    path = f"package://nxdt_plugin_hf/configs/{family}-tiny"
-    return {"name": "hf", "model_config": path, "hf_config": {"initializer_range": 0.1}}
+    name, _, balanced = family.partition(" ")
+    path = f"package://nxdt_plugin_hf/configs/{name}-tiny"
+    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.1} if balanced else {}
+    return {"name": "hf", "model_config": path, "hf_config": {"initializer_range": 0.1, **balance}}
 
 
 @pytest.fixture(scope="module")

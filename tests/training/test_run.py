@@ -121,6 +121,43 @@ def test_a_resume_with_another_horizon_says_so(small_run, capsys):
     assert "learning rate's curve now ends at step 50, it ended at 40" in capsys.readouterr().err
 
 
+def linear(done, end):
+    return (done + 1) / 3 if done < 2 else max(0.0, (end - done) / (end - 2))
+
+
+def stable_then_linear(done, end):
+    start = end - 4
+    return (done + 1) / 3 if done < 2 else 1.0 if done < start else max(0.0, (end - done) / 4)
+
+
+@pytest.mark.parametrize(
+    ("section", "factor"),
+    [
+        ("name: LinearAnnealingWithWarmUp, warmup_steps: 2", linear),
+        ("name: WSD, warmup_steps: 2, decay_steps: 4", stable_then_linear),
+    ],
+)
+@pytest.mark.parametrize(
+    ("end", "later"),
+    [("'${trainer.max_steps}'",) * 2, ("7", "11"), ("9", "9")],
+    ids=["follows the run", "written anew", "stays"],
+)
+def test_rates_after_a_resume_are_those_of_the_horizon_that_then_is(
+    small_run, metric_rows, capsys, section, factor, end, later
+):
+    first = small_run("trainer.max_steps=7", f"model.optim.sched={{{section}, min_lr: 0.0, max_steps: {end}}}")
+    train(first)
+    longer = small_run("trainer.max_steps=11", f"model.optim.sched={{{section}, min_lr: 0.0, max_steps: {later}}}")
+    train(longer)
+    ends = [config.run.model.optim.sched.max_steps for config in (first, longer)]
+    assert ends == ([9, 9] if later == "9" else [7, 11])
+    peak = longer.run.model.optim.lr
+    rates = {step: row["lr"] / peak for step, row in metric_rows(longer.run_dir).items()}
+    wanted = {step: factor(step - 1, ends[step > 7]) for step in range(1, 12)}
+    assert rates == pytest.approx(wanted)
+    assert ("curve now ends at step" in capsys.readouterr().err) == (later != "9")
+
+
 def test_validation_runs_at_its_interval_and_leaves_training_alone(small_run, metric_rows):
     plain = small_run("trainer.max_steps=6", name="plain")
     train(plain)

@@ -31,7 +31,8 @@ _STRATEGY = "model_alignment_strategy"
 _PARTS = ("sft", "dpo", "orpo", "peft")
 _LENGTH, _ENCODER_LENGTH = "data.seq_length", "model.encoder_seq_length"
 _PRECISION = "precision.type"
-_SCHEDULE_END = "model.optim.sched.max_steps"
+_SCHEDULE = "model.optim.sched"
+_SCHEDULE_END = f"{_SCHEDULE}.max_steps"
 
 
 def from_nxdt(draft: Draft, kernel: Kernel) -> None:
@@ -48,6 +49,7 @@ def from_nxdt(draft: Draft, kernel: Kernel) -> None:
     _tokenizer(draft)
     _precision(draft)
     _lengths(draft)
+    _curve(draft)
     _recompute(draft)
     _experts(draft)
     _pipeline(draft)
@@ -159,6 +161,19 @@ def _lengths(draft: Draft) -> None:
         draft.moved[draft.settings[_ENCODER_LENGTH].source] = _LENGTH
         why = f"batches have {_LENGTH} ({batch}) tokens; NxD Training stops where the two differ"
         draft.drop(_ENCODER_LENGTH, "ignored", why)
+
+
+def _curve(draft: Draft) -> None:
+    """More constant steps than the run has: NeMo's cosine then falls to its end in the step behind the warm-up."""
+    constant, warmup = f"{_SCHEDULE}.constant_steps", draft.value(f"{_SCHEDULE}.warmup_steps") or 0
+    count, end = draft.value(constant), draft.value(_SCHEDULE_END) or draft.value("trainer.max_steps")
+    if not all(isinstance(number, int) for number in (count, warmup, end)) or not count or warmup + count <= end:
+        return
+    there = "the rate falls to min_lr right behind the warm-up, as it did there"
+    reason = (
+        f"with warm-up it is more than the {end} steps of the run, so that {there}; 0 spreads the fall over the run"
+    )
+    draft.change(constant, max(0, end - warmup - 1), reason)
 
 
 def _tokenizer(draft: Draft) -> None:

@@ -16,6 +16,8 @@ _VOCAB_MULTIPLE = "model.make_vocab_size_divisible_by"
 _HEADS, _KV_HEADS = "model.num_attention_heads", "model.num_kv_heads"
 _KV_REPLICATOR, _PAD_HEADS = "distributed_strategy.kv_replicator", "distributed_strategy.pad_heads"
 _EXPERTS = "model.moe.num_experts"
+_FOREIGN = "model.hf_config"
+"""Where a model is described in another library's words; whether it has experts is seen when it is built."""
 
 
 def world_divides(checked: Checked) -> Iterator[ImpossibleCombination]:
@@ -123,7 +125,7 @@ def columns_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
 def experts_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
     """Each expert parallel device takes whole experts, of a model that has some."""
     sizes, experts = checked.numbers(EP), checked.numbers(_EXPERTS)
-    if sizes is None or sizes[0] == 1:
+    if sizes is None or sizes[0] == 1 or checked.values.get(_FOREIGN):
         return
     if experts is None:
         yield ImpossibleCombination(

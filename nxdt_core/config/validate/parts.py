@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from nxdt_core.config.keys import keys_of
 from nxdt_core.config.marks import PartOf
@@ -17,14 +16,16 @@ _SECTION = "model.optim.sched"
 _WARMUP, _HORIZON = f"{_SECTION}.warmup_steps", f"{_SECTION}.max_steps"
 
 
-def find_overfull_curve(checked: Checked, instances: Mapping[str, Any]) -> Iterator[ImpossibleCombination]:
+def find_overfull_curve(checked: Checked, instances: Mapping[str, object]) -> Iterator[ImpossibleCombination]:
     """Steps at a constant rate or of decay that begin before the warm-up is done, or even before the first step.
 
     The rate would jump, or fall from less than its peak. A warm-up alone may be longer: such a run is the beginning
     of a longer one, and a note says so.
     """
-    curve = instances.get(_SECTION)
-    keys = keys_of(type(curve)) if curve is not None else {}
+    if _SECTION not in instances:
+        return
+    cls: type = type(instances[_SECTION])
+    keys = keys_of(cls)
     marked = [join(_SECTION, name) for name, key in keys.items() if _part(key.mark(PartOf))]
     parts = {path: count for path in marked if (count := checked.values.get(path))}
     horizon = checked.numbers(_HORIZON)

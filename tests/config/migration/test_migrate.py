@@ -10,10 +10,13 @@ import pytest
 import yaml
 
 from nxdt_core import config
+from nxdt_core.builtins.schedules.annealing import cosine_annealing
+from nxdt_core.builtins.schedules.config import CosineAnnealingConfig
 from nxdt_core.config.migration import migrate
 from nxdt_core.config.migration.nxdt import stage_ends
 from nxdt_core.config.yaml_source import parse_yaml
 from nxdt_core.errors import ConfigError, MigrationRefused, NoDecoder
+from nxdt_core.protocols.lr_scheduler import ScheduleHorizon
 
 HERE = Path(__file__).parent
 FILES = {
@@ -21,6 +24,13 @@ FILES = {
     "lora": (HERE.parent / "nxdt/llama3_8b_lora.yaml", "nxdt"),
     "sft": (HERE.parent / "nxdt/llama3_8b_sft.yaml", "nxdt"),
     "mixtral": (HERE.parent / "nxdt/mixtral_8x7b_pretrain.yaml", "nxdt"),
+    "context parallel": (HERE.parent / "nxdt/llama3_70b_context_parallel.yaml", "nxdt"),
+    "405b": (HERE.parent / "nxdt/llama3.1_405b_pretrain.yaml", "nxdt"),
+    "trn2": (HERE.parent / "nxdt/llama3_8b_trn2.yaml", "nxdt"),
+    "orpo": (HERE.parent / "nxdt/llama3_8b_orpo.yaml", "nxdt"),
+    "megatron llama": (HERE.parent / "nxdt/megatron_llama_7b.yaml", "nxdt"),
+    "megatron sft": (HERE.parent / "nxdt/megatron_llama2_7b_sft.yaml", "nxdt"),
+    "megatron mixtral": (HERE / "files/nxdt_megatron_mixtral.yaml", "nxdt"),
     "dpo": (HERE / "files/nxdt_dpo.yaml", "nxdt"),
     "dropless": (HERE / "files/nxdt_mixtral_dropless.yaml", "nxdt"),
     "gpt": (HERE / "files/nxdt_megatron_gpt.yaml", "nxdt"),
@@ -181,6 +191,17 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("mistral", "model.normalization", "unneeded", "", "every mistral is so"),
         ("mistral", "data.tokenizer.library", "changed", "", "for a directory"),
         ("mistral", "model.vocab_size", "added", "", "taken from the tokenizer there"),
+        ("405b", "model.pipeline_cuts", "added", "", "126 layers do not divide by 32 stages"),
+        ("trn2", "trainer.lnc", "mapped", "", "XLA runtime"),
+        ("trn2", "trainer.sequential_move_factor", "mapped", "", "XLA runtime"),
+        ("orpo", "model_alignment_strategy.orpo.beta", "renamed", "objective.beta", ""),
+        ("orpo", "model_alignment_strategy.orpo.max_prompt_length", "renamed", "data.max_prompt_length", ""),
+        ("megatron llama", "model.name", "added", "", "a Llama's"),
+        ("megatron llama", "model.activation", "unneeded", "", "every llama is so"),
+        ("megatron sft", "data.use_sft_style_data_module", "renamed", "", "data.name says it"),
+        ("megatron sft", "data.dataloader_type", "ignored", "", "does not read it"),
+        ("megatron mixtral", "model.name", "added", "", "model.moe is given"),
+        ("megatron mixtral", "model.rope_theta", "added", "", "default there"),
         ("nemo", "model.tensor_model_parallel_size", "renamed", "distributed_strategy.tensor_model_parallel_size", ""),
         ("nemo", "model.data.splits_string", "renamed", "data.splits_string", ""),
         ("nemo", "model.num_query_groups", "renamed", "model.num_kv_heads", ""),
@@ -213,6 +234,18 @@ def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, tar
         ("mistral", {"model.name": "mistral", "model.rope_theta": 20000.0, "data.tokenizer.library": "huggingface"}),
         ("dpo", {"objective.name": "dpo", "data.name": "preference", "data.seq_length": 1024,
                  "data.max_prompt_length": 512, "data.truncation_mode": "keep_end", "objective.kl_beta": 0.02}),
+        ("context parallel", {"distributed_strategy.context_parallel_size": 2, "model.fusions.ring_attention": True,
+                              "distributed_strategy.pipeline_model_parallel_size": 8, "data.name": "hf-data"}),
+        ("405b", {"model.num_layers": 126, "model.hidden_size": 16384, "data.seq_length": 8192,
+                  "distributed_strategy.pipeline_model_parallel_size": 32}),
+        ("trn2", {"trainer.lnc": 2, "trainer.devices": 64, "distributed_strategy.kv_replicator": 2}),
+        ("orpo", {"objective.name": "orpo", "objective.beta": 0.1, "data.name": "preference",
+                  "data.truncation_mode": "keep_start", "checkpoint.weight_init_only": True}),
+        ("megatron llama", {"model.name": "llama", "data.name": "megatron-data", "model.ffn_hidden_size": 11008}),
+        ("megatron sft", {"model.name": "llama", "data.name": "sft-chat", "data.packing": True, "data.seq_length": 4096,
+                          "data.chat_template": "plain"}),
+        ("megatron mixtral", {"model.name": "mixtral", "model.moe.sinkhorn_tol": None, "model.num_kv_heads": 32,
+                              "data.tokenizer.library": "huggingface", "model.moe.capacity_factor": 2.0}),
         ("nemo", {"precision.type": "mixed_precision", "model.activation": "swiglu", "data.seq_length": 1024}),
         ("nnm", {"precision.type": "mixed_precision", "model.name": "llama", "seed": 4321}),
     ],
@@ -337,6 +370,19 @@ def with_section(tmp_path, name, section, text):
     source = tmp_path / "run.yaml"
     source.write_text(yaml.safe_dump(tree))
     return source
+
+
+def test_more_constant_steps_than_the_run_has_fall_as_they_did_there(installed, tmp_path):
+    source = with_section(tmp_path, "gpt", "model.optim.sched.constant_steps", "80000")
+    done = migrate(source, tmp_path / "out.yaml", "nxdt", installed)
+    assert "model.optim.sched.constant_steps" not in {key for key, _ in done.remaining}
+    found = row(done, "model.optim.sched.constant_steps")
+    assert (found.verdict, found.value) == ("changed", "80000 → 3899")
+    assert "right behind the warm-up" in found.reason
+    tree = parse_yaml(done.text, "")[0]
+    section = {key: tree.plain(f"model.optim.sched.{key}") for key in ("warmup_steps", "constant_steps", "min_lr")}
+    curve = cosine_annealing(CosineAnnealingConfig(**section), ScheduleHorizon(max_steps=4000, lr=2.5e-4))
+    assert [curve(step) for step in (100, 101, 4000)] == [1.0, *[pytest.approx(1e-5 / 2.5e-4)] * 2]  # NeMo's own values
 
 
 def test_megatrons_tokenizer_without_files_is_fetched(installed, tmp_path):

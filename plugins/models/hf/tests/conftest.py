@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +15,16 @@ from nxdt_plugin_hf.modeling import CausalLM
 
 from nxdt_core.devices import HOST
 from nxdt_core.nn.init import initialize
+
+SPARSE = ("qwen3-moe", "olmoe")
+FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", *SPARSE)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``family``: each of those with a configuration that the plugin ships; ``sparse``: each with experts."""
+    for name, families in {"family": FAMILIES, "sparse": SPARSE}.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, families)
 
 
 @pytest.fixture
@@ -61,7 +71,26 @@ def theirs() -> Callable[[HFBuilder, CausalLM], Any]:
         config = copy.deepcopy(builder.architecture.config)
         config._attn_implementation = "eager"
         own = builder.architecture.model_class(config)
-        own.load_state_dict(model.state_dict())
+        own.load_state_dict(_fused(model.state_dict()))
         return own
 
     return of
+
+
+@pytest.fixture
+def fused() -> Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """``fused(tensors)``: by transformers' names; what is gate and up here is one matrix of each expert there."""
+    return _fused
+
+
+def _fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    named = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.rpartition(".stack.")
+        if not path:
+            named[name] = tensor
+        elif kind == "down_proj":
+            named[f"{path}.down_proj"] = tensor
+        elif kind == "gate_proj":
+            named[f"{path}.gate_up_proj"] = torch.cat([tensor, tensors[f"{path}.stack.up_proj"]], dim=1)
+    return named

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from torch.nn import functional
 
-FAMILIES = pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"])
+from nxdt_core.nn.aux_loss import aux_loss_scale
+
 LENGTH = 40  # more than the windows of 16
 
 
@@ -13,8 +14,7 @@ def tokens(rows: int, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(0, 272, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-@FAMILIES
-def test_logits_and_gradients_equal_those_of_transformers(builder, materialised, theirs, family):
+def test_logits_and_gradients_equal_those_of_transformers(builder, materialised, theirs, fused, family):
     made = builder(family)
     ours = materialised(made)
     other = theirs(made, ours)
@@ -25,12 +25,36 @@ def test_logits_and_gradients_equal_those_of_transformers(builder, materialised,
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)) / expected.numel() ** 0.5
     logits.backward(grad)
     expected.backward(grad)
-    gradients = {name: parameter.grad for name, parameter in other.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        assert (parameter.grad - gradients[name]).abs().max() <= 1e-4 * max(1, gradients[name].abs().max()), name
+    _assert_equal_gradients(fused, ours, other)
 
 
-@FAMILIES
+def _assert_equal_gradients(fused, ours, theirs):
+    gradients = fused({name: parameter.grad for name, parameter in ours.named_parameters()})
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).abs().max() <= 1e-4 * max(1, expected[name].abs().max()), name
+
+
+def test_the_auxiliary_loss_of_routers_is_the_one_that_transformers_adds(builder, materialised, theirs, fused, sparse):
+    made = builder(sparse, output_router_logits=True, router_aux_loss_coef=2.0)
+    ours = materialised(made)
+    other = theirs(made, ours)
+    ids = tokens(2)
+    loss = other(input_ids=ids, labels=ids, use_cache=False)
+    assert loss.aux_loss > 1
+    loss.loss.backward()
+    with aux_loss_scale(1 / ids.numel()):
+        logits = ours(ids)
+    functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    _assert_equal_gradients(fused, ours, other)
+    router = "model.layers.0.mlp.gate.weight"
+    plain = materialised(builder(sparse))
+    logits = plain(ids)
+    functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    assert (plain.get_parameter(router).grad - ours.get_parameter(router).grad).abs().max() > 1e-3
+
+
 def test_packed_documents_are_kept_apart(builder, materialised, family):
     model = materialised(builder(family))
     ids, split = tokens(1), 25

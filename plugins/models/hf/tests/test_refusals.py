@@ -43,7 +43,19 @@ def made(**values):
         ({"model_type": "qwen2", "hidden_size": "wide"}, "NXDT-M084", ["'hidden_size'", "expected int"]),
         ({"model_type": "qwen2", "quantization_config": {"bits": 4}}, "NXDT-M084", ["quantized"]),
         ({"model_type": "mamba"}, "NXDT-M085", ["MambaForCausalLM"]),
-        ({"model_type": "qwen3_moe", "num_experts": 4}, "NXDT-M085", ["mlp.experts", "nxdt-plugin-mixtral"]),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, "NXDT-M085", ["mlp.experts", "gate_up_proj_bias"]),
+        ({"model_type": "llama4_text"}, "NXDT-M085", ["'model.layers.0.feed_forward.experts' are experts that do not"]),
+        ({"model_type": "mixtral", "num_local_experts": 4, "hidden_act": "gelu"}, "NXDT-M085", ["silu(gate) * up"]),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.1},
+            "NXDT-M085",
+            ["'model.layers.*.mlp' routes at random"],
+        ),
+        (
+            {"model_type": "glm4_moe", "n_routed_experts": 4, "head_dim": 8},
+            "NXDT-M085",
+            ["'model.layers.1.mlp.gate.e_score_correction_bias' is saved like a weight"],
+        ),
         ({"model_type": "falcon"}, "NXDT-M085", ["FalconForCausalLM cannot be trained here: it cannot be built"]),
         ({"model_type": "bloom", "n_head": 4}, "NXDT-M085", ["BloomForCausalLM", "attention"]),
     ],
@@ -96,6 +108,9 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
             ["hidden states outside of its layers"],
         ),
         ({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2}, "pp", ["no pipeline plan"]),
+        ({"model_type": "qwen2_moe", "num_experts": 4}, "tp", ["'model.layers.*.mlp' does more than to add up"]),
+        ({"model_type": "mixtral", "output_router_logits": True}, "pp", ["routers of all layers", "=false"]),
+        ({"model_type": "mixtral", "output_router_logits": True}, "cp", ["whole sequences", "=false"]),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused_with_its_reason(values, dimension, sentences):

@@ -15,7 +15,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             config="nxdt_plugin_hf.config:HFModelConfig",
             summary="any causal language model of transformers, by its config.json or directory",
             aliases=("transformers",),
-            capabilities=frozenset({"tp", "sp", "pp", "cp"}),
+            capabilities=frozenset({"tp", "sp", "pp", "cp", "ep"}),
             hf_architectures=("*ForCausalLM", "*LMHeadModel"),
         )
     ]

@@ -39,11 +39,17 @@ class Architecture:
         """``Qwen3ForCausalLM``."""
         return self.model_class.__name__
 
+    def plain(self) -> PreTrainedModel:
+        """The model as transformers builds it, on the current device."""
+        return self.model_class(copy.deepcopy(self.config))
+
     def new(self) -> PreTrainedModel:
-        """The model as transformers builds it, on the current device, with our attention."""
+        """The same with our attention, and with routers whose logits nobody keeps unless asked."""
         register()
         config = copy.deepcopy(self.config)
         config._attn_implementation = IMPLEMENTATION
+        if getattr(config, "output_router_logits", None):
+            config.output_router_logits = False
         return self.model_class(config)
 
 

@@ -26,7 +26,9 @@ IMPLEMENTATION = "nxdt"
 CORE = "attention_core"
 """Attribute of an attention module that holds its core."""
 
-_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal"})
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "is_causal"}
+)
 """What else models pass, without a meaning for attention that is causal."""
 
 

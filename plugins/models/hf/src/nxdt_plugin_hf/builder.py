@@ -13,6 +13,7 @@ from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_hf.architecture import Architecture, read_architecture
 from nxdt_plugin_hf.config import HFModelConfig
+from nxdt_plugin_hf.exchange import key_map
 from nxdt_plugin_hf.facts import ModelFacts
 from nxdt_plugin_hf.modeling import CausalLM, build_model, hand_over_by_position
 from nxdt_plugin_hf.tracing import pattern_of
@@ -23,7 +24,8 @@ __all__ = ["HFBuilder"]
 class HFBuilder:
     """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`.
 
-    Names of parameters are those of transformers.
+    Names of parameters are those of transformers, but for those of experts
+    (:class:`nxdt_plugin_hf.experts.RoutedExperts`).
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("*ForCausalLM", "*LMHeadModel")
@@ -85,6 +87,6 @@ class HFBuilder:
         return {**written, "architectures": [self.architecture.name]}
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """Every parameter under its own name."""
-        names = dict.fromkeys(pattern_of(name) for name in self.facts.parameters)
-        return tuple(KeyMap(name=name, hf_names=(name,)) for name in names)
+        """As :func:`nxdt_plugin_hf.exchange.key_map`."""
+        experts = self.facts.experts
+        return key_map(self.architecture, {n: experts.get(n.rpartition(".")[0]) for n in self.facts.parameters})

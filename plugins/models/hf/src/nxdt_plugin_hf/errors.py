@@ -67,10 +67,10 @@ class ConfigurationRefused(NxdtError):
 
 
 class UnsupportedArchitecture(NxdtError):
-    """The model's code does not leave attention to others, or does something that would be lost so."""
+    """The model's code does not leave attention or experts to others, or does something that would be lost so."""
 
     code = "NXDT-M085"
     happened = "{model} cannot be trained here: {reason}."
-    remedy = "Take another architecture, or a plugin with a builder for this one (nxdt-plugin-mixtral for experts)."
+    remedy = "Take another architecture, or a plugin with a builder for this one."
     model: str
     reason: str

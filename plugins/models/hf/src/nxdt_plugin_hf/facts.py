@@ -13,11 +13,15 @@ from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall
+from nxdt_plugin_hf.balance import REFUSED, router_balance
+from nxdt_plugin_hf.errors import UnsupportedArchitecture
+from nxdt_plugin_hf.experts import DISPATCHER, STACK, STACK_SIDES
 from nxdt_plugin_hf.fresh import init_rules
+from nxdt_plugin_hf.mixture import draws_numbers, mixtures
 from nxdt_plugin_hf.modeling import CausalLM, build_model
 from nxdt_plugin_hf.pipeline_plan import pipeline_plan
 from nxdt_plugin_hf.tensor_plan import TensorPlan, tensor_plan
-from nxdt_plugin_hf.tracing import pattern_of, trace_attention
+from nxdt_plugin_hf.tracing import pattern_of, trace_model
 
 __all__ = ["ModelFacts"]
 
@@ -43,8 +47,10 @@ class ModelFacts:
     refused: Mapping[str, str]
     """Mesh dimension → why the model cannot be laid out along it."""
     init_rules: tuple[InitRule, ...]
+    experts: Mapping[str, str]
+    """Path of our matrices of experts → path of the module that they are of."""
     multiplied: int
-    """Weights that a token is multiplied with."""
+    """Weights that a token is multiplied with, of experts those of as many as it is sent to."""
 
     @classmethod
     def of(cls, architecture: Architecture) -> ModelFacts:
@@ -53,16 +59,21 @@ class ModelFacts:
         Raises:
             UnsupportedArchitecture, NotACausalLM: it does what cannot be trained here.
         """
-        calls = trace_attention(architecture)
+        trace = trace_model(architecture)
+        calls = trace.attention
         with torch.device("meta"):
             model = build_model(architecture, calls)
         layers = pattern_of(next(iter(calls))).partition(".*.")[0]
-        tensor = tensor_plan(model, calls)
+        tensor = tensor_plan(model, calls, layers)
         hidden_size = model.get_parameter(f"{model.embedding_path}.weight").shape[1]
+        _check_mixtures(architecture, model, layers, hidden_size)
         with HOST:  # whatever the caller's default is
             rules = init_rules(model)
             pipeline, no_pipeline = pipeline_plan(model, layers, hidden_size)
         reasons = {"tp": tensor.refusal, "pp": no_pipeline}
+        if router_balance(architecture, model) is not None:
+            reasons["pp"] = no_pipeline or REFUSED.format(what="the routers of all layers in one process")
+            reasons["cp"] = REFUSED.format(what="whole sequences")
         return cls(
             calls=calls,
             layers=layers,
@@ -74,7 +85,8 @@ class ModelFacts:
             pipeline=pipeline,
             refused={dimension: reason for dimension, reason in reasons.items() if reason},
             init_rules=rules,
-            multiplied=_multiplied(model),
+            experts={f"{path}.{STACK}": path for path in trace.experts},
+            multiplied=_multiplied(model, trace.experts),
         )
 
     @property
@@ -85,6 +97,7 @@ class ModelFacts:
     def plan(self) -> ParallelPlan:
         """By transformers' own plans, as far as they were seen to work."""
         core = f"{self.attention}.{CORE}"
+        routed = tuple(dict.fromkeys(pattern_of(experts) for experts in self.experts.values()))
         return ParallelPlan(
             tensor=self.tensor.styles,
             tensor_blocks=self.tensor.blocks,
@@ -92,6 +105,12 @@ class ModelFacts:
             heads=self.tensor.heads,
             pipeline=self.pipeline,
             attention_cores=(core,),
+            experts=tuple(f"{experts}.{STACK}" for experts in routed),
+            expert_tensor={
+                f"{experts}.{STACK}.{name}": side for experts in routed for name, side in STACK_SIDES.items()
+            },
+            expert_dispatchers=tuple(f"{experts}.{DISPATCHER}" for experts in routed),
+            expert_routers=routed,
             recompute={"CoreAttention": (core,), **self.classes},
             recompute_layer=f"{self.layers}.*",
             norms=tuple(f"{norm}.weight" for norm in self.norms),
@@ -106,6 +125,14 @@ class ModelFacts:
         seen = ((call, min(sequence_length, call.window or sequence_length)) for call in self.calls.values())
         attention = sum(call.heads * (call.key_width + call.value_width) * positions for call, positions in seen)
         return 6.0 * (self.multiplied + attention)
+
+
+def _check_mixtures(architecture: Architecture, model: CausalLM, layers: str, hidden_size: int) -> None:
+    tried = {pattern_of(path): block for path, block in mixtures(model, layers)}
+    for pattern, block in tried.items():
+        if draws_numbers(block, hidden_size):
+            reason = f"'{pattern}' routes at random in training, which no layout could repeat"
+            raise UnsupportedArchitecture(model=architecture.name, reason=reason)
 
 
 def _tied(model: CausalLM) -> Iterator[tuple[str, str]]:
@@ -130,6 +157,8 @@ def _classes(model: CausalLM, layers: str) -> dict[str, tuple[str, ...]]:
     return {name: tuple(paths) for name, paths in found.items()}
 
 
-def _multiplied(model: CausalLM) -> int:
+def _multiplied(model: CausalLM, top_k: Mapping[str, int]) -> int:
     parts = (module for module in model.modules() if not isinstance(module, nn.Embedding))
-    return sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim == 2)
+    dense = sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim == 2)
+    experts = ((model.get_submodule(path), chosen) for path, chosen in top_k.items())
+    return dense + sum(p.numel() // len(p) * chosen for part, chosen in experts for p in part.parameters())

@@ -27,9 +27,9 @@ def init_rules(model: CausalLM) -> tuple[InitRule, ...]:
     """One rule a kind of parameter.
 
     Matrices are normal with the configuration's ``initializer_range``, as in the initialisation that transformers'
-    models inherit. What vectors begin with is seen on a copy of the module that has them; those that are not filled
-    with one number have no rule, so that they can come from a checkpoint alone. (transformers also sets the padding
-    token's row to zero; here it is drawn.)
+    models inherit. What vectors begin with, and matrices that are not trained, is seen on a copy of the module that has
+    them; those that are not filled with one number have no rule, so that they can come from a checkpoint alone.
+    (transformers also sets the padding token's row to zero; here it is drawn.)
     """
     std = getattr(cast("PreTrainedModel", model).config, "initializer_range", None) or _STD
     rules: dict[str, InitRule] = {}
@@ -37,23 +37,27 @@ def init_rules(model: CausalLM) -> tuple[InitRule, ...]:
         own = [(name, pattern_of(f"{path}.{name}"), p) for name, p in module.named_parameters(recurse=False)]
         if all(pattern in rules for _, pattern, _ in own):
             continue
-        constants = _constants(model, module) if any(p.ndim < 2 for _, _, p in own) else {}
+        constants = _constants(model, module) if any(not _drawn(p) for _, _, p in own) else {}
         for name, pattern, parameter in own:
-            if parameter.ndim >= 2:
+            if _drawn(parameter):
                 rules[pattern] = InitRule(pattern=pattern, distribution="normal", std=std)
             elif name in constants:
                 rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=constants[name])
     return tuple(rules.values())
 
 
+def _drawn(parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2 and parameter.requires_grad
+
+
 @torch.no_grad()
 def _constants(model: CausalLM, module: nn.Module) -> dict[str, float]:
-    """Vectors of ``module`` that its initialisation fills with one number."""
+    """Parameters of ``module`` that its initialisation fills with one number."""
     if isinstance(module, nn.Linear):  # its matrix may be large; transformers' own rule for all
         return {"bias": 0.0}
     alone = copy.deepcopy(module).to_empty(device=HOST)
     for parameter in alone.parameters(recurse=False):
         parameter.fill_(float("nan"))
     cast("PreTrainedModel", model)._init_weights(alone)
-    vectors = {name: p for name, p in alone.named_parameters(recurse=False) if p.ndim < 2 and p.numel()}
-    return {name: float(p.flatten()[0]) for name, p in vectors.items() if bool((p == p.flatten()[0]).all())}
+    filled = {name: p for name, p in alone.named_parameters(recurse=False) if not _drawn(p) and p.numel()}
+    return {name: float(p.flatten()[0]) for name, p in filled.items() if bool((p == p.flatten()[0]).all())}

@@ -14,7 +14,10 @@ from nxdt_core.nn.documents import DocumentMasks
 from nxdt_core.nn.dropout import Dropout
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall, attention_core
+from nxdt_plugin_hf.balance import router_balance
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
+from nxdt_plugin_hf.experts import take_over_experts
+from nxdt_plugin_hf.mixture import end_with_sum, mixtures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -115,16 +118,17 @@ def _elsewhere(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) -> CausalLM:
-    """The model on the current device, mostly meta; attention, dropouts and layers are ours.
+    """The model on the current device, mostly meta; attention, experts, dropouts and layers are ours.
 
     Args:
         architecture: of the model.
-        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.tracing.trace_attention`.
+        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.tracing.trace_model`.
 
     Raises:
         UnsupportedArchitecture: its embedding or its head is not what it should be.
     """
     model: Any = architecture.new()
+    take_over_experts(model)
     masks = DocumentMasks()
     for path, call in calls.items():
         model.get_submodule(path).add_module(CORE, attention_core(call, masks))
@@ -135,6 +139,12 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
             model.set_submodule(path, Dropout(module.p))
     model.embedding_path, model.embedding_scale = _plain_embedding(model)
     model.head_path = _path_of(model, model.get_output_embeddings(), "head")
+    for _, block in mixtures(model, layers):
+        end_with_sum(block)
+    balance = router_balance(architecture, model)
+    if balance is not None:
+        model.base_model.register_forward_pre_hook(balance.ask, with_kwargs=True)
+        model.base_model.register_forward_hook(balance.join)
     model.__class__ = _called_our_way(model.__class__)
     return cast(CausalLM, model)
 

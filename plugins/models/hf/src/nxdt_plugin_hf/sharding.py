@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -15,9 +14,6 @@ from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_hf.builder import HFBuilder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = ["Sharding", "measure_sharding"]
 
@@ -57,9 +53,8 @@ def measure_sharding(builder: HFBuilder, tp: int) -> Sharding:
         HeadsDoNotDivide, ShardDoesNotDivide, TensorPlanUnusable: of the engine.
     """
     with torch.device("meta"):
-        model = builder.build()
-    named = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
-    theirs = cast("PreTrainedModel", model).tp_plan
+        model, plain = builder.build(), builder.architecture.plain()
+    named = [path for path, _ in (*plain.named_modules(), *plain.named_parameters())]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     with fake_mesh(MeshSizes(tp=tp)) as mesh:
         laid_out = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules[0]
@@ -68,5 +63,5 @@ def measure_sharding(builder: HFBuilder, tp: int) -> Sharding:
         model=builder.architecture.name,
         tp=tp,
         elements={name: (size, held[name]) for name, size in sizes.items()},
-        unmatched=tuple(pattern for pattern in theirs if not any(matches(pattern, path) for path in named)),
+        unmatched=tuple(pattern for pattern in plain.tp_plan if not any(matches(pattern, path) for path in named)),
     )

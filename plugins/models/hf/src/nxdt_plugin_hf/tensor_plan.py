@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +11,8 @@ from torch import nn
 from nxdt_core.nn.patterns import matches
 from nxdt_core.protocols.plan import AttentionHeads, TensorStyle
 from nxdt_plugin_hf.attention import AttentionCall
+from nxdt_plugin_hf.experts import TENSOR_STYLE, routed_experts
+from nxdt_plugin_hf.mixture import mixtures, not_additive
 from nxdt_plugin_hf.tracing import pattern_of
 
 if TYPE_CHECKING:
@@ -43,14 +45,16 @@ class TensorPlan:
     """Why the plan cannot be followed; None where it can."""
 
 
-def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall]) -> TensorPlan:
+def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str) -> TensorPlan:
     """Translate ``tp_plan`` of ``model``.
 
-    A pattern that names nothing in the model is left out: plans name parts that only some configurations have.
+    A pattern that names nothing in the model is left out: plans name parts that only some configurations have. Experts
+    are cut by our plan for them where theirs cuts them at all.
 
     Args:
         model: whole, with the plan of its class and of its configuration.
         calls: of its attention.
+        layers: path of its layers.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -59,19 +63,40 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall]) -> TensorPl
         for pattern, style in cast("PreTrainedModel", model).tp_plan.items()
         if any(matches(pattern, path) for path in (*modules, *parameters))
     }
-    unknown = {pattern: style for pattern, style in theirs.items() if style not in _STYLES and style != _SUMMED}
+    cut = {pattern for pattern, style in theirs.items() if style == TENSOR_STYLE}
+    known = (*_STYLES, _SUMMED, TENSOR_STYLE)
+    unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
     styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
     styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are cut alike
     if model.head_path:
         styles |= {model.head_path: "vocab_head"}
     inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
     blocks = tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in inner))
+    around = tuple(dict.fromkeys(pattern_of(path) for path, _ in mixtures(model, layers)))
     return TensorPlan(
         styles=styles,
-        blocks=(*blocks, model.head_path),
+        blocks=tuple(dict.fromkeys((*blocks, *around, model.head_path))),
         heads=_heads(inner, calls),
-        refusal=_refusal(unknown, inner, blocks, modules, calls),
+        refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, layers, blocks),
     )
+
+
+def _refused_experts(model: CausalLM, cut: Collection[str], layers: str, blocks: tuple[str, ...]) -> str | None:
+    experts = dict.fromkeys(pattern_of(path) for path, _ in routed_experts(model))
+    whole = next((pattern for pattern in experts if pattern not in cut), None)
+    if whole is not None:
+        return f"its plan in transformers leaves the experts '{whole}' whole"
+    around = {pattern_of(path): block for path, block in mixtures(model, layers)}
+    alone = next((pattern for pattern in experts if pattern.rpartition(".")[0] not in around), None)
+    if alone is not None:
+        return f"its experts '{alone}' lie in no block of their own"
+    for pattern, block in around.items():
+        inner = next((name for name in blocks if name.startswith(f"{pattern}.")), None)
+        if inner is not None:
+            return f"'{inner}' works beside its experts"
+        if not_additive(block, model.get_parameter(f"{model.embedding_path}.weight").shape[1]):
+            return f"'{pattern}' does more than to add up what its experts give, of which each rank has a part"
+    return None
 
 
 def _heads(styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall]) -> AttentionHeads | None:

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from nxdt_core.nn.patterns import matches
 from nxdt_plugin_hf.attention import AttentionCall, tracing
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
+from nxdt_plugin_hf.experts import routed_experts, take_over_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from nxdt_plugin_hf.architecture import Architecture
 
-__all__ = ["pattern_of", "trace_attention"]
+__all__ = ["Trace", "pattern_of", "trace_model"]
 
 _TOKENS = 4
 
 
-def trace_attention(architecture: Architecture) -> dict[str, AttentionCall]:
-    """What each attention module asks for, by path, in order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What modules were asked for, by path, in order."""
+
+    attention: Mapping[str, AttentionCall]
+    experts: Mapping[str, int]
+    """Experts that a token is sent to."""
+
+
+def trace_model(architecture: Architecture) -> Trace:
+    """Send shapes through the model.
 
     Raises:
-        UnsupportedArchitecture: it cannot be built, has experts, or a layer does not leave its attention to us or
-            wants what no core has.
+        UnsupportedArchitecture: it cannot be built, has experts or buffers that ours cannot stand for, or a layer does
+            not leave its attention to us or wants what no core has.
         NotACausalLM: tokens see later ones.
     """
     model = _built(architecture).train()
+    top_k: dict[nn.Module, int] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        top_k[module] = (args[1] if len(args) > 1 else kwargs["top_k_index"]).shape[-1]
+
+    for _, experts in routed_experts(model):
+        experts.register_forward_pre_hook(note, with_kwargs=True)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     calls: dict[nn.Module, AttentionCall] = {}
     token = tracing.set(calls)
@@ -44,7 +61,7 @@ def trace_attention(architecture: Architecture) -> dict[str, AttentionCall]:
         tracing.reset(token)
     found = {path: calls[module] for path, module in model.named_modules() if module in calls}
     _check(architecture.name, found)
-    return found
+    return Trace(attention=found, experts={path: top_k[experts] for path, experts in routed_experts(model)})
 
 
 def _built(architecture: Architecture) -> PreTrainedModel:
@@ -55,11 +72,11 @@ def _built(architecture: Architecture) -> PreTrainedModel:
     except Exception as error:  # a model's own code may raise anything
         reason = f"it cannot be built with this configuration ({_words(error)})"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
-    paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
-    experts = [p for p in model.ep_plan or () if any(matches(p, path) for path in paths)]
-    if experts:
-        reason = f"it has experts ({', '.join(experts)}), which its plan cannot share out here"
+    kept = [name for name in model.state_dict() if name in dict(model.named_buffers())]
+    if kept:
+        reason = f"its buffer '{kept[0]}' is saved like a weight, and no optimizer trains it"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason)
+    take_over_experts(model)
     return model
 
 
