@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO, BinaryIO, ClassVar, cast
 from urllib.parse import unquote, urlsplit
 
-from nxdt_core.builtins.file_lock import FileLock, take_file_lock
 from nxdt_core.builtins.storage_config import LocalStorageConfig
 from nxdt_core.checkpoint.faults import explained
 from nxdt_core.errors import BadStorageKey, BadStorageUri
+from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
 
 __all__ = ["LocalStorage"]

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.builtins.file_lock import FileLock, take_file_lock
 from nxdt_core.data.digest import digest
+from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
 
 __all__ = ["Arrays", "cached_arrays"]

@@ -16,9 +16,9 @@ CORE = ROOT / "nxdt_core"
 LAYERS = (
     {"_version"},
     {"errors"},
-    {"api", "devices"},
+    {"api", "devices", "mounts"},
     {"protocols"},
-    {"kernel"},
+    {"file_lock", "kernel"},
     {"config"},
     {"nn"},
     {"checkpoint", "data", "parallel"},

@@ -20,8 +20,8 @@ from nxdt_plugin_megatron_data.note import read_note
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nxdt_core.builtins.file_lock import take_file_lock
 from nxdt_core.config.paths import resolve_path
+from nxdt_core.file_lock import take_file_lock
 
 KJV = resolve_path("package://nxdt_plugin_text/data/kjv.txt").read_text()
 DOCUMENTS = [text for text in KJV.split("\n\n") if text.strip()]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from nxdt_core.builtins.file_lock import take_file_lock
 from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.errors import DataFileUnreadable, SpecialTokenMissing
+from nxdt_core.file_lock import take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.note import Note, note_path

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import final
 
-from nxdt_core.builtins.mounts import mount_of
+from nxdt_core.mounts import mount_of
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
 
 __all__ = ["FileLock", "take_file_lock"]
