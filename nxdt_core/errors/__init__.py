@@ -63,7 +63,10 @@ from nxdt_core.errors.context import (
 )
 from nxdt_core.errors.copies import CopyHasOtherCheckpoint, CopyOntoOtherStep, NoSoundCheckpoint
 from nxdt_core.errors.data import (
+    ArrowMissing,
+    ArrowUnreadable,
     BadBatchSize,
+    BadJsonFile,
     BadJsonLine,
     BadTokenizerConfig,
     BadTokenizerFile,
@@ -75,6 +78,7 @@ from nxdt_core.errors.data import (
     EmptyTextFile,
     JsonTextMissing,
     MixedSamples,
+    NoRecords,
     SpecialTokenMissing,
     SplitMissing,
     TextNotUtf8,
@@ -208,6 +212,8 @@ __all__ = [
     "AdapterOfAnotherBase",
     "AmbiguousComponent",
     "ArchitectureUnread",
+    "ArrowMissing",
+    "ArrowUnreadable",
     "AttentionCoreMissing",
     "AttentionCoreUnknown",
     "BadBatchSize",
@@ -215,6 +221,7 @@ __all__ = [
     "BadComponentConfig",
     "BadComponentRecord",
     "BadInterpolation",
+    "BadJsonFile",
     "BadJsonLine",
     "BadLaunchVariable",
     "BadModelConfig",
@@ -298,6 +305,7 @@ __all__ = [
     "NoDecoder",
     "NoInitRule",
     "NoMasterWeights",
+    "NoRecords",
     "NoSoundCheckpoint",
     "NoTrainingData",
     "NodePlaceMissing",

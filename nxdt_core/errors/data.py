@@ -7,7 +7,10 @@ from typing import Any
 from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
+    "ArrowMissing",
+    "ArrowUnreadable",
     "BadBatchSize",
+    "BadJsonFile",
     "BadJsonLine",
     "BadTokenizerConfig",
     "BadTokenizerFile",
@@ -19,6 +22,7 @@ __all__ = [
     "EmptyTextFile",
     "JsonTextMissing",
     "MixedSamples",
+    "NoRecords",
     "SpecialTokenMissing",
     "SplitMissing",
     "TextNotUtf8",
@@ -231,4 +235,43 @@ class BadTokenizerConfig(NxdtError):
     happened = "{key}: {reason}."
     remedy = "Correct the section data.tokenizer."
     key: str
+    reason: str
+
+
+class NoRecords(NxdtError):
+    """A file without records."""
+
+    code = "NXDT-D305"
+    happened = "{path} holds no records."
+    remedy = "Take the file out of the data section, or fill it."
+    path: str
+
+
+class BadJsonFile(NxdtError):
+    """A JSON file that is no list of records."""
+
+    code = "NXDT-D307"
+    happened = "{path}: no list of JSON objects: {reason}."
+    remedy = "Write a list of objects, or one object a line in a file whose name ends in .jsonl."
+    path: str
+    reason: str
+
+
+class ArrowMissing(NxdtError):
+    """Arrow files without the library that reads them."""
+
+    code = "NXDT-D308"
+    happened = "{path} needs the package 'pyarrow', which cannot be imported: {reason}."
+    remedy = "Run: pip install 'nxdt-core[arrow]'"
+    path: str
+    reason: str
+
+
+class ArrowUnreadable(NxdtError):
+    """A file that Arrow does not accept."""
+
+    code = "NXDT-D309"
+    happened = "{path} is no Arrow or Parquet file: {reason}."
+    remedy = "Replace it with a whole one, as 'save_to_disk' of Hugging Face's datasets writes it."
+    path: str
     reason: str

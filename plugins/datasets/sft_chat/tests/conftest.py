@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.conversation import Place
 from nxdt_plugin_sft_chat.loader import ChatDataloader
 from nxdt_plugin_sft_chat.records import read_record
 from nxdt_plugin_sft_chat.rendering import Renderer
@@ -18,6 +17,7 @@ from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
 from nxdt_core.data.chat import TemplateRunner
 from nxdt_core.data.chat_templates import ChatTemplate
+from nxdt_core.data.records import Place
 from nxdt_core.protocols.dataloader import DataContext
 
 DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))

@@ -6,21 +6,17 @@ import gzip
 import json
 
 import pytest
-from nxdt_plugin_sft_chat.conversation import Place
 from nxdt_plugin_sft_chat.errors import (
-    ArrowUnreadable,
-    BadJsonFile,
     BadMessage,
     EmptyTurn,
-    NoRecords,
     RolesOutOfOrder,
     UnknownRecord,
     UnknownRole,
 )
 from nxdt_plugin_sft_chat.records import read_record
-from nxdt_plugin_sft_chat.sources import read_files
 
-from nxdt_core.errors import BadJsonLine, DataFileNotFound, TextNotUtf8
+from nxdt_core.data.records import Place, read_records
+from nxdt_core.errors import ArrowUnreadable, BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords, TextNotUtf8
 
 SYSTEM = {"role": "system", "content": "s"}
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -186,7 +182,7 @@ def test_files_of_every_format_give_the_same_records(tmp_path, talk):
     for name, writer in (("f", pyarrow.ipc.new_stream), ("g", pyarrow.ipc.new_file)):
         with writer(tmp_path / f"{name}.arrow", table.schema) as sink:
             sink.write_table(table)
-    found, _ = read_files([tmp_path / "*"], "data.train_files")
+    found, _ = read_records([tmp_path / "*"], "data.train_files")
     assert [record for _, record in found] == [talk] * 7
 
 
@@ -194,13 +190,13 @@ def test_a_directory_that_the_datasets_library_wrote_is_read(tmp_path, shipped):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     plain = [record for record in shipped if "tools" not in record]
     datasets.Dataset.from_list(plain).save_to_disk(tmp_path / "saved")
-    found, _ = read_files([tmp_path / "saved"], "data.train_files")
+    found, _ = read_records([tmp_path / "saved"], "data.train_files")
     assert [record for _, record in found] == plain
 
 
 def test_places_count_lines_and_records(write):
     path = write({"a": 1}, "", {"b": 2})
-    found, _ = read_files([path], "data.train_files")
+    found, _ = read_records([path], "data.train_files")
     assert [str(place) for place, _ in found] == [f"{path}:1", f"{path}:3"]
 
 
@@ -227,5 +223,5 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error, fou
     wanted = tmp_path / name.replace("b.", "a.")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(error) as caught:
-        read_files([wanted], "data.train_files")
+        read_records([wanted], "data.train_files")
     assert found in str(caught.value)

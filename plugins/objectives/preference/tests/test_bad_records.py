@@ -81,7 +81,7 @@ def test_prompts_that_would_leave_no_answer_are_refused(write):
 
 
 def test_empty_files_and_lines_that_are_no_json_are_refused(write, tmp_path):
-    with pytest.raises(NxdtError, match=r"A010"):
+    with pytest.raises(NxdtError, match=r"D305"):
         pairs(write([]))
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt": "a"\n')

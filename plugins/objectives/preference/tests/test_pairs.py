@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -215,3 +217,23 @@ def test_orpo_has_a_finite_gradient_at_certain_answers():
     logits.requires_grad_()
     Orpo(OrpoConfig())(logits, collate([real])).loss_sum.sum().backward()
     assert logits.grad.isfinite().all()
+
+
+def test_pairs_of_every_format_are_the_same(write, tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    records = [
+        {"prompt": ASKED, "chosen": [YES], "rejected": [NO]},
+        {"prompt": ASKED[1:], "chosen": [YES], "rejected": [NO]},
+    ]
+    (tmp_path / "list.json").write_text(json.dumps(records))
+    table = datasets.Dataset.from_list(records)
+    table.to_parquet(tmp_path / "pairs.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    wanted = loader(chat_tokenizer(), seq_length=64, train_files=(write(records),)).split("train")
+    for name in ("list.json", "pairs.parquet", "saved"):
+        found = loader(chat_tokenizer(), seq_length=64, train_files=(tmp_path / name,)).split("train")
+        assert len(found) == len(wanted) == 2
+        for index in range(2):
+            assert np.array_equal(found[index].input_ids, wanted[index].input_ids)
+            assert np.array_equal(found[index].labels, wanted[index].labels)

@@ -6,21 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nxdt_core.data.records import Place
 from nxdt_plugin_sft_chat.errors import EmptyTurn, RolesOutOfOrder
 
-__all__ = ["Conversation", "Message", "Place", "check_order"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a record stands."""
-
-    path: str
-    number: int
-    """From 1: the line of a JSONL file, the record of any other."""
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.number}"
+__all__ = ["Conversation", "Message", "check_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

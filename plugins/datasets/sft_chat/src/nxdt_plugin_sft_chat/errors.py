@@ -10,16 +10,12 @@ from nxdt_core.errors.base import listing
 from nxdt_plugin_sft_chat.config import ROLES
 
 __all__ = [
-    "ArrowMissing",
-    "ArrowUnreadable",
-    "BadJsonFile",
     "BadMessage",
     "ChatTooLong",
     "EmptySplit",
     "EmptyTurn",
     "EndOfTurnUntrained",
     "EverythingTrained",
-    "NoRecords",
     "NothingTrained",
     "RolesOutOfOrder",
     "TurnsInseparable",
@@ -105,15 +101,6 @@ class EmptyTurn(NxdtError):
     number: int
 
 
-class NoRecords(NxdtError):
-    """A file without records."""
-
-    code = "NXDT-D305"
-    happened = "{path} holds no records."
-    remedy = "Take the file out of the data section, or fill it."
-    path: str
-
-
 class EmptySplit(NxdtError):
     """A share of so few records that one side gets none."""
 
@@ -123,36 +110,6 @@ class EmptySplit(NxdtError):
     fraction: float
     records: int
     split: str
-
-
-class BadJsonFile(NxdtError):
-    """A JSON file that is no list of records."""
-
-    code = "NXDT-D307"
-    happened = "{path}: no list of JSON objects: {reason}."
-    remedy = "Write a list of objects, or one object a line in a file whose name ends in .jsonl."
-    path: str
-    reason: str
-
-
-class ArrowMissing(NxdtError):
-    """Arrow files without the library that reads them."""
-
-    code = "NXDT-D308"
-    happened = "{path} needs the package 'pyarrow', which cannot be imported: {reason}."
-    remedy = "Run: pip install nxdt-plugin-sft-chat[arrow]"
-    path: str
-    reason: str
-
-
-class ArrowUnreadable(NxdtError):
-    """A file that Arrow does not accept."""
-
-    code = "NXDT-D309"
-    happened = "{path} is no Arrow or Parquet file: {reason}."
-    remedy = "Replace it with a whole one, as 'save_to_disk' of Hugging Face's datasets writes it."
-    path: str
-    reason: str
 
 
 class ChatTooLong(NxdtError):

@@ -13,6 +13,7 @@ from nxdt_core.data.chat import runner_of
 from nxdt_core.data.chat_templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
+from nxdt_core.data.records import Record, read_records
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors import DataNeedsTokenizer, NotAChatTokenizer, TemplateMissing
 from nxdt_core.protocols.dataloader import DataContext, SplitName
@@ -24,7 +25,6 @@ from nxdt_plugin_sft_chat.encoding import Encoder
 from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NothingTrained
 from nxdt_plugin_sft_chat.records import read_record
 from nxdt_plugin_sft_chat.rendering import Renderer
-from nxdt_plugin_sft_chat.sources import Record, read_files
 
 __all__ = ["ChatDataloader"]
 
@@ -111,7 +111,7 @@ class ChatDataloader:
         return self._read(name) if paths else ([], "")
 
     def _read(self, name: SplitName) -> tuple[list[Record], str]:
-        records, source = read_files(self._config.files(name), f"data.{name}_files")
+        records, source = read_records(self._config.files(name), f"data.{name}_files")
         return records[: self._config.dev_choose_samples], digest(source, self._config.dev_choose_samples)
 
     def _division(self) -> tuple[dict[SplitName, list[Record]], str]:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nxdt_core.data.records import Place
 from nxdt_plugin_sft_chat.config import ROLES
-from nxdt_plugin_sft_chat.conversation import Conversation, Message, Place, check_order
+from nxdt_plugin_sft_chat.conversation import Conversation, Message, check_order
 from nxdt_plugin_sft_chat.errors import BadMessage, UnknownRecord, UnknownRole
 
 __all__ = ["read_record"]

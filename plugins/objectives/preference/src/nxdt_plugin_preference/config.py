@@ -41,7 +41,8 @@ class OrpoConfig:
 class PreferenceConfig(ChatKeys):
     """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
 
-    Files have a JSON object a line and may be compressed (``.gz``). A path may be a pattern. Texts are taken as they
+    Files are JSONL, JSON with a list, Arrow or Parquet, or directories of Arrow files; JSON ones may be compressed
+    (``.gz``, ``.zst``). A path may be a pattern. Texts are taken as they
     stand; messages go through a chat template.
     """
 

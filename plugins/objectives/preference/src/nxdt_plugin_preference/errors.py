@@ -10,7 +10,6 @@ __all__ = [
     "AnswersEqual",
     "AnswersInseparable",
     "BadPreference",
-    "NoPairs",
     "NoRoomForAnswers",
     "PromptMissing",
     "ReferenceMissing",
@@ -78,15 +77,6 @@ class AnswersInseparable(NxdtError):
     remedy = "Choose another template with data.chat_template."
     place: str
     key: str
-
-
-class NoPairs(NxdtError):
-    """A file without a record."""
-
-    code = "NXDT-A010"
-    happened = "{path} has no records."
-    remedy = "Give a file with pairs of answers, or take it out of the list."
-    path: str
 
 
 class NoRoomForAnswers(NxdtError):

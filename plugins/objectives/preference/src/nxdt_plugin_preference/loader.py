@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from functools import cached_property
-from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files import decode, expand, json_objects, read_bytes
 from nxdt_core.data.permutation import draw
+from nxdt_core.data.records import read_records
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.dataset import PairDataset
-from nxdt_plugin_preference.errors import NoPairs
 from nxdt_plugin_preference.fitting import Fitting
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair, Renderer
@@ -57,7 +52,7 @@ class PreferenceDataloader:
         """The pairs of a split; None where no files and no share are named for it.
 
         Raises:
-            DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, NoPairs: of the files.
+            NxdtError: of the files, as of :func:`~nxdt_core.data.records.read_records`.
             NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable: of messages.
             AnswerMissing, AnswerEmpty, AnswersEqual, PromptMissing, BadPreference, TemplateRefuses,
             AnswersInseparable, SpecialTokenInText: of a record; each names the file and the line.
@@ -77,17 +72,15 @@ class PreferenceDataloader:
 
     def _read(self, name: SplitName) -> tuple[list[Pair], str]:
         """The pairs of a split's files, and a digest of all that decides them."""
-        paths = expand(self._config.files(name), f"data.{name}_files")
-        contents = [(path, read_bytes(path)) for path in paths]
+        records, source = read_records(self._config.files(name), f"data.{name}_files")
         renderer = Renderer(self._tokenizer, self._config)
         pairs = [
-            self._fitting.fit(renderer.render(read_preference(record, place)))
-            for place, record in self._first(contents)
+            self._fitting.fit(renderer.render(read_preference(record, str(place))))
+            for place, record in records[: self._config.dev_choose_samples]
         ]
         if cut := sum(pair.cut for pair in pairs):
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
-        digests = [digest(content) for _, content in contents]
-        return pairs, digest("preference", *digests, renderer.fingerprint(), self._fitting, len(pairs))
+        return pairs, digest("preference", source, renderer.fingerprint(), self._fitting, len(pairs))
 
     def _dataset(self, pairs: list[Pair], source: str) -> PairDataset:
         seq_length, pad_id = self._fitting.seq_length, padding_id(self._tokenizer)
@@ -95,16 +88,3 @@ class PreferenceDataloader:
         if self._config.packing:
             packs = drawn_bins(np.array([pair.lengths for pair in pairs], np.int64), seq_length, seed=self._seed)
         return PairDataset(pairs, packs, seq_length=seq_length, pad_id=pad_id, source=source)
-
-    def _first(self, contents: list[tuple[Path, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """As many records as the configuration wants, each with its place."""
-        every = (found for path, content in contents for found in _records(path, content))
-        return islice(every, self._config.dev_choose_samples)
-
-
-def _records(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
-    for number, record in json_objects(path, decode(path, content)):
-        yield f"{path}:{number}", record
-    if not number:
-        raise NoPairs(path=str(path))

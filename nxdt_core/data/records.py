@@ -1,25 +1,38 @@
-"""From files to raw records, each with its place."""
+"""From files of JSON, Arrow or Parquet to raw records, each with its place."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files import JSON_LINES, decode, expand, json_objects, read_bytes
-from nxdt_plugin_sft_chat.conversation import Place
-from nxdt_plugin_sft_chat.errors import ArrowMissing, ArrowUnreadable, BadJsonFile, NoRecords
+from nxdt_core.errors import ArrowMissing, ArrowUnreadable, BadJsonFile, NoRecords
 
-__all__ = ["Record", "read_files"]
+__all__ = ["Place", "Record", "read_records"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a record stands."""
+
+    path: str
+    number: int
+    """From 1: the line of a JSONL file, the record of any other."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}"
+
 
 Record = tuple[Place, dict[str, Any]]
 
 _ARROW, _PARQUET = ".arrow", ".parquet"
 
 
-def read_files(patterns: Iterable[Path], key: str) -> tuple[list[Record], str]:
+def read_records(patterns: Iterable[Path], key: str) -> tuple[list[Record], str]:
     """The records of all files, in order, and a digest of the files' content.
 
     Args:
