@@ -8,14 +8,14 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.preview import Preview
 from nxdt_core.data.preview import preview as look
 from nxdt_core.errors import SplitMissing
-from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, SplitName
 from nxdt_core.training import assemble
 
 __all__ = ["preview"]
 
 
-def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview:
-    """The first ``count`` samples of a split in the order of the run, and counts; of several sets, of the first.
+def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview | dict[str, Preview]:
+    """The first ``count`` samples of a split in the order of the run, and counts; of several sets, of each by name.
 
     Raises:
         SplitMissing: the configuration names no such data.
@@ -23,10 +23,12 @@ def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview:
     """
     vocab_size = assemble.model_builder(config).vocab_size
     tokenizer = assemble.tokenizer(config, vocab_size)
-    dataset = assemble.dataloader(config, tokenizer, vocab_size).split(split)
-    if isinstance(dataset, Mapping):
-        dataset = next(iter(dataset.values()), None)
-    if dataset is None:
+    found = assemble.dataloader(config, tokenizer, vocab_size).split(split)
+    if not found and (found is None or isinstance(found, Mapping)):
         raise SplitMissing(split=split)
     shuffle = config.run.data.shuffle and split == "train"
-    return look(dataset, tokenizer, count=count, seed=config.run.seed, shuffle=shuffle)
+
+    def shown(dataset: MapDataset | IterableDataset) -> Preview:
+        return look(dataset, tokenizer, count=count, seed=config.run.seed, shuffle=shuffle)
+
+    return {name: shown(each) for name, each in found.items()} if isinstance(found, Mapping) else shown(found)

@@ -36,6 +36,30 @@ def test_json_has_samples_and_counts(nxdt):
     assert set(report["lengths"]) == {"min", "median", "mean", "p95", "max"}
 
 
+def test_each_set_of_several_is_shown(nxdt, tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 200)
+    sets = f"data.validation_sets={{one: ['{tmp_path}/one.txt'], other: ['{tmp_path}/other.txt']}}"
+    words = (
+        "data",
+        "preview",
+        "recipe:llama-tiny",
+        sets,
+        "data.validation_fraction=0",
+        "--split",
+        "validation",
+        "-n",
+        "1",
+    )
+    found = json.loads(nxdt(*words, "--json").stdout)
+    assert [*found["sets"]] == ["one", "other"]
+    texts = {name: each["shown"][0]["documents"][0]["parts"][-1]["text"] for name, each in found["sets"].items()}
+    assert all(f"{name} {name} " in text for name, text in texts.items())
+    said = nxdt(*words).stdout
+    assert "validation samples of recipe:llama-tiny: one" in said
+    assert "validation samples of recipe:llama-tiny: other" in said
+
+
 def test_ids_stand_behind_their_tokens(nxdt):
     done = nxdt("data", "preview", "recipe:llama-tiny", "-n", "1", "--ids", "data.shuffle=false")
     assert "\nG·71·⟦e·101·n·110·e·101·" in done.stdout

@@ -56,11 +56,18 @@ def preview(
 
     found = look(config, split, samples)
     if json_output:
-        print_json({"source": source, "split": split, "seq_length": config.run.data.seq_length, **_json(found)})
-    else:
-        from nxdt_core.cli.data.preview_report import print_preview
+        content = {"sets": _each(found)} if isinstance(found, dict) else _json(found)
+        print_json({"source": source, "split": split, "seq_length": config.run.data.seq_length, **content})
+        return
+    from nxdt_core.cli.data.preview_report import print_preview
 
-        print_preview(found, title=f"{split} samples of {source}", ids=ids)
+    title = f"{split} samples of {source}"
+    for name, each in found.items() if isinstance(found, dict) else [("", found)]:
+        print_preview(each, title=f"{title}: {name}" if name else title, ids=ids)
+
+
+def _each(found: dict[str, Preview]) -> dict[str, Any]:
+    return {name: _json(each) for name, each in found.items()}
 
 
 def _json(found: Preview) -> dict[str, Any]:
