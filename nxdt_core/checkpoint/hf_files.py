@@ -68,7 +68,8 @@ class HFWeights:
             if name not in missing and (found := tuple(self._slice(name).get_shape())) != shape
         ]
         if missing or extra or wrong:
-            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
+            directory = str(self._directory)
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong, directory=directory, says_sizes=True)
 
     def dtype_of(self, source: Source) -> torch.dtype:
         """That of the parameter as :meth:`read` gives it.

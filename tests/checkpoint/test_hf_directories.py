@@ -157,6 +157,9 @@ def test_names_are_checked_before_anything_is_read(saved):
         next(iterate_hf(saved, ToyBuilder()))
     assert caught.value.missing == ["h.3.q.weight"]
     assert caught.value.extra == ["h.4.surplus"]
+    assert f"The weights in '{saved}' do not fit" in caught.value.what()
+    assert "download or export it again" in caught.value.do()
+    assert "name=" not in caught.value.do()
 
 
 def test_a_tensor_of_another_shape_is_named(saved):

@@ -205,6 +205,8 @@ def test_a_configuration_of_another_model_is_refused(tmp_path, theirs):
         "model.embed_tokens.weight: (304, 32) instead of (320, 32)",
         "lm_head.weight: (304, 32) instead of (320, 32)",
     ]
+    assert f"The weights in '{theirs}' do not fit" in caught.value.what()
+    assert caught.value.do().startswith("Leave the model's sizes to the config.json there.")
     assert not (tmp_path / "store").exists()
 
 
