@@ -73,12 +73,19 @@ class HFUnsupported(NxdtError):
     """A Hugging Face model has a feature that the builder does not implement."""
 
     code = "NXDT-M012"
-    happened = "The Hugging Face configuration has {key} = {found!r}, which the model '{model}' does not implement."
+    happened = (
+        "The Hugging Face configuration{place} has {key} = {found!r}, which the model '{model}' does not implement."
+    )
     remedy = "Supported is {supported}; take another model or a plugin that implements this one."
     model: str
     key: str
     found: object
     supported: str
+    path: str = ""
+    """The file, where it is known."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "place": f" '{self.path}'" if self.path else ""}
 
 
 class HFNotWritable(NxdtError):
