@@ -38,11 +38,14 @@ class HFWeights:
         self._stack = ExitStack()
         self._located: dict[str, tuple[Path, Any]] = {}
         """By name: the file that holds the tensor, and the same, opened."""
+        self._index: dict[str, str] = {}
+        """By name: the file that should hold it; empty without an index."""
 
     def __enter__(self) -> Self:
         try:
             for file in self._files():
                 self._open(file)
+            self._check_index()
         except BaseException:
             self._stack.close()
             raise
@@ -68,7 +71,8 @@ class HFWeights:
             if name not in missing and (found := tuple(self._slice(name).get_shape())) != shape
         ]
         if missing or extra or wrong:
-            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
+            directory = str(self._directory)
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong, directory=directory, says_sizes=True)
 
     def dtype_of(self, source: Source) -> torch.dtype:
         """That of the parameter as :meth:`read` gives it.
@@ -89,7 +93,8 @@ class HFWeights:
                 raise HFFileDamaged(
                     path=str(self._directory / INDEX), reason="it has no 'weight_map' of names to files"
                 )
-            return sorted({Path(file).name for file in index.values()})  # files beside it, never elsewhere
+            self._index = {name: Path(file).name for name, file in index.items()}  # files beside it, never elsewhere
+            return sorted(set(self._index.values()))
         pickles = sorted(path.name for pattern in _PICKLES for path in self._directory.glob(pattern))
         if pickles and not (self._directory / WEIGHTS).exists():
             raise WeightsPickled(path=str(self._directory), file=pickles[0])
@@ -103,7 +108,21 @@ class HFWeights:
             handle = self._stack.enter_context(safe_open(path, framework="pt", device=HOST.type))
         except (SafetensorError, OSError) as error:
             raise HFFileDamaged(path=str(path), reason=str(error)) from error
-        self._located |= dict.fromkeys(handle.keys(), (path, handle))
+        for name in handle.keys():  # noqa: SIM118 - no mapping
+            if name not in self._located or self._index.get(name) == file:
+                self._located[name] = (path, handle)
+
+    def _check_index(self) -> None:
+        """See that each tensor is where the index says: one that is elsewhere may be of other weights.
+
+        Raises:
+            HFFileDamaged: one is in another file alone.
+        """
+        for name, file in self._index.items():
+            found = self._located.get(name)
+            if found is not None and found[0].name != file:
+                reason = f"it says that '{name}' is in '{file}', and that is in '{found[0].name}'"
+                raise HFFileDamaged(path=str(self._directory / INDEX), reason=reason)
 
     def _file_name(self, name: str) -> str:
         """What the files call the tensor that the whole model calls ``name``."""

@@ -22,14 +22,17 @@ __all__ = ["read_based"]
 _KEY = "base"
 
 
-def read_based(source: str | Path | Mapping[str, Any], find_kernel: Callable[[Node], Kernel]) -> Source:
+def read_based(
+    source: str | Path | Mapping[str, Any], find_kernel: Callable[[Node], Kernel], label: str | None = None
+) -> Source:
     """Read a source and, below it, what it is based on; problems are returned, not raised.
 
     Args:
         source: A path, ``recipe:NAME``, or a mapping.
         find_kernel: Given what was read so far, called where a recipe is named; its plugins bring the recipes.
+        label: What a mapping is called.
     """
-    top = read_source(source, partial(find_kernel, Node({}, COMMAND_LINE)))
+    top = read_source(source, partial(find_kernel, Node({}, COMMAND_LINE)), label=label)
     tree, problems, seen, below = top.tree.without(_KEY), [*top.problems], [top.label], top
     while below.readable and (node := below.tree.find(_KEY)) is not None and node.value is not None:
         named = _named(node, seen)

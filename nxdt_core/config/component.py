@@ -1,4 +1,4 @@
-"""What a component's own dataclass may offer beside fields; both methods are optional.
+"""What a component's own dataclass may offer beside fields; all methods are optional.
 
 The dataclass is declared by the component's record (``config="my_plugin.config:TinyConfig"``), lies in a module that
 imports no torch, and its fields are keys of the section that selects the component, flat beside ``name``. Field docs
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["ChecksItself", "ReadsHFConfig"]
+__all__ = ["ChecksItself", "NamesHFKeys", "ReadsHFConfig"]
 
 
 @runtime_checkable
@@ -49,4 +49,14 @@ class ReadsHFConfig(Protocol):
             NxdtError: the file asks for something that the model does not do.
             ValueError: the same, in one sentence.
         """
+        ...
+
+
+@runtime_checkable
+class NamesHFKeys(Protocol):
+    """The dataclass can say which key of that file a key of its own comes from; messages then name both."""
+
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:
+        """Key of the section → key of the file. Called with what :meth:`ReadsHFConfig.from_hf` has read."""
         ...

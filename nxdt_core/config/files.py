@@ -30,7 +30,10 @@ class Source:
 
 
 def read_source(
-    source: str | Path | Mapping[str, Any], find_kernel: Callable[[], Kernel], named: Place | None = None
+    source: str | Path | Mapping[str, Any],
+    find_kernel: Callable[[], Kernel],
+    named: Place | None = None,
+    label: str | None = None,
 ) -> Source:
     """Read and parse; problems are returned, not raised.
 
@@ -38,9 +41,10 @@ def read_source(
         source: A path, ``recipe:NAME``, or a mapping.
         find_kernel: Called where a recipe is named; its plugins bring the recipes.
         named: Where the source is named; None: by the user.
+        label: What a mapping is called.
     """
     if isinstance(source, Mapping):
-        label = "mapping"
+        label = label or "mapping"
         return _checked(label, from_plain(source, Origin(kind="file", where=label)), [])
     label = str(source)
     named = named or Place(place=label, line=0, key="")

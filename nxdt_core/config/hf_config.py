@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.component import ReadsHFConfig
+from nxdt_core.config.component import NamesHFKeys, ReadsHFConfig
 from nxdt_core.config.files import file_problem
 from nxdt_core.config.keys import keys_of
 from nxdt_core.config.location import Locator
@@ -16,7 +16,15 @@ from nxdt_core.config.node import Node, Origin, from_plain
 from nxdt_core.config.paths import PackageNotFound, resolve_path
 from nxdt_core.config.shapes import FilePath
 from nxdt_core.config.slots import Composition
-from nxdt_core.errors import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable, NxdtError
+from nxdt_core.errors import (
+    BadComponentChoice,
+    ComponentFinding,
+    ConfigProblem,
+    ConfigUnreadable,
+    HFFileDamaged,
+    HFUnsupported,
+    NxdtError,
+)
 
 __all__ = ["HFConfig", "merge_hf_values", "read_hf_config"]
 
@@ -73,12 +81,16 @@ def merge_hf_values(given: Node, composition: Composition, hf: HFConfig) -> tupl
     try:
         values = cls.from_hf(hf.values)
     except NxdtError as error:
+        if isinstance(error, (HFFileDamaged, HFUnsupported)):
+            error.path = str(hf.path)  # a plugin is only given what stands in it
         return given, [BadComponentChoice(**place, error=error)]
     except (ValueError, KeyError, TypeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         return given, [ConfigUnreadable(**place, path=str(hf.path), reason=reason)]
-    origin = Origin(kind="plugin", where=str(hf.path))
+    names = cls.hf_names(hf.values) if issubclass(cls, NamesHFKeys) else {}
     for name, value in values.items():
         if name in lacking or ("." in name and given.find(f"model.{name}") is None):
+            own = theirs if (theirs := names.get(name, "")) in hf.values else ""
+            origin = Origin(kind="hf", where=str(hf.path), own=own)
             given = given.set(f"model.{name}", from_plain(value, origin))
     return given, []

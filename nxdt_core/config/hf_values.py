@@ -25,6 +25,11 @@ class HFValues:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Theirs → the values that are implemented, of features without a key of ours; the first is named in the error."""
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Ours → theirs."""
+        return dict(self.required) | {ours: theirs for ours, (theirs, _) in self.optional.items()}
+
     def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys from theirs.
 
@@ -43,6 +48,5 @@ class HFValues:
 
     def write(self, config: object) -> dict[str, Any]:
         """Their keys from the section's dataclass, and the first implemented value of each feature."""
-        names = dict(self.required) | {ours: theirs for ours, (theirs, _) in self.optional.items()}
         features = {key: allowed[0] for key, allowed in self.only.items() if allowed[0] is not None}
-        return features | {theirs: attrgetter(ours)(config) for ours, theirs in names.items()}
+        return features | {theirs: attrgetter(ours)(config) for ours, theirs in self.names.items()}

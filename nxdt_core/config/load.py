@@ -42,7 +42,11 @@ __all__ = ["check", "load"]
 
 
 def load(
-    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, kernel: Kernel | None = None
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    kernel: Kernel | None = None,
+    label: str | None = None,
 ) -> ResolvedConfig:
     """Read, merge, resolve and check a configuration. Imports no torch and builds nothing.
 
@@ -55,11 +59,12 @@ def load(
         source: A YAML file, ``recipe:NAME``, or a mapping such as :meth:`ResolvedConfig.to_dict` gives.
         overrides: ``key.path=value`` each, over the source.
         kernel: A started kernel; by default one is started under the policy of the section ``plugins``.
+        label: What errors call a mapping.
 
     Raises:
         ConfigError: something is wrong; carries every problem.
     """
-    return _Load(source, tuple(overrides), kernel).run()
+    return _Load(source, tuple(overrides), kernel, label).run()
 
 
 def check(
@@ -77,9 +82,14 @@ class _Load:
     """One load: what is known so far, and the problems so far."""
 
     def __init__(
-        self, source: str | Path | Mapping[str, Any], overrides: tuple[str, ...], kernel: Kernel | None
+        self,
+        source: str | Path | Mapping[str, Any],
+        overrides: tuple[str, ...],
+        kernel: Kernel | None,
+        label: str | None,
     ) -> None:
         self.wanted = source
+        self.label = label
         self.overrides = overrides
         self.passed = kernel
         self.started: Kernel | None = None
@@ -92,7 +102,7 @@ class _Load:
         self.notes: list[str] = []
 
     def run(self) -> ResolvedConfig:
-        source = read_based(self.wanted, self._kernel_for_recipes)
+        source = read_based(self.wanted, self._kernel_for_recipes, self.label)
         given = self._collect(source)
         locator = Locator(source.label)
         kernel = self._start(given, locator)

@@ -25,22 +25,25 @@ class Place(TypedDict):
 class Origin:
     """Where a value comes from."""
 
-    kind: Literal["file", "override", "default", "plugin", "alias"]
+    kind: Literal["file", "override", "default", "plugin", "alias", "hf"]
     where: str
-    """``run.yaml:12``, ``command line``, the plugin's name, or the key that it is an alias of."""
+    """``run.yaml:12``, ``command line``, the plugin's name, the key that it is an alias of, or a ``config.json``."""
     line: int = 0
     """Line in the file, counted from 1; 0 where there is none."""
     written: str = ""
     """Of an alias: where the key that it follows was written."""
+    own: str = ""
+    """Of a Hugging Face ``config.json``: its own name of the key."""
     directory: Path | None = None
     """Of a file: its directory, where its relative paths start; None for a mapping in memory."""
 
     def __str__(self) -> str:
-        return self.where if self.kind in ("file", "override") else f"{self.kind} {self.where}".rstrip()
+        return self.where if self.kind in ("file", "override", "hf") else f"{self.kind} {self.where}".rstrip()
 
     def at(self, key: str) -> Place:
         """The place of a problem with ``key``."""
-        return Place(place=self.written or str(self), line=self.line, key=key)
+        own = f" ({self.own})" if self.own else ""
+        return Place(place=self.written or f"{self}{own}", line=self.line, key=key)
 
 
 @dataclass(frozen=True, slots=True)

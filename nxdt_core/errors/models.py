@@ -73,12 +73,19 @@ class HFUnsupported(NxdtError):
     """A Hugging Face model has a feature that the builder does not implement."""
 
     code = "NXDT-M012"
-    happened = "The Hugging Face configuration has {key} = {found!r}, which the model '{model}' does not implement."
+    happened = (
+        "The Hugging Face configuration{place} has {key} = {found!r}, which the model '{model}' does not implement."
+    )
     remedy = "Supported is {supported}; take another model or a plugin that implements this one."
     model: str
     key: str
     found: object
     supported: str
+    path: str = ""
+    """The file, where it is known."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "place": f" '{self.path}'" if self.path else ""}
 
 
 class HFNotWritable(NxdtError):
@@ -114,15 +121,17 @@ class WeightsDoNotFit(NxdtError):
     """Weights of another model, or a checkpoint that lacks some."""
 
     code = "NXDT-M050"
-    happened = "The weights do not fit the model: {summary}."
-    remedy = (
-        "{origin}Use the configuration that the weights were trained with, or give the new run another name=….{loose}"
-    )
+    happened = "The weights{place} do not fit the model: {summary}."
+    remedy = "{advice}"
     missing: list[str]
     extra: list[str]
     shapes: list[str]
     saved: list[str] | None = None
     """Of a checkpoint of ours: keys of the model, with values, that its run had otherwise."""
+    directory: str | None = None
+    """Of another program's weights: where they lie."""
+    says_sizes: bool = False
+    """Whether that directory has a ``config.json``."""
 
     def _view(self) -> dict[str, Any]:
         parts = [
@@ -130,14 +139,23 @@ class WeightsDoNotFit(NxdtError):
             for names, word in ((self.missing, "missing"), (self.extra, "unknown"), (self.shapes, "of another shape"))
             if names
         ]
+        place = f" in '{self.directory}'" if self.directory else ""
+        return {**super()._view(), "summary": "; ".join(parts), "place": place, "advice": self._advice()}
+
+    def _advice(self) -> str:
+        if self.directory and self.says_sizes:
+            return (
+                "Leave the model's sizes to the config.json there. If they are its own, the directory is incomplete, or"
+                " its weights are of another model: download or export it again."
+            )
+        if self.directory:
+            return "Name the configuration that they were trained with."
         origin = f"Their run had {', '.join(self.saved[:8])}. " if self.saved else ""
-        loose = self.saved is not None and not self.shapes
-        return {
-            **super()._view(),
-            "summary": "; ".join(parts),
-            "origin": origin,
-            "loose": " With checkpoint.strict=false what both have is loaded." if loose else "",
-        }
+        loose = " With checkpoint.strict=false what both have is loaded."
+        return (
+            f"{origin}Use the configuration that the weights were trained with, or give the new run another name=…."
+            f"{loose if self.saved is not None and not self.shapes else ''}"
+        )
 
 
 class VocabularyTooSmall(NxdtError):

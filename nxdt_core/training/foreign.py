@@ -133,12 +133,13 @@ def _described(source: str, format: str, found: ForeignCheckpoint, overrides: Se
         for parent in parents:
             section = section.setdefault(parent, {})
         section[key] = value
-    described = load(given, overrides)
+    described = load(given, overrides, label=source)
     longest = assemble.model_builder(described).max_sequence_length
     length = _LONGEST if longest is None else min(longest, _LONGEST)
     written = described.to_dict()
     written["model"]["model_config"] = None  # its values stand there now; the file may go
-    return load(written, [f"data.seq_length={length}", f"model.encoder_seq_length={length}", *overrides])
+    lengths = (f"data.seq_length={length}", f"model.encoder_seq_length={length}")
+    return load(written, [*lengths, *overrides], label=source)
 
 
 def check_empty(storage: CheckpointStorage) -> None:

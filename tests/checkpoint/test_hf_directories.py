@@ -157,6 +157,9 @@ def test_names_are_checked_before_anything_is_read(saved):
         next(iterate_hf(saved, ToyBuilder()))
     assert caught.value.missing == ["h.3.q.weight"]
     assert caught.value.extra == ["h.4.surplus"]
+    assert f"The weights in '{saved}' do not fit" in caught.value.what()
+    assert "download or export it again" in caught.value.do()
+    assert "name=" not in caught.value.do()
 
 
 def test_a_tensor_of_another_shape_is_named(saved):
@@ -184,6 +187,34 @@ def test_a_bad_index_is_named(saved, content):
     (saved / "model.safetensors.index.json").write_text(content)
     with pytest.raises(HFFileDamaged, match=r"index\.json"):
         load_hf(saved, ToyBuilder())
+
+
+def shards(directory, state):
+    """A directory of several files: its index, and the files by name."""
+    save_hf(directory, ToyBuilder(), state, max_shard_bytes=1000)
+    index = directory / "model.safetensors.index.json"
+    return index, json.loads(index.read_text())["weight_map"]
+
+
+def test_an_index_that_names_the_wrong_shard_is_told_with_the_tensor(tmp_path, state):
+    index, files = shards(tmp_path / "out", state)
+    name, right = "h.3.q.weight", files["h.3.q.weight"]
+    wrong = next(file for file in files.values() if file != right)
+    index.write_text(json.dumps({"weight_map": files | {name: wrong}}))
+    with pytest.raises(HFFileDamaged) as caught:
+        load_hf(tmp_path / "out", ToyBuilder())
+    assert caught.value.path == str(index)
+    assert caught.value.reason == f"it says that '{name}' is in '{wrong}', and that is in '{right}'"
+
+
+def test_of_two_copies_of_a_tensor_that_of_the_index_counts(tmp_path, state):
+    _, files = shards(tmp_path / "out", state)
+    wanted = load_hf(tmp_path / "out", ToyBuilder())
+    for file in set(files.values()) - {files["wte.weight"]}:
+        path = tmp_path / "out" / file
+        save_file(load_file(path) | {"wte.weight": torch.zeros(7, 4)}, path)
+    found = load_hf(tmp_path / "out", ToyBuilder())
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
 def test_an_index_cannot_name_files_elsewhere(tmp_path, saved):

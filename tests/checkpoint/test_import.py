@@ -205,6 +205,8 @@ def test_a_configuration_of_another_model_is_refused(tmp_path, theirs):
         "model.embed_tokens.weight: (304, 32) instead of (320, 32)",
         "lm_head.weight: (304, 32) instead of (320, 32)",
     ]
+    assert f"The weights in '{theirs}' do not fit" in caught.value.what()
+    assert caught.value.do().startswith("Leave the model's sizes to the config.json there.")
     assert not (tmp_path / "store").exists()
 
 
@@ -216,10 +218,40 @@ def test_an_architecture_that_nobody_reads_is_refused(tmp_path, theirs, architec
         import_foreign(str(tmp_path), str(tmp_path / "store"))
 
 
-def test_a_feature_that_the_plugin_lacks_is_named(tmp_path, theirs):
-    config = {**json.loads((theirs / "config.json").read_text()), "attention_bias": True}
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_bias": True}, "configuration '{file}' has attention_bias = True"),
+        ({"vocab_size": None}, "{file} (vocab_size): model.vocab_size: found null"),
+        ({"hidden_size": "64"}, "{file} (hidden_size): model.hidden_size: found '64'"),
+        ({"num_key_value_heads": 3}, "{file} (num_key_value_heads): model.num_kv_heads: must divide"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "{file}: model.rope_theta: must be above 0"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 99, "num_local_experts": 4},
+            "{file} (num_experts_per_tok): model.moe.top_k: ",
+        ),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 30, "n_head": 4, "n_layer": 0},
+            "{file} (n_layer): model.num_layers: found 0",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_config_json_is_told_with_the_file_and_its_own_key(tmp_path, theirs, changes, said):
+    config = {**json.loads((theirs / "config.json").read_text()), **changes}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        import_foreign(str(tmp_path), str(tmp_path / "store"))
+    assert said.format(file=file) in str(caught.value)
+    assert str(caught.value).startswith(f"[NXDT-C001] {tmp_path}: ")
+    assert "mapping" not in str(caught.value)
+
+
+def test_a_size_that_a_config_json_lacks_is_told_with_the_file(tmp_path, theirs):
+    config = json.loads((theirs / "config.json").read_text())
+    del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="attention_bias"):
+    with pytest.raises(ConfigError, match=f"'{tmp_path}/config.json' cannot be read: it has no hidden_size"):
         import_foreign(str(tmp_path), str(tmp_path / "store"))
 
 

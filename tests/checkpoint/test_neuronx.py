@@ -178,8 +178,10 @@ def test_rows_that_pad_the_vocabulary_are_taken_away(tmp_path: Path) -> None:
 
 def test_another_vocabulary_does_not_pass_for_a_padded_one(written: Any) -> None:
     directory, _, _ = written()
-    with pytest.raises(WeightsDoNotFit, match="embed_tokens"):
+    with pytest.raises(WeightsDoNotFit, match="embed_tokens") as caught:
         imported(directory, builder_of(theirs(2, vocabulary=96)))
+    assert str(directory) in caught.value.what()
+    assert caught.value.do() == "Name the configuration that they were trained with."
 
 
 def test_a_directory_of_several_names_them(written: Any) -> None:

@@ -232,7 +232,7 @@ def test_a_hugging_face_config_fills_what_is_not_given(load, good, tmp_path):
     assert (model.hidden_size, model.num_layers) == (64, 7)
     assert load(text, "model.num_layers=3").selected("model").config.num_layers == 3
     origin = load(text).origins["model.num_layers"]
-    assert (origin.kind, origin.where) == ("plugin", str(tmp_path / "config.json"))
+    assert (origin.kind, origin.where) == ("hf", str(tmp_path / "config.json"))
 
 
 def test_architectures_of_a_hugging_face_config_select_the_model(load, good, tmp_path):

@@ -126,7 +126,7 @@ class NeuronxCheckpoint:
         missing = sorted(names - model.keys())
         extra = sorted(name for name in model.keys() - names if not matches_any(ignored, name))
         if missing or extra:
-            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[])
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[], directory=str(self._layout.directory))
         absent = next((name for name in sorted(names) if not model[name].stored), None)
         if absent is not None:
             raise model[absent].misfit("its tensor is in no file")
@@ -143,7 +143,8 @@ class NeuronxCheckpoint:
         if leaf.name.endswith(_VOCABULARY) and 0 < surplus < _PADDING * self._layout.tp:
             leaf = leaf.rows(0, shape[0], leaf.name)
         if leaf.shape != shape:
-            raise WeightsDoNotFit(missing=[], extra=[], shapes=[f"{source.name}: {leaf.shape} instead of {shape}"])
+            wrong = [f"{source.name}: {leaf.shape} instead of {shape}"]
+            raise WeightsDoNotFit(missing=[], extra=[], shapes=wrong, directory=str(self._layout.directory))
         return leaf
 
 

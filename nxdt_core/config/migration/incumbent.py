@@ -13,6 +13,7 @@ __all__ = [
     "PRECISIONS",
     "SCHEDULES",
     "SEARCHED",
+    "UNDONE",
     "UNREAD_VALUE",
     "incumbent_keys",
 ]
@@ -115,6 +116,11 @@ IGNORED: Mapping[str, str] = {
     "data.test_ds": "only the branch for fine_tuning reads it, and that cannot run",
 }
 """Key or section → why nothing there reads it."""
+
+_PROMPTS = "prompts of promptsource are not filled in; sft-chat reads files with inputs and outputs, or whole chats"
+
+UNDONE: Mapping[str, str] = {f"data.{name}_name": _PROMPTS for name in ("dataset", "subset", "prompt")}
+"""Keys that nothing here reads → why."""
 
 UNREAD_VALUE: Mapping[str, str] = {
     "model_alignment_strategy.dpo.loss_type": "NxD Training reads no value here: its loss is always sigmoid",

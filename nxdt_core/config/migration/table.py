@@ -16,6 +16,7 @@ from nxdt_core.config.migration.incumbent import (
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
+    UNDONE,
     incumbent_keys,
 )
 from nxdt_core.config.migration.nemo_keys import LOSES_NOTHING, LOST
@@ -99,7 +100,7 @@ def _status(key: str, declared: dict[str, list[tuple[str, Key]]], kernel: Kernel
         return KeyStatus(key=key, status="refused", reason=f"no plugin here offers the logger {logger}")
     if key in core_keys():
         return KeyStatus(key=key, status="implemented")
-    return KeyStatus(key=key, status="refused", reason=_unread(key))
+    return KeyStatus(key=key, status="refused", reason=_unread(key, kernel))
 
 
 def _marked(key: str, declared: Key) -> KeyStatus | None:
@@ -132,11 +133,12 @@ def _alignment_status(key: str, declared: dict[str, list[tuple[str, Key]]], kern
     return KeyStatus(key=key, status="alias", target=target)
 
 
-def _unread(key: str) -> str:
-    known = LOSES_NOTHING.get(key) or LOST.get(key, ("", ()))[0]
+def _unread(key: str, kernel: Kernel) -> str:
+    known = UNDONE.get(key) or LOSES_NOTHING.get(key) or LOST.get(key, ("", ()))[0]
     if known:
         return known
     readers = [name for name, keys in DATA_READERS.items() if key.removeprefix("data.") in keys]
+    readers = [name for name in readers if _find(kernel, "dataloader", name) is None]
     if key.startswith("data.") and readers:
         return f"no plugin here offers data.name: {' or '.join(readers)}"
     return f"no {'model' if key.startswith('model.') else 'component'} here reads it"

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 
 from nxdt_core import config
+from nxdt_core.config.keys import keys_of
 from nxdt_core.config.migration import schema_page, schema_table, value_table
 from nxdt_core.config.migration.spellings import core_keys, legacy_keys
+from nxdt_core.config.select import usable_class
 from nxdt_core.config.shapes import Choice, Items, OneOf, Scalar, Shape, Table
+from nxdt_core.config.slots import SLOTS
 from nxdt_core.errors import ConfigError
-from nxdt_core.kernel import Kernel
+from nxdt_core.kernel import Kernel, PluginPolicy
 
 KEYS = Path(__file__).parents[1] / "nxdt" / "keys.txt"
 ROWS = {row.key: row for row in schema_table(Kernel.start())}
+CLASS = {"place": "", "line": 0, "key": ""}
 NOT_KEPT = ("NXDT-C010", "NXDT-C012", "NXDT-C015", "NXDT-C017")
 """Codes of a key that is not known, not done, or not read as that type."""
 
@@ -180,6 +184,31 @@ def test_what_is_said_to_be_taken_is_taken(key, installed):
 def test_what_is_said_to_be_refused_is_refused_with_a_code(key, installed):
     assert checked(key, installed)
     assert ROWS[key].reason
+
+
+_OFFER = re.compile(r"no plugin here offers (?:the )?(logger|[a-z]+\.name):? ([\w-]+(?: or [\w-]+)*)")
+_KINDS = {"logger": "logger", "data.name": "dataloader", "objective.name": "objective", "adapter.name": "adapter"}
+
+
+@pytest.mark.parametrize("plugins", ["all", "none"])
+def test_what_is_said_to_be_offered_by_nobody_is_not_there(plugins, installed):
+    kernel = installed if plugins == "all" else Kernel.start(PluginPolicy(allow=()))
+    rows = [row for row in schema_table(kernel) if "no plugin here offers" in row.reason]
+    for row in rows:
+        what, names = _OFFER.search(row.reason).groups()
+        offered = {text for c in kernel.registry.all(_KINDS[what]) for text in (c.record.name, *c.record.aliases)}
+        assert not offered & set(names.split(" or ")), row
+    about = {row.key for row in rows}
+    assert ("data.dev_choose_samples" in about) == (plugins == "none")
+    assert "data.prompt_name" not in about
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if "no component here reads it" in row.reason])
+def test_what_is_said_to_be_read_by_nobody_is_declared_by_nobody(key, installed):
+    section, _, name = key.rpartition(".")
+    slots = [slot for slot in SLOTS if slot.section == section]
+    classes = [usable_class(c, CLASS) for slot in slots for c in installed.registry.all(slot.kind)]
+    assert not [cls for cls in classes if cls is not None and name in keys_of(cls)]
 
 
 @pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status in ("XLA runtime only", "unneeded")])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, PositiveInt
-from nxdt_plugin_gpt.hf import config_from_hf
+from nxdt_plugin_gpt.hf import config_from_hf, names_in_hf
 
 __all__ = ["Activation", "BlockType", "GPTConfig", "Normalization"]
 
@@ -119,6 +119,11 @@ class GPTConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
         return config_from_hf(hf)
+
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> dict[str, str]:
+        """Key of this section → key of that file."""
+        return names_in_hf(hf)
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""

@@ -19,7 +19,7 @@ from nxdt_plugin_gpt.hf_neox import GPT_NEOX
 if TYPE_CHECKING:
     from nxdt_plugin_gpt.config import GPTConfig
 
-__all__ = ["FAMILIES", "IGNORED", "config_from_hf", "config_to_hf", "key_map"]
+__all__ = ["FAMILIES", "IGNORED", "config_from_hf", "config_to_hf", "key_map", "names_in_hf"]
 
 FAMILIES: Mapping[str, HFFamily] = {family.architecture: family for family in (GPT2, GPT_NEOX)}
 """By architecture."""
@@ -54,6 +54,12 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     ours |= {key: hf_config.get(theirs, default) for key, (theirs, default) in family.optional_keys.items()}
     ours |= {"make_vocab_size_divisible_by": 1, "use_scaled_init_method": False}
     return ours | dict(family.from_hf(hf_config))
+
+
+def names_in_hf(hf_config: Mapping[str, Any]) -> dict[str, str]:
+    """Ours → theirs, of a file that :func:`config_from_hf` has read."""
+    family = next(family for family in FAMILIES.values() if family.model_type == hf_config["model_type"])
+    return dict(family.keys) | {ours: theirs for ours, (theirs, _) in family.optional_keys.items()}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:

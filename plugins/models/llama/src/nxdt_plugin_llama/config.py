@@ -111,6 +111,11 @@ class LlamaConfig:
         """Keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
         return config_from_hf(hf, LLAMA)
 
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> dict[str, str]:
+        """Key of this section → key of that file."""
+        return LLAMA.values.names
+
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""
         heads = self.num_attention_heads
@@ -147,3 +152,8 @@ class MistralConfig(LlamaConfig):
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
         return config_from_hf(hf, MISTRAL)
+
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> dict[str, str]:
+        """Key of this section → key of that file."""
+        return MISTRAL.values.names

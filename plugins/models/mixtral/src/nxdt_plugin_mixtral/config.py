@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from nxdt_core.config.marks import AliasOf, NonNegativeFloat, PositiveInt
-from nxdt_plugin_mixtral.hf import config_from_hf
+from nxdt_plugin_mixtral.hf import VALUES, config_from_hf
 from nxdt_plugin_mixtral.moe import MoEConfig
 
 __all__ = ["MixtralConfig", "MoEConfig"]
@@ -69,6 +69,11 @@ class MixtralConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
         return config_from_hf(hf)
+
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> dict[str, str]:
+        """Key of this section, dotted below ``moe``, → key of that file."""
+        return VALUES.names
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""

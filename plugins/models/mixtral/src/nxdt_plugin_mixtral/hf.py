@@ -13,13 +13,13 @@ from nxdt_plugin_mixtral.errors import NoHFForm
 if TYPE_CHECKING:
     from nxdt_plugin_mixtral.config import MixtralConfig
 
-__all__ = ["IGNORED", "config_from_hf", "config_to_hf", "key_map"]
+__all__ = ["IGNORED", "VALUES", "config_from_hf", "config_to_hf", "key_map"]
 
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")
 """Tensors that a directory may hold and no parameter needs: rotary tables of old exports, and the head beside a tied
 embedding (with an untied one the key map takes it)."""
 
-_VALUES = HFValues(
+VALUES = HFValues(
     model="mixtral",
     required={
         "num_layers": "num_hidden_layers",
@@ -74,7 +74,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         HFUnsupported: the model has a feature that is not implemented.
         HFFileDamaged: a size is missing.
     """
-    ours = _VALUES.read(hf_config)
+    ours = VALUES.read(hf_config)
     # transformers 5 writes one mapping, rope_parameters; 4 wrote rope_theta beside rope_scaling.
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -98,7 +98,7 @@ def config_to_hf(config: MixtralConfig) -> dict[str, Any]:
     theirs = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rope_theta": config.rope_theta}
     return {
         **theirs,
-        **_VALUES.write(config),
+        **VALUES.write(config),
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
     }
