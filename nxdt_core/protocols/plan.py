@@ -13,14 +13,17 @@ from typing import Literal
 
 __all__ = ["AttentionHeads", "ParallelPlan", "PipelinePlan", "TensorStyle"]
 
-TensorStyle = Literal["column", "row", "column_gathered", "row_split", "vocab_embedding", "vocab_head", "replicate"]
+TensorStyle = Literal[
+    "column", "row", "column_gathered", "row_split", "row_partial", "vocab_embedding", "vocab_head", "replicate"
+]
 """How a module's weight lies over the tensor-parallel ranks.
 
 ``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``:
 an embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary,
 feeding a vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gathered`` and ``row_split``: the
 same cuts where what lies between needs all features on each rank, such as a norm over all heads: outputs of the one are
-gathered, the other takes its part of whole inputs. ``replicate``: whole on each rank and fed
+gathered, the other takes its part of whole inputs. ``row_partial``: as ``row`` without a bias and without the sum,
+which the module that ends the block makes (one of ``expert_dispatchers``). ``replicate``: whole on each rank and fed
 with what is whole on each rank, also where its path lies in a tensor block (there it comes after a ``row``'s sum); an
 embedding table that looks up its own part of the sequence under sequence parallelism.
 """

@@ -128,6 +128,16 @@ def test_modules_that_no_style_can_shard_are_refused(
         apply_tensor_parallel(model, plan, mesh_of(2), sequence_parallel=False)
 
 
+def test_a_bias_cannot_be_part_of_a_sum_that_others_make(mesh_of: Meshes) -> None:
+    model, plan = biased()
+    rows = [path for path, style in plan.tensor.items() if style == "row" and path.startswith("mlp")]
+    row = next(path for path in rows if model.get_submodule(path).bias is not None)
+    with pytest.raises(TensorPlanUnusable, match="is row_partial and has a bias"):
+        apply_tensor_parallel(
+            model, replace(plan, tensor={**plan.tensor, row: "row_partial"}), mesh_of(2), sequence_parallel=False
+        )
+
+
 def test_sharded_modules_must_lie_in_a_block_and_blocks_in_none(mesh_of: Meshes) -> None:
     model, plan = biased()
     mesh = mesh_of(2)

@@ -159,7 +159,7 @@ class Draft:
 
 
 def _shown(setting: Setting) -> str:
-    now = str(setting.value)
+    now = "null" if setting.value is None else str(setting.value)
     return {"added": now, "changed": f"{setting.original} → {now}"}.get(setting.verdict, setting.original)
 
 

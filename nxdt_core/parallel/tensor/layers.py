@@ -22,6 +22,7 @@ __all__ = [
     "BlockEntry",
     "ColumnLinear",
     "GatheredColumnLinear",
+    "PartialRowLinear",
     "RowLinear",
     "SplitRowLinear",
     "local_part",
@@ -145,8 +146,20 @@ class RowLinear(nn.Module):
         product = functional.linear(hidden[..., real], weight[:, real])
         if self.update is not None:
             product = self.update(hidden, product, weight)
-        total = sum_over_ranks(product, self.group, sequence_parallel=self.sequence_parallel)
+        total = self.total(product)
         return total if self.bias is None else total + self.bias
+
+    def total(self, product: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' products."""
+        return sum_over_ranks(product, self.group, sequence_parallel=self.sequence_parallel)
+
+
+class PartialRowLinear(RowLinear):
+    """As its base, without the sum: what comes behind adds the ranks' products up with others. It has no bias."""
+
+    def total(self, product: torch.Tensor) -> torch.Tensor:
+        """This rank's product."""
+        return product
 
 
 class SplitRowLinear(RowLinear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,12 +18,25 @@ from nxdt_core.nn.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.parallel.collectives import reduce_from_group
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.heads import HeadLayout
-from nxdt_core.parallel.tensor.layers import ColumnLinear, GatheredColumnLinear, RowLinear, SplitRowLinear, local_part
+from nxdt_core.parallel.tensor.layers import (
+    ColumnLinear,
+    GatheredColumnLinear,
+    PartialRowLinear,
+    RowLinear,
+    SplitRowLinear,
+    local_part,
+)
 from nxdt_core.parallel.tensor.padding import PaddedDim
 from nxdt_core.parallel.tensor.vocabulary_layers import SequenceEmbedding, VocabularyEmbedding, VocabularyHead
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
 __all__ = ["TensorSharder"]
+
+_ROWS: Mapping[TensorStyle, type[RowLinear]] = {
+    "row": RowLinear,
+    "row_split": SplitRowLinear,
+    "row_partial": PartialRowLinear,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +97,8 @@ class TensorSharder:
             cut = self._even(path, 0, linear.out_features, "output features")
             weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
             return GatheredColumnLinear(weight, bias, self._group, update=self._update(linear, cut))
-        if style in ("row", "row_split"):
-            return self._row(path, linear, split=style == "row_split")
+        if style in _ROWS:
+            return self._row(path, linear, style)
         cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")
         weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
         return VocabularyHead(weight, bias, cut.mesh, update=self._update(linear, cut))
@@ -95,11 +109,13 @@ class TensorSharder:
         weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
         return ColumnLinear(weight, bias, spread=cut.spread, part=cut.part, update=self._update(linear, cut))
 
-    def _row(self, path: str, linear: nn.Linear, *, split: bool) -> RowLinear:
+    def _row(self, path: str, linear: nn.Linear, style: TensorStyle) -> RowLinear:
+        if style == "row_partial" and linear.bias is not None:
+            raise TensorPlanUnusable(problem=f"'{path}' is {style} and has a bias, which each rank would add")
         size = linear.in_features
-        of_heads = None if split else self._of_heads(path, 1, size)
+        of_heads = self._of_heads(path, 1, size) if style == "row" else None
         cut = of_heads or self._even(path, 1, size, "input features")
-        return (SplitRowLinear if split else RowLinear)(
+        return _ROWS[style](
             self._shard(linear.weight, cut),
             linear.bias,
             self._group,

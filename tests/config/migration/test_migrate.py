@@ -255,6 +255,11 @@ def test_the_file_has_the_values_that_the_report_tells(migrated, name, values):
     assert {key: tree.plain(key) for key in values} == values
 
 
+def test_the_report_shows_values_as_yaml_has_them(migrated):
+    assert row(migrated["megatron mixtral"], "model.moe.sinkhorn_tol").value == "None → null"
+    assert row(migrated["gpt"], "trainer.gradient_clip_val").value == "null"
+
+
 def test_what_is_lost_stands_below_the_file(migrated):
     assert "# Not carried over:\n" in migrated["nemo"].text
     assert "#   model.fp8: True  (line 131: nothing computes in 8 bits here)\n" in migrated["nemo"].text

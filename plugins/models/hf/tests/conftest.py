@@ -16,13 +16,15 @@ from nxdt_plugin_hf.modeling import CausalLM
 from nxdt_core.devices import HOST
 from nxdt_core.nn.init import initialize
 
-SPARSE = ("qwen3-moe", "olmoe")
+SPARSE = ("qwen3-moe", "olmoe", "glm4-moe")
+BALANCED = ("qwen3-moe", "olmoe")
 FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", *SPARSE)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``family``: each of those with a configuration that the plugin ships; ``sparse``: each with experts."""
-    for name, families in {"family": FAMILIES, "sparse": SPARSE}.items():
+    """``family``: each of those with a configuration that the plugin ships; ``balanced``: each to
+    whose routers transformers adds a loss."""
+    for name, families in {"family": FAMILIES, "balanced": BALANCED}.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, families)
 

@@ -82,7 +82,7 @@ def test_fresh_weights_are_spread_as_transformers_spreads_them(builder, fused, f
     initialize(module.named_parameters(), made.init_rules(), seed=1)
     torch.manual_seed(0)
     other = made.architecture.model_class(made.architecture.config)
-    expected = dict(other.named_parameters(remove_duplicate=False))
+    expected = other.state_dict()
     for name, parameter in fused(dict(module.named_parameters())).items():
         if parameter.ndim == 1:
             assert torch.equal(parameter, expected[name]), name

@@ -32,7 +32,7 @@ def test_a_directory_comes_out_as_it_went_in(builder, fused, tmp_path, family):
     made = HFBuilder(HFModelConfig(hf_config=read_hf_config(directory)))
     state = load_hf(directory, made)
     for name, weight in fused(state).items():
-        assert torch.equal(weight, theirs.get_parameter(name)), name
+        assert torch.equal(weight, theirs.state_dict()[name]), name
     save_hf(tmp_path / "out", made, state)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():

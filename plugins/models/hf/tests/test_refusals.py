@@ -52,9 +52,9 @@ def made(**values):
             ["'model.layers.*.mlp' routes at random"],
         ),
         (
-            {"model_type": "glm4_moe", "n_routed_experts": 4, "head_dim": 8},
+            {"model_type": "qwen3_next", "num_experts_per_tok": 2, "num_hidden_layers": 4},
             "NXDT-M085",
-            ["'model.layers.1.mlp.gate.e_score_correction_bias' is saved like a weight"],
+            ["only 1 of its 4 layers mix tokens by attention"],
         ),
         ({"model_type": "falcon"}, "NXDT-M085", ["FalconForCausalLM cannot be trained here: it cannot be built"]),
         ({"model_type": "bloom", "n_head": 4}, "NXDT-M085", ["BloomForCausalLM", "attention"]),
@@ -117,6 +117,13 @@ def test_a_plan_that_cannot_be_followed_is_refused_with_its_reason(values, dimen
     refused = made(**values).plan().refused
     for sentence in sentences:
         assert sentence in refused[dimension]
+
+
+def test_a_directory_whose_form_is_not_known_is_told_when_it_is_asked_for():
+    builder = made(model_type="granitemoe", num_local_experts=4)
+    with pytest.raises(NxdtError, match=r"experts\.gate_up_proj' in a form") as caught:
+        builder.hf_key_map()
+    assert caught.value.code == "NXDT-M086"
 
 
 def test_tensor_parallelism_that_is_refused_is_an_error_in_words():

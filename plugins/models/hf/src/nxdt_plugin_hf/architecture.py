@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register
+from nxdt_plugin_hf.buffers import as_frozen_parameters
 from nxdt_plugin_hf.errors import (
     ArchitectureUnknown,
     ConfigurationRefused,
@@ -44,13 +45,16 @@ class Architecture:
         return self.model_class(copy.deepcopy(self.config))
 
     def new(self) -> PreTrainedModel:
-        """The same with our attention, and with routers whose logits nobody keeps unless asked."""
+        """The same with our attention, with routers whose logits nobody keeps unless asked, and with no saved buffers
+        (:func:`nxdt_plugin_hf.buffers.as_frozen_parameters`)."""
         register()
         config = copy.deepcopy(self.config)
         config._attn_implementation = IMPLEMENTATION
         if getattr(config, "output_router_logits", None):
             config.output_router_logits = False
-        return self.model_class(config)
+        model = self.model_class(config)
+        as_frozen_parameters(model)
+        return model
 
 
 def read_architecture(values: Mapping[str, Any]) -> Architecture:

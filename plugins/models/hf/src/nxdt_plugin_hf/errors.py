@@ -7,6 +7,7 @@ from nxdt_core.errors import NxdtError
 __all__ = [
     "ArchitectureUnknown",
     "ConfigurationRefused",
+    "DirectoryFormUnknown",
     "NotACausalLM",
     "OwnCodeRefused",
     "PackageMissing",
@@ -74,3 +75,13 @@ class UnsupportedArchitecture(NxdtError):
     remedy = "Take another architecture, or a plugin with a builder for this one."
     model: str
     reason: str
+
+
+class DirectoryFormUnknown(NxdtError):
+    """transformers makes a parameter of tensors that are more than stacked or renamed."""
+
+    code = "NXDT-M086"
+    happened = "Directories of {model} hold '{parameter}' in a form that is not known here."
+    remedy = "Train from fresh weights and keep its checkpoints as they are; it has no Hugging Face form."
+    model: str
+    parameter: str

@@ -10,7 +10,7 @@ import torch
 from nxdt_core.devices import HOST
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_hf.architecture import Architecture
-from nxdt_plugin_hf.errors import UnsupportedArchitecture
+from nxdt_plugin_hf.errors import DirectoryFormUnknown
 from nxdt_plugin_hf.experts import STACK
 from nxdt_plugin_hf.tracing import pattern_of
 
@@ -30,7 +30,7 @@ def key_map(architecture: Architecture, parameters: Mapping[str, str | None]) ->
         parameters: name of each → path of the experts that it belongs to.
 
     Raises:
-        UnsupportedArchitecture: the directory has some in another form.
+        DirectoryFormUnknown: the directory has some in another form.
     """
     with torch.device("meta"):
         model = architecture.plain()
@@ -44,7 +44,7 @@ def key_map(architecture: Architecture, parameters: Mapping[str, str | None]) ->
 
 
 def _written(model: PreTrainedModel, name: str) -> str:
-    found = list(_reverted(model, name, model.get_parameter(name).new_zeros((1,), device=HOST)))
+    found = list(_reverted(model, name, torch.zeros(1, device=HOST)))
     if len(found) != 1:
         raise _other_form(model, name)
     return pattern_of(found[0][0])
@@ -75,6 +75,5 @@ def _reverted(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Iterat
         raise _other_form(model, name) from error
 
 
-def _other_form(model: PreTrainedModel, name: str) -> UnsupportedArchitecture:
-    reason = f"directories of transformers hold '{name}' in a form that is not known here"
-    return UnsupportedArchitecture(model=type(model).__name__, reason=reason)
+def _other_form(model: PreTrainedModel, name: str) -> DirectoryFormUnknown:
+    return DirectoryFormUnknown(model=type(model).__name__, parameter=name)

@@ -7,7 +7,8 @@ the place of what the experts give.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -52,10 +53,13 @@ def draws_numbers(block: nn.Module, hidden_size: int) -> bool:
         return not torch.equal(before, torch.get_rng_state())
 
 
-def not_additive(block: nn.Module, hidden_size: int) -> bool:
-    """Whether it does more than to add up what its experts give."""
+def not_additive(block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> bool:
+    """Whether it does more than to add up what its experts give.
+
+    ``ends``: paths in ``block`` of linear layers that give parts of the sum, too.
+    """
     with HOST, torch.random.fork_rng(devices=[]):
-        trial = _Trial(block, hidden_size)
+        trial = _Trial(block, hidden_size, ends)
         nothing, one, two, three = (trial(scale) for scale in (0.0, 1.0, 2.0, 3.0))
     return bool(nothing.any()) or not torch.allclose(one + two, three, rtol=1e-4, atol=1e-5)
 
@@ -63,11 +67,13 @@ def not_additive(block: nn.Module, hidden_size: int) -> bool:
 class _Trial:
     """A copy of a block whose experts give what they are told."""
 
-    def __init__(self, block: nn.Module, hidden_size: int) -> None:
+    def __init__(self, block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> None:
         self._block = copy.deepcopy(block).train()
         self._block._forward_hooks.clear()  # :func:`end_with_sum`
         for path, _ in list(routed_experts(self._block)):
-            self._block.set_submodule(path, _Given())
+            self._block.set_submodule(path, _Given(hidden_size))
+        for path in ends:
+            self._block.set_submodule(path, _Given(hidden_size))
         self._block.to_empty(device=HOST)
         with torch.no_grad():
             for number, tensor in enumerate((*self._block.parameters(), *self._block.buffers())):
@@ -85,15 +91,17 @@ class _Trial:
 
 
 class _Given(nn.Module):
-    """In the place of experts."""
+    """In the place of what gives parts of the sum."""
 
-    scale = 0.0
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.scale = 0.0
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Numbers that depend on nothing but the scale."""
-        return self.scale * torch.linspace(-1, 2, hidden_states.numel()).view_as(hidden_states)
+        shape = (*hidden.shape[:-1], self.hidden_size)
+        return self.scale * torch.linspace(-1, 2, math.prod(shape)).view(shape)
 
 
 def _experts_of(block: nn.Module) -> RoutedExperts:

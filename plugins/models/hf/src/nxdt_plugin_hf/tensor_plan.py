@@ -70,31 +70,44 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are cut alike
     if model.head_path:
         styles |= {model.head_path: "vocab_head"}
+    around = dict(mixtures(model, layers))
+    styles |= {p: "row_partial" for p, s in styles.items() if s == "row" and _inside(around, p, modules)}
     inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
     blocks = tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in inner))
-    around = tuple(dict.fromkeys(pattern_of(path) for path, _ in mixtures(model, layers)))
+    ends = dict.fromkeys(pattern_of(path) for path in around)
+    outer = [block for block in blocks if not any(block.startswith(f"{end}.") for end in ends)]
     return TensorPlan(
         styles=styles,
-        blocks=tuple(dict.fromkeys((*blocks, *around, model.head_path))),
+        blocks=tuple(dict.fromkeys((*outer, *ends, model.head_path))),
         heads=_heads(inner, calls),
-        refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, layers, blocks),
+        refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, around, styles),
     )
 
 
-def _refused_experts(model: CausalLM, cut: Collection[str], layers: str, blocks: tuple[str, ...]) -> str | None:
+def _inside(around: Collection[str], pattern: str, modules: Collection[str]) -> bool:
+    """Whether a pattern names modules in blocks around experts."""
+    return any(matches(pattern, path) and any(path.startswith(f"{block}.") for block in around) for path in modules)
+
+
+def _refused_experts(
+    model: CausalLM, cut: Collection[str], around: Mapping[str, nn.Module], styles: Mapping[str, TensorStyle]
+) -> str | None:
     experts = dict.fromkeys(pattern_of(path) for path, _ in routed_experts(model))
     whole = next((pattern for pattern in experts if pattern not in cut), None)
     if whole is not None:
         return f"its plan in transformers leaves the experts '{whole}' whole"
-    around = {pattern_of(path): block for path, block in mixtures(model, layers)}
-    alone = next((pattern for pattern in experts if pattern.rpartition(".")[0] not in around), None)
+    blocks = {pattern_of(path): path for path in around}
+    alone = next((pattern for pattern in experts if pattern.rpartition(".")[0] not in blocks), None)
     if alone is not None:
         return f"its experts '{alone}' lie in no block of their own"
-    for pattern, block in around.items():
-        inner = next((name for name in blocks if name.startswith(f"{pattern}.")), None)
-        if inner is not None:
-            return f"'{inner}' works beside its experts"
-        if not_additive(block, model.get_parameter(f"{model.embedding_path}.weight").shape[1]):
+    partial = [pattern for pattern, style in styles.items() if style == "row_partial"]
+    for pattern, path in blocks.items():
+        block = around[path]
+        ends = [name for name, _ in block.named_modules() if any(matches(p, f"{path}.{name}") for p in partial)]
+        biased = next((name for name in ends if getattr(block.get_submodule(name), "bias", None) is not None), None)
+        if biased is not None:
+            return f"'{pattern}.{biased}' has a bias, which each rank would add"
+        if not_additive(block, model.get_parameter(f"{model.embedding_path}.weight").shape[1], ends):
             return f"'{pattern}' does more than to add up what its experts give, of which each rank has a part"
     return None
 
@@ -133,7 +146,7 @@ def _refusal(
         return f"its plan in transformers leaves attention ('{attention}') whole"
     for block in blocks:
         ends = {style for pattern, style in styles.items() if pattern.rpartition(".")[0] == block}
-        if not ends & {"row", "row_split"} or not ends & {"column", "column_gathered"}:
+        if not ends & {"row", "row_split", "row_partial"} or not ends & {"column", "column_gathered"}:
             return f"in its plan '{block}' does not begin with columns and end with rows"
     for pattern in styles:
         wrong = next((p for p, m in modules.items() if matches(pattern, p) and type(m) is not nn.Linear), None)

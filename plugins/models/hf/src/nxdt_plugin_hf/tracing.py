@@ -61,6 +61,10 @@ def trace_model(architecture: Architecture) -> Trace:
         tracing.reset(token)
     found = {path: calls[module] for path, module in model.named_modules() if module in calls}
     _check(architecture.name, found)
+    layers = model.get_submodule(pattern_of(next(iter(found))).partition(".*.")[0])
+    if len(found) < len(list(layers.children())):
+        reason = f"only {len(found)} of its {len(list(layers.children()))} layers mix tokens by attention"
+        raise UnsupportedArchitecture(model=architecture.name, reason=reason)
     return Trace(attention=found, experts={path: top_k[experts] for path, experts in routed_experts(model)})
 
 
@@ -72,9 +76,9 @@ def _built(architecture: Architecture) -> PreTrainedModel:
     except Exception as error:  # a model's own code may raise anything
         reason = f"it cannot be built with this configuration ({_words(error)})"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
-    kept = [name for name in model.state_dict() if name in dict(model.named_buffers())]
+    kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if kept:
-        reason = f"its buffer '{kept[0]}' is saved like a weight, and no optimizer trains it"
+        reason = f"its buffer '{kept[0]}' is saved and holds no fractions"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason)
     take_over_experts(model)
     return model
