@@ -33,6 +33,7 @@ FAMILIES = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 16},
     "phi3": {},
     "olmo2": {},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 RATE = 3e-3
 
