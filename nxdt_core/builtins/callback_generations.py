@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 
 from nxdt_core.builtins.callback_config import GenerationsConfig
-from nxdt_core.data.chat import prompt_ids
+from nxdt_core.data.chat import prompt_ids, stop_ids
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -46,14 +46,16 @@ class Generations(pl.Callback):
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )
+        keys = assemble.chat_keys(pl_module.config)
+        stops = stop_ids(keys, tokenizer)
         for number, prompt in enumerate(config.prompts):
             written = continue_ids(
                 pl_module.model,
-                self._ids(prompt, tokenizer, assemble.chat_keys(pl_module.config)),
+                self._ids(prompt, tokenizer, keys),
                 sampling,
                 window=pl_module.config.run.data.seq_length,
                 vocab_size=tokenizer.vocab_size,
-                stop_id=tokenizer.eos_id,
+                stop_ids=stops,
             )
             text = tokenizer.decode(written)
             if trainer.is_global_zero:

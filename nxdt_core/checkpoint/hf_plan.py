@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ def plan_hf(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     more: Mapping[str, bytes] | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> HFPlan:
     """Plan the directory of a model.
 
@@ -78,6 +79,7 @@ def plan_hf(
         dtype: of floating-point tensors in the directory; None keeps what they have.
         max_shard_bytes: of one weights file; a larger tensor has a file of its own.
         more: further files, such as the tokenizer's.
+        stop_ids: tokens that end what the model writes, where the tokenizer's end of text is not the only one.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
@@ -107,13 +109,17 @@ def plan_hf(
     special = {f"{key}_token_id": getattr(tokenizer, f"{key}_id", None) for key in ("bos", "eos", "pad")}
     theirs = exchange_of(builder).config_to_hf()
     if tokenizer is not None:
-        texts[_GENERATION_CONFIG] = _json(_generation(special, tokenizer, theirs.get("vocab_size", 0)))
+        texts[_GENERATION_CONFIG] = _json(_generation(special, stop_ids, tokenizer, theirs.get("vocab_size", 0)))
     config = {**theirs, "torch_dtype": next(iter(specs.values())).dtype, **special}
     return HFPlan(shards=shards, texts={**texts, CONFIG: _json(config)})
 
 
-def _generation(special: Mapping[str, int | None], tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+def _generation(
+    special: Mapping[str, int | None], stop_ids: Sequence[int], tokenizer: Tokenizer, rows: int
+) -> dict[str, Any]:
     config: dict[str, Any] = {key: value for key, value in special.items() if value is not None}
+    if stop_ids:
+        config["eos_token_id"] = stop_ids[0] if len(stop_ids) == 1 else [*stop_ids]
     padding = list(range(tokenizer.vocab_size, rows))
     if 0 < len(padding) <= _MOST_SUPPRESSED:
         config["suppress_tokens"] = padding

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from nxdt_core.config.node import Node
+from nxdt_core.config.recipes import RECIPE_SCHEME
 from nxdt_core.errors import ConfigError, ConfigFileNotFound, ConfigProblem, ConflictingKeys, NotSupported
 
 __all__ = ["error_report"]
@@ -35,7 +36,8 @@ def error_report(
     if not kept:
         raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
     ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
-    return ConfigError(source=label, problems=tuple(ordered), migrates=_migrates(given, ordered))
+    migrates = not label.startswith(RECIPE_SCHEME) and _migrates(given, ordered)
+    return ConfigError(source=label, problems=tuple(ordered), migrates=migrates)
 
 
 def _migrates(given: Node | None, problems: Iterable[ConfigProblem]) -> bool:

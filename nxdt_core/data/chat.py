@@ -9,15 +9,18 @@ from typing import Any
 
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.chat_templates import ChatTemplate, find_template
-from nxdt_core.errors import ChatTemplateMissing, SpecialTokenInText, TemplateRefuses, TemplateUnreadable
+from nxdt_core.errors import ChatTemplateMissing, NxdtError, SpecialTokenInText, TemplateRefuses, TemplateUnreadable
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
-__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "prompt_ids", "runner_of"]
+__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "prompt_ids", "runner_of", "stop_ids"]
 
 Messages = Sequence[Mapping[str, Any]]
 
 Span = tuple[int, int]
 """First character, and the one behind the last."""
+
+_ANSWER = "This one"
+"""Of a conversation that shows what stands behind an answer."""
 
 
 class TemplateRunner:
@@ -125,6 +128,31 @@ def prompt_ids(
     text, _ = runner.run(messages, place=place, prompts=True, tools=tools)
     ids: list[int] = chat.locate([text])[0].ids.tolist()
     return ids
+
+
+def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that end what a model writes: the tokenizer's end of text and, where it is another one, what ends the
+    assistant's turn by the chat template. A template that cannot be read or run here adds none."""
+    found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    if isinstance(tokenizer, ChatTokenizer):
+        try:
+            end = _end_of_turn(keys, tokenizer)
+        except (NxdtError, ImportError):
+            end = None
+        found += [] if end is None else [end]
+    return tuple(dict.fromkeys(found))
+
+
+def _end_of_turn(keys: ChatKeys, tokenizer: ChatTokenizer) -> int | None:
+    """The special token behind an answer, space aside."""
+    runner = runner_of(keys, tokenizer)
+    if runner is None:
+        return None
+    asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
+    _, _, behind = runner.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
+    behind = behind.lstrip()
+    token = max(filter(behind.startswith, tokenizer.reserved_tokens()), key=len, default=None)
+    return None if token is None else int(tokenizer.locate([token])[0].ids[0])
 
 
 class ReservedTokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,13 @@ class Sampling:
 
 
 def continue_ids(
-    model: ParallelModel, ids: Sequence[int], sampling: Sampling, *, window: int, vocab_size: int, stop_id: int | None
+    model: ParallelModel,
+    ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    window: int,
+    vocab_size: int,
+    stop_ids: Collection[int],
 ) -> Iterator[int]:
     """Yield token after token behind ``ids``.
 
@@ -36,14 +42,14 @@ def continue_ids(
         sampling: see there.
         window: longest sequence of the model.
         vocab_size: of the tokenizer; rows of the model beyond it are never chosen.
-        stop_id: ends the text and is not yielded.
+        stop_ids: each ends the text and is not yielded.
     """
     draws = torch.Generator().manual_seed(sampling.seed)
     seen = list(ids)
     for _ in range(sampling.max_new_tokens):
         logits = model.forward(torch.tensor([seen[-window:]]))[0, -1].float().to(HOST)[:vocab_size]
         token = _pick(logits, sampling.temperature, sampling.top_k, draws)
-        if token == stop_id:
+        if token in stop_ids:
             return
         seen.append(token)
         yield token

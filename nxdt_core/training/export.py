@@ -16,6 +16,7 @@ from nxdt_core.checkpoint.safetensors_layout import TensorSpec
 from nxdt_core.checkpoint.tensor_index import TensorEntry
 from nxdt_core.checkpoint.together import rank_of, together
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.chat import stop_ids
 from nxdt_core.data.chat_templates import named_template
 from nxdt_core.errors import CheckpointNotFound
 from nxdt_core.kernel import Kernel
@@ -123,7 +124,8 @@ def plan_export(
     """
     tokenizer = assemble.tokenizer(config)
     files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
-    template = named_template(saved_chat_keys(manifest))
+    keys = saved_chat_keys(manifest)
+    template = named_template(keys)
     if files and template is not None:
         files = {**files, "chat_template.jinja": template.text.encode()}
     notes: tuple[str, ...] = ()
@@ -134,7 +136,8 @@ def plan_export(
     places = manifest.tensors.get("model", {}) if index is None else index
     held = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in places.items()}
     builder = assemble.model_builder(config)
-    plan = plan_hf(builder, held, tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes, more=files)
+    stops = () if tokenizer is None else stop_ids(keys, tokenizer)
+    plan = plan_hf(builder, held, tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes, more=files, stop_ids=stops)
     return plan, notes
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.chat import stop_ids
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.errors import CannotGenerate
 from nxdt_core.kernel import Kernel
@@ -23,7 +25,7 @@ __all__ = ["LoadedModel", "load_model"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """A model with a checkpoint's weights."""
 
@@ -41,11 +43,17 @@ class LoadedModel:
         """Tokens that it sees at once."""
         return self.config.run.data.seq_length
 
-    def continuation(self, ids: Sequence[int], sampling: Sampling, *, stop_id: int | None = None) -> Iterator[int]:
-        """Tokens that it writes behind ``ids``; ``stop_id`` ends them, None: the tokenizer's end of text."""
-        stop = self.tokenizer.eos_id if stop_id is None else stop_id
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """As of :func:`nxdt_core.data.chat.stop_ids`."""
+        return stop_ids(self.chat_keys, self.tokenizer)
+
+    def continuation(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
+        """Tokens that it writes behind ``ids``, until it ends the text or its turn."""
         vocab_size = self.tokenizer.vocab_size
-        return continue_ids(self.model, ids, sampling, window=self.window, vocab_size=vocab_size, stop_id=stop)
+        return continue_ids(
+            self.model, ids, sampling, window=self.window, vocab_size=vocab_size, stop_ids=self.stop_ids
+        )
 
 
 def load_model(uri: str) -> LoadedModel:

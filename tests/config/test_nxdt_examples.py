@@ -77,3 +77,9 @@ def test_a_missing_path_and_a_file_of_nxdt_itself_have_no_such_hint(tmp_path):
 
 def _spellings(kernel, kind):
     return {text for found in kernel.registry.all(kind) for text in (found.record.name, *found.record.aliases)}
+
+
+def test_a_recipe_of_ours_is_not_called_a_file_to_migrate():
+    with pytest.raises(ConfigError, match="it is a key of NxD Training") as refused:
+        config.load("recipe:llama-tiny", ["model.optim.sched.name=constant"])
+    assert HINT not in str(refused.value)
