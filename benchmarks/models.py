@@ -99,7 +99,12 @@ SHAPES: Mapping[str, tuple[HFExchange, int, int]] = {
 }
 """Name → builder, sequences, tokens of each."""
 
-LIMITS = {"mixture, stacked": 0.5, "mixture, apart": 1.1}
+LIMITS = {
+    "mixture 1024 x 3584, stacked": 0.5,
+    "mixture 1024 x 3584, apart": 1.2,
+    "mixture 256 x 896, apart": 1.2,
+    "rotary 4 x 16": 1.2,
+}
 """Largest ratios, where that is not 1."""
 
 
