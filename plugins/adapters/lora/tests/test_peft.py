@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_lora.exporting import describe
 from nxdt_plugin_lora.peft_config import shortened
@@ -28,7 +29,7 @@ KINDS = {
     "fused-dora": ("gpt2", {"target_modules": ["qkv_proj", "up_proj"], "use_dora": True}),
     "all-biases": ("gpt2", {"target_modules": ["qkv_proj"], "lora_bias": "all"}),
     "some-biases": ("gpt2", {"target_modules": ["qkv_proj", "down_proj"], "bias": "lora_only"}),
-    "experts": ("mixtral", {"target_modules": ["experts", "q_proj"]}),
+    "experts": ("mixtral", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
     "hf": ("hf", {}),
 }
 
