@@ -23,6 +23,7 @@ __all__ = [
     "JsonTextMissing",
     "MixedSamples",
     "NoRecords",
+    "RanksForSentencePiece",
     "SpecialTokenMissing",
     "SplitMissing",
     "TextNotUtf8",
@@ -236,6 +237,18 @@ class BadTokenizerConfig(NxdtError):
     remedy = "Correct the section data.tokenizer."
     key: str
     reason: str
+
+
+class RanksForSentencePiece(NxdtError):
+    """A file of tiktoken's where a SentencePiece model is read; both are called ``tokenizer.model``."""
+
+    code = "NXDT-D024"
+    happened = "{path} is no SentencePiece model: it holds lines of BPE ranks, as tiktoken reads them."
+    remedy = (
+        "Set data.tokenizer.library to tiktoken (nxdt data preprocess: --tokenizer-option library=tiktoken), and "
+        "pattern and special_tokens too where they are not those of Llama 3."
+    )
+    path: str
 
 
 class NoRecords(NxdtError):
