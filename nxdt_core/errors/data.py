@@ -84,10 +84,15 @@ class BadJsonLine(NxdtError):
 
     code = "NXDT-D005"
     happened = "{path}:{line}: not a JSON object: {reason}."
-    remedy = 'Each line holds one whole object, such as {{"text": "..."}}; correct or remove this one.'
+    remedy = "Each line holds one whole object{such}; correct or remove this one."
     path: str
     line: int
     reason: str
+    example: str = ""
+    """An object of the kind that is read."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "such": f", such as {self.example}" if self.example else ""}
 
 
 class JsonTextMissing(NxdtError):

@@ -358,7 +358,8 @@ def test_what_cannot_be_read_written_or_found_is_told(small, tmp_path, bpe):
     words = [*small[:4], "file/out", *small[5:]]
     refused(nxdt(*words, cwd=tmp_path), "NXDT-D117", "cannot be written")
     words = [*small[:6], bpe, *small[7:]]
-    refused(nxdt(*words, cwd=tmp_path), "NXDT-D013", "--append-eod")
+    refused(nxdt(*words, cwd=tmp_path), "NXDT-D118", "eos_token=TOKEN, or say --no-append-eod")
+    assert nxdt(*words, "--no-append-eod", cwd=tmp_path).returncode == 0
     refused(nxdt(*words, "--tokenizer-option", "eos_tokn=x", cwd=tmp_path), "NXDT-C", "eos_tok")
     refused(nxdt(*words, "--tokenizer-option", "library=bite", cwd=tmp_path), "NXDT-K002", "byte")
     given = ("--tokenizer-option", "delimiter=x")

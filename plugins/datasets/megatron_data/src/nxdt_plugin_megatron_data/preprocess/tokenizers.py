@@ -58,8 +58,11 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
         library, named = name, {}
     else:
         library = library or _library_of(path)
-        key = "vocab_file" if library == "megatron" else "model" if path.exists() or library != "huggingface" else "type"
-        named = {} if "vocab_file" in section.children else {key: name if key == "type" else str(path.absolute())}
+        if library == "huggingface" and not path.exists():
+            named = {"type": name}
+        else:
+            named = {"vocab_file" if library == "megatron" else "model": str(path.absolute())}
+        named = {} if "vocab_file" in section.children else named
     for key, value in named.items():
         section = section.set(key, Node(value, COMMAND_LINE)) if section.find(key) is None else section
     component = kernel.registry.get("tokenizer", str(library))
