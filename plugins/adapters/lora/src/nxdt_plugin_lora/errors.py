@@ -72,7 +72,7 @@ class AdapterDiffers(NxdtError):
     remedy = "{what_to_do}"
     where: str
     differences: list[str]
-    remedies: list[str] = []
+    remedies: tuple[str, ...] = ()
     """Where the section has no such keys."""
 
     def _view(self) -> dict[str, Any]:

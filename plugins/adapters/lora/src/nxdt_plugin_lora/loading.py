@@ -101,7 +101,7 @@ def _check_options(own: LoraConfig, directory: Path) -> None:
         raise AdapterDiffers(
             where=str(directory),
             differences=[problem for problem, _ in strange],
-            remedies=[remedy for _, remedy in strange],
+            remedies=tuple(remedy for _, remedy in strange),
         )
     different = list(differences(own, theirs))
     if different:

@@ -31,11 +31,11 @@ _UNREAD = (
 )
 """Features of peft that change what is computed or trained and are not implemented."""
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the base as it is; most others take what the adapter starts with out of it."""
+"""Values of ``init_lora_weights`` that leave the base as it is; most others take the start out of it."""
 _MERGE = "Merge it into the model with peft (merge_and_unload), and start from that model."
 _CONVERT = (
-    "Convert it with peft (save_pretrained(..., path_initial_model_for_weight_conversion=DIR), where DIR is the adapter "
-    "as it was before training), or merge it there (merge_and_unload) and start from that model."
+    "Convert it with peft (save_pretrained(..., path_initial_model_for_weight_conversion=DIR), where DIR is the "
+    "adapter as it was before training), or merge it there (merge_and_unload) and start from that model."
 )
 _CONVERTED = ("pissa", "corda", "olora", "lora_ga")
 """What the names of the starts begin with that peft converts."""
