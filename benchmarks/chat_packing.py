@@ -3,7 +3,8 @@
 Claims, for lengths that are skewed as those of chats are (log-normal, most far below a sequence): at least 95 % of the
 packed positions hold tokens; packed fine-tuning takes at least 2.5 × the tokens of conversations a second that padded
 fine-tuning takes. Both train one model of a Llama's kind by turns, through `train_step`, on the same conversations;
-the ratio is the median of the paired ones. Reading is what rendering and tokenising cost before the first step.
+the ratio is the median of the paired ones. Reading is what rendering and tokenising cost before the first step. The
+exit status is 1 where a claim fails.
 
     python benchmarks/chat_packing.py [--rounds 5] [--steps 4] [--records 100000]
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,23 +33,27 @@ from nxdt_core.training.state import TrainState
 
 SEQUENCE = 512
 CHATS = 400
+FILLED_WANTED, RATIO_WANTED = 0.95, 2.5
 
 
-def main() -> None:
+def main() -> int:
+    """Measure, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--records", type=int, default=100_000)
     options = parser.parse_args()
-    packing(options.records)
+    filled = packing(options.records)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chats.jsonl"
         write_chats(path)
-        training(path, options.rounds, options.steps)
+        ratio = training(path, options.rounds, options.steps)
+    print(f"wanted at least {FILLED_WANTED:.0%} filled and a ratio of {RATIO_WANTED}")
+    return 0 if filled >= FILLED_WANTED and ratio >= RATIO_WANTED else 1
 
 
-def packing(records: int) -> None:
-    """How full sequences of 4,096 tokens get, and how long that takes."""
+def packing(records: int) -> float:
+    """Print how full sequences of 4,096 tokens get, and how long that takes; the share of positions filled."""
     lengths = np.random.default_rng(0).lognormal(5.8, 0.9, records).astype(np.int64).clip(16, 4096)
     begun = time.process_time()
     bins = first_fit_decreasing(lengths, 4096)
@@ -56,6 +62,7 @@ def packing(records: int) -> None:
     print(
         f"packing    {records:,} lengths in {seconds:.2f} CPU-s: {full:.1%} of the positions filled, padded {alone:.1%}"
     )
+    return full
 
 
 def write_chats(path: Path) -> None:
@@ -69,8 +76,8 @@ def write_chats(path: Path) -> None:
             file.write(json.dumps({"messages": [{"role": role, "content": said} for role, said in roles]}) + "\n")
 
 
-def training(path: Path, rounds: int, steps: int) -> None:
-    """Packed and padded steps by turns."""
+def training(path: Path, rounds: int, steps: int) -> float:
+    """Packed and padded steps by turns; the median ratio of their rates."""
     engine, loops, tokens = None, {}, {}
     for name in ("packed", "padded"):
         config = load(
@@ -107,9 +114,11 @@ def training(path: Path, rounds: int, steps: int) -> None:
     for name, rates in tokens.items():
         print(f"{name:10} {statistics.median(rates):10,.0f} tokens/s of conversations")
     ratios = [packed / padded for packed, padded in zip(tokens["packed"], tokens["padded"], strict=True)]
-    print(f"ratio      {statistics.median(ratios):10.2f} ({min(ratios):.2f} … {max(ratios):.2f})")
+    ratio = statistics.median(ratios)
+    print(f"ratio      {ratio:10.2f} ({min(ratios):.2f} … {max(ratios):.2f})")
     assert engine is not None
     engine.shutdown()
+    return ratio
 
 
 class Loop:
@@ -150,4 +159,4 @@ class Loop:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

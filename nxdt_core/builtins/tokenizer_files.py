@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.errors import BadTokenizerFile, TokenizerFileNotFound, TokenizerLibraryMissing
 
-__all__ = ["import_library", "not_found", "read_file"]
+__all__ = ["holds_ranks", "import_library", "not_found", "read_file"]
+
+_RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
@@ -45,3 +48,8 @@ def read_file(path: Path, *, key: str, wanted: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise BadTokenizerFile(path=str(path), wanted="readable file", reason=error.strerror or str(error)) from error
+
+
+def holds_ranks(content: bytes) -> bool:
+    """Whether a file begins as those of tiktoken do: a token in base64, and its rank."""
+    return _RANK.match(content) is not None

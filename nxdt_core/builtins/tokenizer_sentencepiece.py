@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.builtins.tokenizer_config import SentencePieceTokenizerConfig
-from nxdt_core.builtins.tokenizer_files import import_library, read_file
+from nxdt_core.builtins.tokenizer_files import holds_ranks, import_library, read_file
 from nxdt_core.builtins.tokenizer_places import valid
 from nxdt_core.builtins.tokenizer_sentencepiece_files import pretrained_files
 from nxdt_core.builtins.tokenizer_sentencepiece_places import cut, located
 from nxdt_core.data.digest import digest
-from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile
+from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile, RanksForSentencePiece
 from nxdt_core.protocols.tokenizer import LocatedIds
 
 __all__ = ["SentencePieceTokenizer"]
@@ -26,7 +26,7 @@ class SentencePieceTokenizer:
     Raises:
         TokenizerLibraryMissing: sentencepiece is not installed.
         TokenizerFileNotFound: there is no such file.
-        BadTokenizerFile: the file is no SentencePiece model.
+        BadTokenizerFile, RanksForSentencePiece: the file is no SentencePiece model.
         BadTokenizerConfig: the keys contradict each other, or name a token that neither is there nor is appended.
     """
 
@@ -152,6 +152,8 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _parse(library: Any, content: bytes, path: Path) -> Any:
+    if holds_ranks(content):
+        raise RanksForSentencePiece(path=str(path))
     # An empty model is "valid" to the library, whose first call then fails.
     try:
         processor = library.SentencePieceProcessor(model_proto=content) if content else None

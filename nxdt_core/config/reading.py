@@ -152,10 +152,12 @@ class _Reader:
             self.result.legacy[path] = key
             self.result.tree = self.result.tree.without(path)
             return
+        label = self.composition.label(section)
+        reads = f"{label} does not read" if label else "is not read here"
         problem = NotSupported(
             **node.origin.at(path),
             found=describe_value(to_plain(node)),
-            reason=f"it is a key of NxD Training that {self.composition.label(section)} does not read",
+            reason=f"it is a key of NxD Training that {reads}",
             allowed=f"{key.default!r}, or leave it out" if key.default else "leave it out",
             of_incumbent=True,
         )

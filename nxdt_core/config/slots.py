@@ -55,7 +55,7 @@ class Composition:
     """Sections whose keys would have come from a file that cannot be read: what they lack is told there."""
 
     def label(self, section: str) -> str:
-        """The component of a section in words: ``model_builder 'llama'``."""
+        """The component of a section in words: ``model_builder 'llama'``; empty where there is none."""
         slot = next((slot for slot in SLOTS if slot.section == section), None)
         component = self.components.get(slot.name) if slot else None
-        return f"{component.kind} {component.record.name!r}" if component else "nothing"
+        return f"{component.kind} {component.record.name!r}" if component else ""

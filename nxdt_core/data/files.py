@@ -80,19 +80,24 @@ def decode(path: Path, content: bytes) -> str:
         raise TextNotUtf8(path=str(path), position=error.start, line=line, byte=byte) from error
 
 
-def json_objects(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_objects(path: Path, text: str, *, example: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
     """The object of each line that is not blank, with the line's number.
+
+    Args:
+        path: named in errors.
+        text: of the file.
+        example: an object as it is wanted, for errors.
 
     Raises:
         BadJsonLine: a line is no JSON, or no object.
     """
     for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold U+2028
         if line.strip():
-            yield number, json_object(path, number, line)
+            yield number, json_object(path, number, line, example=example)
 
 
-def json_object(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
-    """The object of one line.
+def json_object(path: Path, number: int, line: str | bytes, *, example: str = "") -> dict[str, Any]:
+    """The object of one line; ``example`` is one as it is wanted, for errors.
 
     Raises:
         BadJsonLine: it is no JSON, or no object, or holds half a character, which no tokenizer has.
@@ -100,15 +105,15 @@ def json_object(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadJsonLine(path=str(path), line=number, reason=str(error)) from error
+        raise BadJsonLine(path=str(path), line=number, reason=str(error), example=example) from error
     if not isinstance(record, dict):
-        raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}")
+        raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}", example=example)
     if _ESCAPED.search(line) if isinstance(line, str) else _ESCAPED_BYTES.search(line):
         try:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = f"it holds half a character, \\u{ord(error.object[error.start]):x}"
-            raise BadJsonLine(path=str(path), line=number, reason=half) from error
+            raise BadJsonLine(path=str(path), line=number, reason=half, example=example) from error
     return record
 
 

@@ -32,12 +32,13 @@ Record = tuple[Place, dict[str, Any]]
 _ARROW, _PARQUET = ".arrow", ".parquet"
 
 
-def read_records(patterns: Iterable[Path], key: str) -> tuple[list[Record], str]:
+def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tuple[list[Record], str]:
     """The records of all files, in order, and a digest of the files' content.
 
     Args:
         patterns: paths and patterns; a directory stands for its Arrow files.
         key: of the configuration, for errors.
+        example: a record as it is wanted, as JSON, for errors.
 
     Raises:
         DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, BadJsonFile, NoRecords, ArrowMissing,
@@ -48,7 +49,9 @@ def read_records(patterns: Iterable[Path], key: str) -> tuple[list[Record], str]
     for path in expand(map(_within, patterns), key):
         content = read_bytes(path)
         before = len(records)
-        records.extend((Place(path=str(path), number=number), record) for number, record in _records(path, content))
+        records.extend(
+            (Place(path=str(path), number=number), record) for number, record in _records(path, content, example)
+        )
         if len(records) == before:
             raise NoRecords(path=str(path))
         digests.append(digest(content))
@@ -59,13 +62,13 @@ def _within(path: Path) -> Path:
     return path / f"*{_ARROW}" if path.is_dir() else path
 
 
-def _records(path: Path, content: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+def _records(path: Path, content: bytes, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
     name = path.name.removesuffix(".gz")
     if name.endswith((_ARROW, _PARQUET)):
         return enumerate(_table(path, content), start=1)
     text = decode(path, content)
     if name.endswith(JSON_LINES) or not text.lstrip().startswith("["):
-        return json_objects(path, text)
+        return json_objects(path, text, example=example)
     return enumerate(_listed(path, text), start=1)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "JsonTextMissing",
     "MixedSamples",
     "NoRecords",
+    "RanksForSentencePiece",
     "SpecialTokenMissing",
     "SplitMissing",
     "TextNotUtf8",
@@ -83,10 +84,15 @@ class BadJsonLine(NxdtError):
 
     code = "NXDT-D005"
     happened = "{path}:{line}: not a JSON object: {reason}."
-    remedy = 'Each line holds one whole object, such as {{"text": "..."}}; correct or remove this one.'
+    remedy = "Each line holds one whole object{such}; correct or remove this one."
     path: str
     line: int
     reason: str
+    example: str = ""
+    """An object of the kind that is read."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "such": f", such as {self.example}" if self.example else ""}
 
 
 class JsonTextMissing(NxdtError):
@@ -236,6 +242,18 @@ class BadTokenizerConfig(NxdtError):
     remedy = "Correct the section data.tokenizer."
     key: str
     reason: str
+
+
+class RanksForSentencePiece(NxdtError):
+    """A file of tiktoken's where a SentencePiece model is read; both are called ``tokenizer.model``."""
+
+    code = "NXDT-D024"
+    happened = "{path} is no SentencePiece model: it holds lines of BPE ranks, as tiktoken reads them."
+    remedy = (
+        "Set data.tokenizer.library to tiktoken (nxdt data preprocess: --tokenizer-option library=tiktoken), and "
+        "pattern and special_tokens too where they are not those of Llama 3."
+    )
+    path: str
 
 
 class NoRecords(NxdtError):

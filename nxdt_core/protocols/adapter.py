@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
+    from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["Adapter"]
 
@@ -41,4 +42,10 @@ class Adapter(Protocol):
         """Set what depends on the base's weights, or load what was trained before. Collective; called once the base has
         its weights, in a run that does not go on from a checkpoint of its own. ``config`` is the whole resolved
         configuration."""
+        ...
+
+    def finish(self, checkpoint: str | None, ranks: RankAgreement) -> None:
+        """Leave what the run shall leave beside its last checkpoint, at this address; None: it has saved none.
+        Collective; called at the end of a run that ended in order, or that had nothing left to do. What it raises fails
+        the run, whose checkpoints stay."""
         ...

@@ -20,6 +20,7 @@ from nxdt_core.config.duration import seconds_of
 from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
+from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.save_figures import SaveFigures
@@ -93,6 +94,9 @@ def _train(
         console.expect(config.run.trainer.max_steps)
     if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
+        if start.storage.uri == own.uri:
+            for adapter in assemble.adapters(config):
+                adapter.finish(assemble.step_uri(own, start.manifest.step), ranks)
         strategy.engine.shutdown()
         return _finished(config, start)
     base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
@@ -120,6 +124,7 @@ def _train(
         detect_anomaly=config.run.trainer.detect_anomaly,
         callbacks=[
             *run_callbacks(config, own, ownership, console, metrics, figures, signals),
+            AdapterFinish(config, lambda module: _own(own, _standing(own, module, start))),
             *time_limit,
             signals,
         ],
@@ -249,6 +254,10 @@ def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | Foreign
     if module.saved is not None:
         return assemble.step_uri(own, module.saved.step)
     return assemble.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
+
+
+def _own(own: CheckpointStorage, uri: str | None) -> str | None:
+    return uri if uri is not None and uri.startswith(f"{own.uri}/") else None
 
 
 def _quieten_lightning() -> None:

@@ -159,6 +159,73 @@ def test_a_run_merges_its_last_step_and_writes_its_options_where_asked_to(run):
     assert (options["r"], options["target_modules"]) == (2, ["all-linear"])
 
 
+MERGING = ("adapter.save_lora_base=true", "adapter.merge_lora=true")
+
+
+def merged_steps(directory):
+    return [
+        each.step for each in checkpoint.list_checkpoints(checkpoint.open_storage(f"{directory}/checkpoints-merged"))
+    ]
+
+
+def test_a_run_that_goes_on_leaves_the_merged_model_of_its_last_step(run, command, tmp_path):
+    run("tuned", *MERGING, "trainer.max_steps=2")
+    directory = run("tuned", *MERGING, "trainer.max_steps=3")
+    assert merged_steps(directory) == [3]
+    status, _, complaint = command("checkpoint", "merge-lora", directory / "checkpoints", tmp_path / "by-hand")
+    assert status == 0, complaint
+    by_hand, found = weights_of(tmp_path / "by-hand"), weights_of(f"{directory / 'checkpoints'}-merged")
+    assert by_hand.keys() == found.keys()
+    assert all(torch.equal(by_hand[name], found[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("trainer.max_steps=100000", "trainer.max_time={seconds: 2}", "checkpoint.every_n_train_steps=100000"),
+        (
+            "trainer.max_steps=50",
+            "trainer.val_check_interval=1",
+            "data.validation_files=[package://nxdt_plugin_text/data/kjv.txt]",
+            "trainer.limit_val_batches=1",
+            "exp_manager.create_early_stopping_callback=true",
+            "exp_manager.early_stopping_callback_params={monitor: val_loss, patience: 1, min_delta: 100}",
+        ),
+    ],
+    ids=["time", "early-stop"],
+)
+def test_a_run_that_ends_before_its_last_step_is_merged_too(run, more):
+    directory = run("tuned", *MERGING, *more)
+    _, manifest = manifest_of(directory / "checkpoints")
+    assert merged_steps(directory) == [manifest.step]
+
+
+def test_a_run_that_cannot_merge_fails_and_merges_when_it_is_started_again(command, tmp_path):
+    written = tmp_path / "run.yaml"
+    written.write_text(json.dumps(RUN))
+    words = ("train", written, f"exp_manager.exp_dir={tmp_path}", *MERGING, "trainer.max_steps=2")
+    (tmp_path / "tuned").mkdir()
+    in_the_way = tmp_path / "tuned" / "checkpoints-merged"
+    in_the_way.write_text("")
+    status, _, complaint = command(*words)
+    assert status == 2
+    assert "NXDT-S" in complaint
+    assert "checkpoints-merged" in complaint
+    in_the_way.unlink()
+    status, _, complaint = command(*words)
+    assert status == 0, complaint
+    assert "nothing to do" in complaint
+    assert merged_steps(tmp_path / "tuned") == [2]
+
+
+def test_a_run_without_updates_is_not_to_be_merged(command, tmp_path):
+    written = tmp_path / "run.yaml"
+    written.write_text(json.dumps(RUN))
+    status, _, complaint = command("config", "check", written, *MERGING, "adapter.enable_lora=false")
+    assert status == 2
+    assert "adapter.merge_lora" in complaint
+
+
 def test_what_cannot_be_merged_or_exported_is_told(run, command, tmp_path):
     plain = run("plain", "adapter.enable_lora=false", "trainer.max_steps=2") / "checkpoints"
     tied = ("model.share_embeddings_and_output_weights=true", "adapter.target_modules=[embed_tokens]")

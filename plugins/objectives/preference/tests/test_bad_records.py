@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -85,8 +87,10 @@ def test_empty_files_and_lines_that_are_no_json_are_refused(write, tmp_path):
         pairs(write([]))
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt": "a"\n')
-    with pytest.raises(NxdtError, match=r"broken\.jsonl"):
+    with pytest.raises(NxdtError, match=r"D005.*broken\.jsonl:1") as raised:
         pairs(broken)
+    example = json.loads(raised.value.do().partition("such as ")[2].partition(";")[0])
+    assert sorted(example) == sorted(GOOD)
 
 
 def test_a_preference_loss_refuses_other_data_and_a_reference_that_nobody_is():

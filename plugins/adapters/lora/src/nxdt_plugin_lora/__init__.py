@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nxdt_core.api import AdapterComponent, CliCommand, hookimpl
 
 if TYPE_CHECKING:
-    from nxdt_core.kernel.contexts import CheckpointContext, FitContext
+    from nxdt_core.kernel.contexts import FitContext
 
 
 @hookimpl
@@ -48,12 +48,3 @@ def nxdt_fit_start(context: FitContext) -> None:
         from nxdt_plugin_lora.run_files import write_options
 
         write_options(section, context.run_dir)
-
-
-@hookimpl
-def nxdt_checkpoint_saved(context: CheckpointContext) -> None:
-    """Merge the last checkpoint, where ``merge_lora`` asks for it."""
-    if context.rank == 0:
-        from nxdt_plugin_lora.run_files import merge_last
-
-        merge_last(context.uri)

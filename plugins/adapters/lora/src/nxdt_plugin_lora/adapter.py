@@ -15,6 +15,7 @@ from nxdt_core.nn.updates import UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import LayerNotAdaptable
 from nxdt_plugin_lora.loading import load_adapter
@@ -69,6 +70,17 @@ class LoraAdapter:
             take_norms(model)
         if self.config.load_lora_from_ckpt:
             load_adapter(self.config, model, config, engine)
+
+    def finish(self, checkpoint: str | None, ranks: RankAgreement) -> None:
+        """Merge the last checkpoint, where ``merge_lora`` asks for it."""
+        if not self.config.merge_lora:
+            return
+        if checkpoint is None:
+            _log.warning("merge_lora: the run has saved no checkpoint, so nothing is merged")
+            return
+        from nxdt_plugin_lora.run_files import merge_last  # it opens checkpoints with this class
+
+        merge_last(checkpoint, ranks)
 
     def init_rules(self) -> Sequence[InitRule]:
         """For the parameters that :meth:`apply` has added: an update starts at zero. DoRA's norms are the weights' own,

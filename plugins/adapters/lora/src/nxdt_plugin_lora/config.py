@@ -53,8 +53,9 @@ class LoraConfig:
     save_lora_base: bool = True
     """Checkpoints hold the frozen weights too; ``false``: what trains, alone."""
     merge_lora: bool = False
-    """Once the last step is saved, commit the merged model beside the checkpoints: their address with ``-merged``
-    behind it. Checkpoints stay as they are, so that the run can go on. Needs ``save_lora_base``."""
+    """At the end of the run, once its last step is saved, commit the merged model beside the checkpoints: their address
+    with ``-merged`` behind it, where it replaces an older one. Checkpoints stay as they are, so that the run can go on.
+    Needs ``save_lora_base``."""
     save_lora_config_adapter: bool = True
     """Keep these options in the checkpoints alone, which always have them; ``false``: also write them into the run's
     directory, as ``lora_adapter/adapter_config.json``."""
@@ -87,7 +88,9 @@ class LoraConfig:
             yield "bias", f"is {self.bias} and lora_bias is {self.lora_bias}: they are one key; keep one"
         if self.enable_lora and not self.target_modules:
             yield "target_modules", f"names nothing; {ALL_LINEAR!r} means every linear layer"
-        if self.merge_lora and not self.save_lora_base:
+        if self.merge_lora and not self.enable_lora:
+            yield "merge_lora", "needs enable_lora: true, since a run without updates has nothing to merge"
+        elif self.merge_lora and not self.save_lora_base:
             yield "merge_lora", "needs save_lora_base: true, since a merged model holds the base's weights"
         if self.load_lora_from_ckpt and self.lora_save_dir is None:
             yield "load_lora_from_ckpt", "is true, and lora_save_dir does not say from where"

@@ -69,12 +69,16 @@ class AdapterDiffers(NxdtError):
 
     code = "NXDT-L005"
     happened = "The adapter at '{where}' is another than this run's section adapter describes: {listed}."
-    remedy = "Set these keys of the section adapter to what the saved adapter has."
+    remedy = "{what_to_do}"
     where: str
     differences: list[str]
+    remedies: tuple[str, ...] = ()
+    """Where the section has no such keys."""
 
     def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "listed": "; ".join(self.differences)}
+        own = "Set these keys of the section adapter to what the saved adapter has."
+        what_to_do = " ".join(dict.fromkeys(self.remedies)) or own
+        return {**super()._view(), "listed": "; ".join(self.differences), "what_to_do": what_to_do}
 
 
 class NoAdapterHere(NxdtError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from nxdt_plugin_lora.saved import SavedLora, open_saved
 from nxdt_plugin_lora.targets import adaptable_names, tables_of
 
 __all__ = ["ExportedLora", "describe", "export_lora"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ def export_lora(source: str, target: str, *, base_model: str | None = None) -> E
     saved = open_saved(source)
     base = base_model or _began_with(saved)
     config, tensors = describe(assemble.model_builder(saved.config), saved.lora, saved.trained, base=base)
+    if config["lora_dropout"] != saved.lora.lora_dropout:
+        _log.warning("adapter_config.json says lora_dropout 0: peft opens no experts with another one")
     size_bytes = write_peft(directory, config, tensors, saved.read, base=saved.manifest.facts.base)
     return ExportedLora(
         source=saved.uri,
@@ -72,6 +77,8 @@ def describe(
 ) -> tuple[dict[str, Any], dict[str, PeftTensor]]:
     """The content of ``adapter_config.json``, and what each trained parameter is in the other file.
 
+    With experts among the targets the dropout is 0 there: peft opens no others.
+
     Args:
         builder: of the base.
         lora: section of the run.
@@ -81,8 +88,9 @@ def describe(
     tensors = peft_tensors(builder, trained, tables_of(builder))
     adaptable, found = adaptable_names(builder), sources(builder)
     updated = {each.leaf.base for each in tensors.values() if each.leaf is not None}
+    of_experts = any(not name.endswith(".weight") for name in updated)
     config = peft_config(
-        lora,
+        replace(lora, lora_dropout=0.0) if of_experts else lora,
         base=base,
         targets={module for each in tensors.values() if each.leaf is not None for module in each.modules},
         whole={

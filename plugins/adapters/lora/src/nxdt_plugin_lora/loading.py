@@ -18,7 +18,7 @@ from nxdt_core.training import assemble
 from nxdt_core.training.frozen import base_digest, without_base
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
-from nxdt_plugin_lora.peft_config import differences
+from nxdt_plugin_lora.peft_config import differences, unread
 from nxdt_plugin_lora.peft_files import is_peft, read_config, read_peft
 from nxdt_plugin_lora.peft_names import peft_tensors
 from nxdt_plugin_lora.targets import tables_of
@@ -80,9 +80,7 @@ def _load_peft(
     shapes = {name: shape for each in engine.ranks.all_gather_object(own_shapes) for name, shape in each.items()}
 
     def fill() -> None:
-        different = list(differences(own, read_config(directory)))
-        if different:
-            raise AdapterDiffers(where=str(directory), differences=different)
+        _check_options(own, directory)
         builder = assemble.model_builder(config)
         found, base = read_peft(directory, peft_tensors(builder, shapes, tables_of(builder)), shapes)
         if base and base != digest:
@@ -94,3 +92,17 @@ def _load_peft(
 
     together(engine.ranks, fill, where=str(directory))
     model.load_state_dict(held, strict=False)
+
+
+def _check_options(own: LoraConfig, directory: Path) -> None:
+    theirs = read_config(directory)
+    strange = list(unread(theirs))
+    if strange:
+        raise AdapterDiffers(
+            where=str(directory),
+            differences=[problem for problem, _ in strange],
+            remedies=tuple(remedy for _, remedy in strange),
+        )
+    different = list(differences(own, theirs))
+    if different:
+        raise AdapterDiffers(where=str(directory), differences=different)

@@ -47,7 +47,9 @@ class Merged:
     size_bytes: int
 
 
-def merge_lora(source: str, target: str, *, base: str | None = None, ranks: RankAgreement | None = None) -> Merged:
+def merge_lora(
+    source: str, target: str, *, base: str | None = None, ranks: RankAgreement | None = None, beside: bool = False
+) -> Merged:
     """Commit the model that a LoRA run trained as a checkpoint without an adapter, under the same step.
 
     Each rank holds one matrix at a time. Updates are added in float32. Collective: it succeeds on all ranks or fails on
@@ -55,9 +57,10 @@ def merge_lora(source: str, target: str, *, base: str | None = None, ranks: Rank
 
     Args:
         source: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
-        target: address of a store without checkpoints.
+        target: address of a store, without checkpoints if not ``beside``.
         base: address of the frozen weights, where they are not where the run took them.
         ranks: that divide the matrices; None for a process that is alone.
+        beside: whether ``target`` may hold other steps; the same step is replaced.
 
     Raises:
         NoAdapterHere: the run had none.
@@ -76,7 +79,8 @@ def merge_lora(source: str, target: str, *, base: str | None = None, ranks: Rank
 
     def prepare() -> Listing:
         if rank_of(ranks) == 0:
-            check_empty(place)
+            if not beside:
+                check_empty(place)
             saved.check_base()
         return held
 

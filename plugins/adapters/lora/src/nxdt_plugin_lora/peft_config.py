@@ -8,13 +8,37 @@ from typing import Any
 
 from nxdt_plugin_lora.config import LoraConfig
 
-__all__ = ["differences", "peft_config"]
+__all__ = ["differences", "peft_config", "unread"]
 
 _SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Theirs → ours: what decides on the values of the update."""
 _THEIR_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
-_UNREAD = ("rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "target_parameters", "megatron_config")
-"""Features of peft that change what is computed and are not implemented."""
+_UNREAD = (
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "megatron_config",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+"""Features of peft that change what is computed or trained and are not implemented."""
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base as it is; most others take the start out of it."""
+_MERGE = "Merge it into the model with peft (merge_and_unload), and start from that model."
+_CONVERT = (
+    "Convert it with peft (save_pretrained(..., path_initial_model_for_weight_conversion=DIR), where DIR is the "
+    "adapter as it was before training), or merge it there (merge_and_unload) and start from that model."
+)
+_CONVERTED = ("pissa", "corda", "olora", "lora_ga")
+"""What the names of the starts begin with that peft converts."""
 
 
 def peft_config(
@@ -66,6 +90,14 @@ def differences(config: LoraConfig, theirs: Mapping[str, Any]) -> Iterator[str]:
         found = theirs.get(name, _THEIR_DEFAULTS[name])
         if found != getattr(config, ours):
             yield f"{ours} is {found} there and {getattr(config, ours)} here"
+
+
+def unread(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a file's adapter has that no section here describes, and what to do about each."""
+    start = theirs.get("init_lora_weights", True)
+    if start not in _STARTS:
+        remedy = _CONVERT if str(start).lower().startswith(_CONVERTED) else _MERGE
+        yield f"init_lora_weights is {start!r}, which is more than a start", remedy
     for name in _UNREAD:
         if theirs.get(name):
-            yield f"it uses {name}, which is not implemented"
+            yield f"it uses {name}, which is not implemented", _MERGE

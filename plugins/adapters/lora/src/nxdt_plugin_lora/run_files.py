@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Retention
+from nxdt_core.checkpoint.together import on_first_rank
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merge_lora
 from nxdt_plugin_lora.peft_config import peft_config
@@ -36,12 +39,21 @@ def write_options(section: Mapping[str, Any], run_dir: Path) -> None:
     (directory / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def merge_last(uri: str) -> None:
-    """Merge the checkpoint at ``uri``, if it is the last of a run with ``merge_lora``."""
+def merge_last(uri: str, ranks: RankAgreement) -> None:
+    """Merge the checkpoint at ``uri`` into the store beside its own, unless it was already; an older merged step goes,
+    if it is not permanent. Collective."""
     storage, step = checkpoint.locate(uri)
     assert step is not None
-    config = checkpoint.read_manifest(storage, step).facts.config
-    section = config.get("adapter", {})
-    if section.get("name") == "lora" and section.get("merge_lora") and step == config["trainer"]["max_steps"]:
-        merged = merge_lora(uri, f"{storage.uri}{MERGED}")
+    place = checkpoint.open_storage(f"{storage.uri}{MERGED}")
+
+    def is_merged() -> bool:
+        merged = {status.step for status in checkpoint.list_checkpoints(place) if status.state == "committed"}
+        made = checkpoint.read_manifest(storage, step).created
+        return step in merged and checkpoint.read_manifest(place, step).created > made
+
+    if on_first_rank(ranks, is_merged, where=place.uri):
+        return
+    merged = merge_lora(uri, place.uri, ranks=ranks, beside=True)
+    if ranks.rank == 0:
         _log.warning("merged model: %s", merged.target)
+        checkpoint.prune(place, Retention(keep_last=1), deep=False)

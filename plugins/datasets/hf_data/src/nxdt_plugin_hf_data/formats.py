@@ -120,7 +120,7 @@ def _json_lines(path: Path, text_key: str, start: int) -> Iterator[Rows]:
 
 
 def _json_row(path: Path, number: int, line: bytes, text_key: str) -> Mapping[str, object]:
-    record = json_object(path, number, line)
+    record = json_object(path, number, line, example=f'{{"{text_key}": "..."}}')
     return {name: record[name] for name in chosen(tuple(record), text_key, f"{path}:{number}")}
 
 

@@ -29,6 +29,7 @@ from nxdt_plugin_sft_chat.rendering import Renderer
 __all__ = ["ChatDataloader"]
 
 _log = logging.getLogger(__name__)
+_EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
 class ChatDataloader:
@@ -111,7 +112,7 @@ class ChatDataloader:
         return self._read(name) if paths else ([], "")
 
     def _read(self, name: SplitName) -> tuple[list[Record], str]:
-        records, source = read_records(self._config.files(name), f"data.{name}_files")
+        records, source = read_records(self._config.files(name), f"data.{name}_files", example=_EXAMPLE)
         return records[: self._config.dev_choose_samples], digest(source, self._config.dev_choose_samples)
 
     def _division(self) -> tuple[dict[SplitName, list[Record]], str]:

@@ -41,7 +41,7 @@ def _split(text: str, separator: str | None) -> list[str]:
 
 
 def _json_texts(path: Path, text: str, key: str) -> Iterator[str]:
-    for number, record in json_objects(path, text):
+    for number, record in json_objects(path, text, example=f'{{"{key}": "..."}}'):
         yield _text_of(path, number, record, key)
 
 

@@ -25,6 +25,7 @@ from nxdt_plugin_preference.rendering import Pair, Renderer
 __all__ = ["PreferenceDataloader"]
 
 _log = logging.getLogger(__name__)
+_EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 
 
 class PreferenceDataloader:
@@ -72,7 +73,7 @@ class PreferenceDataloader:
 
     def _read(self, name: SplitName) -> tuple[list[Pair], str]:
         """The pairs of a split's files, and a digest of all that decides them."""
-        records, source = read_records(self._config.files(name), f"data.{name}_files")
+        records, source = read_records(self._config.files(name), f"data.{name}_files", example=_EXAMPLE)
         renderer = Renderer(self._tokenizer, self._config)
         pairs = [
             self._fitting.fit(renderer.render(read_preference(record, str(place))))

@@ -30,6 +30,8 @@ __all__ = ["preprocess"]
         "nxdt data preprocess --input books/one.txt --output-prefix data/books --tokenizer byte --separator '\\n\\n'",
         "nxdt data preprocess --input c.jsonl --output-prefix c --tokenizer gpt2 "
         "--tokenizer-option eos_token='<|endoftext|>' --workers 8",
+        "nxdt data preprocess --input c.jsonl --output-prefix c --tokenizer megatron "
+        "--tokenizer-option vocab_file=vocab.json --tokenizer-option merge_file=merges.txt",
     ),
 )
 @click.option("--input", "inputs", multiple=True, required=True, metavar="FILE...", help="Files, in this order.")
@@ -42,7 +44,10 @@ __all__ = ["preprocess"]
     help="Path of the files to make, without .bin and .idx.",
 )
 @click.option(
-    "--tokenizer", required=True, help="'byte', a tokenizer.json, a directory, a SentencePiece model, or a hub name."
+    "--tokenizer",
+    required=True,
+    help="'byte', a tokenizer.json, a directory, a SentencePiece model, Llama 3's tokenizer.model, or a hub name; "
+    "'megatron' with the options vocab_file=FILE and merge_file=FILE for GPT-2's vocabulary and merges.",
 )
 @click.option(
     "--tokenizer-option", multiple=True, metavar="KEY=VALUE", help="A key of data.tokenizer; may be given repeatedly."

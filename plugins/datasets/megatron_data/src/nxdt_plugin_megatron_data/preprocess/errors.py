@@ -8,6 +8,7 @@ from nxdt_core.errors import NxdtError
 
 __all__ = [
     "NoDocuments",
+    "NoEndToken",
     "NoRoom",
     "OtherJob",
     "OutputExists",
@@ -101,3 +102,12 @@ class OutputUnwritable(NxdtError):
     remedy = "Choose an --output-prefix in a directory that you may write to."
     path: str
     reason: str
+
+
+class NoEndToken(NxdtError):
+    """Documents that are to end with a token which the tokenizer does not have."""
+
+    code = "NXDT-D118"
+    happened = "The tokenizer '{tokenizer}' has no end-of-text token to put behind documents."
+    remedy = "Name one with --tokenizer-option eos_token=TOKEN, or say --no-append-eod."
+    tokenizer: str

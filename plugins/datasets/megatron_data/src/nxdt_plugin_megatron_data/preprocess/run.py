@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from nxdt_core.data.digest import digest, file_digest
-from nxdt_core.errors import DataFileUnreadable, SpecialTokenMissing
+from nxdt_core.errors import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
@@ -23,6 +23,7 @@ from nxdt_plugin_megatron_data.note import Note, note_path
 from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks
 from nxdt_plugin_megatron_data.preprocess.errors import (
     NoDocuments,
+    NoEndToken,
     NoRoom,
     OutputExists,
     OutputTaken,
@@ -79,12 +80,12 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
         OutputExists, OtherJob, OutputTaken: of the prefix.
         TooManyBadRecords, NoDocuments, DataFileUnreadable: of the input.
         NoRoom, WorkerDied: of the machine.
-        SpecialTokenMissing: the tokenizer has no end-of-text token to append.
+        NoEndToken: the tokenizer has no end-of-text token to append.
     """
     began = time.monotonic()
     tokenizer = job.tokenizer.build()
     if job.recipe.append_eod and tokenizer.eos_id is None:
-        raise SpecialTokenMissing(key="--append-eod", token="end of text")
+        raise NoEndToken(tokenizer=job.tokenizer.label)
     note = Note(
         tokenizer=job.tokenizer.label,
         fingerprint=tokenizer.fingerprint(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from nxdt_core.builtins.tokenizer_files import holds_ranks
 from nxdt_core.config.location import Locator
 from nxdt_core.config.node import Node
 from nxdt_core.config.overrides import COMMAND_LINE, apply_overrides
@@ -18,6 +19,7 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 __all__ = ["NamedTokenizer", "find_tokenizer"]
 
 _SECTION = "data.tokenizer"
+_LLAMA_3_RANKS = 128_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,8 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
     """The tokenizer of a name.
 
     Args:
-        name: ``byte`` or another component without settings; a path: a ``tokenizer.json``, a directory, a
-            SentencePiece ``.model``; or a name on the Hugging Face hub.
+        name: a component, such as ``byte``; a path: a ``tokenizer.json``, a directory, a ``.model`` of SentencePiece or
+            of Llama 3; or a name on the Hugging Face hub.
         options: ``KEY=VALUE`` of the section ``data.tokenizer``; ``library`` among them chooses the component.
 
     Raises:
@@ -55,14 +57,28 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
     if library is None and not path.exists() and name in known:
         library, named = name, {}
     else:
-        library = library or ("sentencepiece" if path.suffix == ".model" and path.is_file() else "huggingface")
-        key = "model" if path.exists() or library != "huggingface" else "type"
-        named = {} if "vocab_file" in section.children else {key: str(path.absolute()) if key == "model" else name}
+        library = library or _library_of(path)
+        if library == "huggingface" and not path.exists():
+            named = {"type": name}
+        else:
+            named = {"vocab_file" if library == "megatron" else "model": str(path.absolute())}
+        named = {} if "vocab_file" in section.children else named
     for key, value in named.items():
         section = section.set(key, Node(value, COMMAND_LINE)) if section.find(key) is None else section
     component = kernel.registry.get("tokenizer", str(library))
     config = _read(component.load_config(), section.without("library"), problems)
     return NamedTokenizer(label=name, component=component.qualified_name, config=config)
+
+
+def _library_of(path: Path) -> str:
+    """What reads the tokenizer at ``path``, or on the hub.
+
+    Of ranks, only those of Llama 3 are known to be cut into words as the library does it unless told otherwise.
+    """
+    if path.suffix != ".model" or not path.is_file():
+        return "huggingface"
+    content = path.read_bytes()
+    return "tiktoken" if holds_ranks(content) and content.count(b"\n") == _LLAMA_3_RANKS else "sentencepiece"
 
 
 def _read(cls: type | None, section: Node, problems: Sequence[ConfigProblem]) -> Any:

@@ -1,0 +1,30 @@
+"""Lets the adapter leave what it leaves beside the last checkpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytorch_lightning as pl
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.training import assemble
+
+if TYPE_CHECKING:
+    from nxdt_core.training.module import NxdtModule
+
+__all__ = ["AdapterFinish"]
+
+
+class AdapterFinish(pl.Callback):
+    """At the end of training, once the last step is committed, however the run ended in order."""
+
+    def __init__(self, config: ResolvedConfig, standing: Callable[[NxdtModule], str | None]) -> None:
+        """``standing``: the address of the run's newest checkpoint."""
+        self._config = config
+        self._standing = standing
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
+        """Call the adapter."""
+        for adapter in assemble.adapters(self._config):
+            adapter.finish(self._standing(pl_module), pl_module.engine.ranks)
