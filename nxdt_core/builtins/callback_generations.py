@@ -12,6 +12,7 @@ from nxdt_core.builtins.callback_config import GenerationsConfig
 from nxdt_core.data.chat import prompt_ids, stop_ids
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.tokens import text_ids
+from nxdt_core.errors import GenerationsNeedTokenizer
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import assemble
 from nxdt_core.training.continuation import Sampling, continue_ids
@@ -31,17 +32,23 @@ class Generations(pl.Callback):
         self._config = config
         self._run_dir = run_dir
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Say what would fail at the first validation.
+
+        Raises:
+            GenerationsNeedTokenizer: the run has no tokenizer.
+        """
+        _tokenizer_of(trainer)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
         """Write behind each prompt; on all ranks, which share the work of each token.
 
         Raises:
-            CannotGenerate: the run has no tokenizer.
             ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of prompts that are to be a user's turn.
         """
-        data: Any = getattr(trainer, "datamodule", None)
-        tokenizer: Tokenizer | None = getattr(data, "tokenizer", None)
-        if trainer.sanity_checking or tokenizer is None:
+        if trainer.sanity_checking:
             return
+        tokenizer = _tokenizer_of(trainer)
         config, step = self._config, pl_module.train_state.step
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
@@ -74,3 +81,11 @@ class Generations(pl.Callback):
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if add_text is not None:
                 add_text(f"generations/{number}", f"**{prompt}** {text}", step)
+
+
+def _tokenizer_of(trainer: pl.Trainer) -> Tokenizer:
+    data: Any = getattr(trainer, "datamodule", None)
+    tokenizer: Tokenizer | None = getattr(data, "tokenizer", None)
+    if tokenizer is None:
+        raise GenerationsNeedTokenizer()
+    return tokenizer

@@ -198,6 +198,7 @@ from nxdt_core.errors.saving import SameWeightsSaved, SaveTookTooLong
 from nxdt_core.errors.training import (
     CannotGenerate,
     CannotWriteRunDirectory,
+    GenerationsNeedTokenizer,
     NoCheckpointToResume,
     NoTrainingData,
     OptimizerStateDoesNotFit,
@@ -265,6 +266,7 @@ __all__ = [
     "ForeignConfigMissing",
     "ForeignFormatUnknown",
     "ForeignHasWeightsOnly",
+    "GenerationsNeedTokenizer",
     "GradientSumsRounded",
     "HFExchangeUnsupported",
     "HFFileDamaged",

@@ -9,6 +9,7 @@ from nxdt_core.errors.base import NxdtError, listing
 __all__ = [
     "CannotGenerate",
     "CannotWriteRunDirectory",
+    "GenerationsNeedTokenizer",
     "NoCheckpointToResume",
     "NoTrainingData",
     "OptimizerStateDoesNotFit",
@@ -99,6 +100,14 @@ class CannotGenerate(NxdtError):
     happened = "This checkpoint cannot generate: {reason}."
     remedy = "Give a prompt, and a checkpoint of a run whose section data.tokenizer names a tokenizer."
     reason: str
+
+
+class GenerationsNeedTokenizer(NxdtError):
+    """Texts to go on from, and nothing that makes tokens of them."""
+
+    code = "NXDT-T016"
+    happened = "The callback 'generations' goes on from texts, and the configuration names no tokenizer."
+    remedy = "Set data.tokenizer.library, or take the callback out of trainer.callbacks."
 
 
 class ShareOfUnknownLength(NxdtError):

@@ -47,6 +47,8 @@ class Update(nn.Module):
     follows: Mapping[str, int] = {}
     """Parameter → the dimension that it shares with the layer's weight, at the same place in both; where the weight is
     cut along that, so is the parameter. One that is named nowhere is never cut."""
+    inputs: int = 1
+    """The dimension of the layer's weight that its inputs are multiplied along: 1 of [out, in], 0 of a table."""
 
     def __call__(self, inputs: torch.Tensor, product: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """As ``forward``; within :func:`updates_off`, ``product``."""

@@ -257,6 +257,7 @@ def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | Foreign
 
 
 def _own(own: CheckpointStorage, uri: str | None) -> str | None:
+    """``uri``, where it lies in the run's own store and not where the run began."""
     return uri if uri is not None and uri.startswith(f"{own.uri}/") else None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.testing.distributions import write_distribution
+from nxdt_core.testing.terminal import on_terminal
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,10 +24,16 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def nxdt(tmp_path: Path, site: Path) -> Run:
+def work(tmp_path: Path) -> Path:
+    """An empty directory to run commands in."""
+    directory = tmp_path / "work"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def nxdt(work: Path, site: Path) -> Run:
     """Run ``nxdt ARGS`` in an empty directory; ``without`` names modules that cannot be imported."""
-    work = tmp_path / "work"
-    work.mkdir()
 
     def run(*args: str, without: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
         (site / "usercustomize.py").write_text("")
@@ -34,7 +41,7 @@ def nxdt(tmp_path: Path, site: Path) -> Run:
         return subprocess.run(
             [sys.executable, "-m", "nxdt_core", *args],
             cwd=work,
-            env={"PATH": "", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "COLUMNS": "100", **environment},
+            env={**_environment(site), **environment},
             capture_output=True,
             text=True,
             timeout=240,
@@ -42,6 +49,16 @@ def nxdt(tmp_path: Path, site: Path) -> Run:
         )
 
     return run
+
+
+@pytest.fixture
+def nxdt_on_terminal(work: Path, site: Path) -> Callable[..., tuple[int, str]]:
+    """Run ``nxdt ARGS`` there on a terminal: its exit status, and what the terminal gets."""
+    return lambda *args: on_terminal([sys.executable, "-m", "nxdt_core", *args], cwd=work, env=_environment(site))
+
+
+def _environment(site: Path) -> dict[str, str]:
+    return {"PATH": "", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import click
 
@@ -17,6 +18,19 @@ def test_the_report_marks_what_is_trained(nxdt):
     assert "records  100\n" in done.stdout
     assert "assistant's turn 2" in done.stdout
     assert click.unstyle(done.stdout) == done.stdout
+
+
+def test_on_a_terminal_what_is_trained_is_green_and_the_rest_grey(nxdt, nxdt_on_terminal):
+    words = ("data", "preview", RECIPE, "-n", "1")
+    status, text = nxdt_on_terminal(*words)
+    assert status == 0, text
+    parts = [part for document in json.loads(nxdt(*words, "--json").stdout)["shown"][0]["documents"]
+             for part in document["parts"]]  # fmt: skip
+    green, grey = (re.findall(rf"\x1b\[{code}m(.*?)\x1b\[0m", text, re.DOTALL) for code in (r"32m\x1b\[1", "90"))
+    assert len(green) > 1
+    assert green == [part["text"].replace("\n", "↵\n") for part in parts if part["trained"]]
+    assert grey == [part["text"] for part in parts if not part["trained"]]
+    assert "⟦" not in text
 
 
 def test_json_has_samples_and_counts(nxdt):

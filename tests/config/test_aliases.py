@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nxdt_core import config
 from nxdt_core.config.duration import seconds_of
 
 ALIASES = [
@@ -101,6 +102,13 @@ def test_alignment_parts_go_to_their_sections(load, report, good):
         "command line: model_alignment_strategy.orpo: model_alignment_strategy.dpo is given too, and a run has one"
         " loss. Keep one of them. [NXDT-C016]"
     )
+
+
+def test_the_adapter_to_start_from_may_be_named_with_the_other_keys_of_lora():
+    pytest.importorskip("nxdt_plugin_lora", reason="nxdt-plugin-lora is not installed")
+    peft = "{load_lora_from_ckpt: true, lora_save_dir: /adapters/x, lora_load_tag: 100}"
+    adapter = config.load("recipe:llama-tiny", [f"model_alignment_strategy.peft={peft}"]).selected("adapter").config
+    assert (adapter.load_lora_from_ckpt, adapter.lora_save_dir, adapter.lora_load_tag) == (True, "/adapters/x", 100)
 
 
 def test_a_misspelt_alignment_key_is_told_where_it_was_written(report, good):

@@ -3,53 +3,12 @@
 ``--matrix`` says how many of the cases, as for the matrix of layouts.
 """
 
+from tests.parallel.adapting import KINDS, numbers_of
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import train
 from tests.sampling import of_matrix
 
-_SIZES = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 26,
-    "init_method_std": 0.1,
-}
-_LLAMA = {**_SIZES, "name": "llama", "ffn_hidden_size": 40}
-_GPT = {**_SIZES, "name": "gpt", "num_kv_heads": 4, "ffn_hidden_size": 64, "make_vocab_size_divisible_by": 8}
-_MIXTRAL = {**_SIZES, "name": "mixtral", "ffn_hidden_size": 16, "moe": {"num_experts": 4, "router_aux_loss_coef": 0.1}}
-_HF = {
-    "name": "hf",
-    "model_config": "package://nxdt_plugin_hf/configs/qwen2-tiny",
-    "hf_config": {"initializer_range": 0.1},
-}
-
-
-def _lora(*targets, **more):
-    return {
-        "name": "lora",
-        "lora_rank": 4,
-        "lora_alpha": 16,
-        "lora_dropout": 0,
-        "target_modules": [*targets] or ["all-linear"],
-        **more,
-    }
-
-
-KINDS = {
-    "linear": (_LLAMA, _lora()),
-    "vocabulary": (_LLAMA, _lora("embed_tokens", "lm_head", "q_proj")),
-    "tied": ({**_LLAMA, "share_embeddings_and_output_weights": True}, _lora("embed_tokens", "lm_head", "down_proj")),
-    "last-layer": (_LLAMA, _lora("layers.3.*")),
-    "dora": (_LLAMA, _lora(use_dora=True)),
-    "whole": (_LLAMA, _lora("q_proj", modules_to_save=["lm_head", "mlp_norm"], use_rslora=True)),
-    "fused": (_GPT, _lora("qkv_proj", "o_proj", "up_proj", "embedding", lora_bias="all")),
-    "fused-biases": (_GPT, _lora("qkv_proj", "down_proj", lora_bias="lora_only", init_lora_weights="gaussian")),
-    "experts": (_MIXTRAL, _lora("experts", "q_proj")),
-    "hf": (_HF, _lora("q_proj", "o_proj", "mlp")),
-}
 STEPS = 6
 TP2, TP2_SP, PP2, EP2 = Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2, ep=2)
 CASES = {
@@ -73,6 +32,9 @@ CASES = {
     "dora-tp2": ("dora", TP2),
     "dora-tp4-sp": ("dora", Layout(tp=4, sp=True)),
     "dora-zero3": ("dora", Layout(dp=2, tp=2, zero=3)),
+    "vocabulary-dora-tp2": ("vocabulary-dora", TP2),
+    "vocabulary-dora-tp2-sp": ("vocabulary-dora", TP2_SP),
+    "vocabulary-dora-zero3": ("vocabulary-dora", Layout(dp=2, zero=3)),
     "whole-tp2-sp": ("whole", TP2_SP),
     "whole-zero2": ("whole", Layout(dp=2, zero=2)),
     "fused-tp2": ("fused", TP2),
@@ -86,6 +48,9 @@ CASES = {
     "experts-ep2-pp2": ("experts", Layout(dp=2, ep=2, pp=2)),
     "hf-tp2-sp": ("hf", TP2_SP),
     "hf-zero2": ("hf", Layout(dp=2, zero=2)),
+    "hf-experts-ep2": ("hf-experts", EP2),
+    "hf-experts-tp2": ("hf-experts", TP2),
+    "hf-experts-zero3": ("hf-experts", Layout(dp=2, zero=3)),
 }
 SAMPLE = 4
 
@@ -95,16 +60,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
 
 
-def _numbers(kind):
-    return "fp32" if kind == "hf" else "float64"
-
-
 def test_a_layout_trains_as_one_process_does(ranks, alone, case):
     kind, layout = CASES[case]
     model, adapter = KINDS[kind]
-    reports = ranks(layout.world).run(train, layout, _numbers(kind), STEPS, model, adapter, timeout_s=240)
-    reference = alone(_numbers(kind), STEPS, model, adapter)
-    wrong = computed_wrong(_numbers(kind), reports, reference)
+    reports = ranks(layout.world).run(train, layout, numbers_of(kind), STEPS, model, adapter, timeout_s=240)
+    reference = alone(numbers_of(kind), STEPS, model, adapter)
+    wrong = computed_wrong(numbers_of(kind), reports, reference)
     assert not wrong, "\n".join(wrong)
     assert reference.losses[-1] < reference.losses[0] - 0.01
     trained = reference.gradients.keys()

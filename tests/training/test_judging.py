@@ -4,44 +4,48 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 
+import numpy as np
 import pytest
+from nxdt_plugin_megatron_data.writer import IndexedWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
 from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
 from nxdt_core.cli import main
+from nxdt_core.config import load
 from nxdt_core.config.paths import resolve_path
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.errors import NxdtError
 from nxdt_core.training.evaluate import Answer, Question, questions, scores
 from nxdt_core.training.run import train
+from tests.training.small import SMALL
 
 CHAT = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
 
 
+def judged(where):
+    """Two steps, the validation of two sets that lie there, and what is written behind two prompts."""
+    return (
+        *SMALL,
+        f"exp_manager.exp_dir={where}",
+        *("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.limit_val_batches=null"),
+        "data.validation_fraction=0",
+        f"data.validation_sets={{digits: [{where}/digits.txt], words: [{where}/words.txt]}}",
+        "trainer.callbacks=[{name: generations, prompts: [In the, And], max_new_tokens: 5}]",
+    )
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of two steps that validated two sets and wrote behind two prompts."""
-    from nxdt_core.config import load
-    from tests.training.small import SMALL
-
+    """A run that was judged."""
     where = tmp_path_factory.mktemp("judged")
     for name, text in (("digits", "0123456789 " * 40), ("words", "In the beginning was the word. " * 90)):
         (where / f"{name}.txt").write_text(text)
-    config = load(
-        "recipe:llama-tiny",
-        [
-            *SMALL,
-            f"exp_manager.exp_dir={where}",
-            *("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.limit_val_batches=null"),
-            "data.validation_fraction=0",
-            f"data.validation_sets={{digits: [{where}/digits.txt], words: [{where}/words.txt]}}",
-            "trainer.callbacks=[{name: generations, prompts: [In the, And], max_new_tokens: 5}]",
-        ],
-    )
+    config = load("recipe:llama-tiny", [*judged(where)])
     train(config)
     return config
 
@@ -76,6 +80,62 @@ def test_loggers_have_them_and_the_texts_that_were_written(trained):
         assert row["text"] in text.tensor_proto.string_val[0].decode("utf-8", "replace")
 
 
+def test_ranks_write_together_what_one_process_writes(trained):
+    words = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "name=together")
+    where = trained.run_dir.parent
+    command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *judged(where), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert lines(where / "together/generations.jsonl") == lines(trained.run_dir / "generations.jsonl")
+
+
+def test_a_prompt_of_a_chat_is_a_users_turn(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    question = "What is the largest ocean?"
+    config = load(
+        "recipe:llama-tiny-sft",
+        [
+            *SMALL,
+            f"exp_manager.exp_dir={tmp_path}",
+            *("data.seq_length=512", "data.micro_batch_size=1", "data.global_batch_size=2"),
+            *("trainer.max_steps=1", "trainer.val_check_interval=1"),  # longer ones say one token alone
+            f"trainer.callbacks=[{{name: generations, prompts: [{question}], chat: true, max_new_tokens: 12}}]",
+        ],
+    )
+    train(config)
+    assert main(["checkpoint", "export", str(config.run_dir / "checkpoints"), str(tmp_path / "hf")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+
+    def said(text):
+        asked = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        written = model.generate(**asked, max_new_tokens=12, do_sample=False)[0, asked.input_ids.shape[1] :]
+        return tokenizer.decode(written, skip_special_tokens=True)
+
+    turn = [{"role": "user", "content": question}]
+    wanted = said(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+    assert wanted != said(question)
+    assert lines(config.run_dir / "generations.jsonl") == [{"step": 1, "prompt": question, "text": wanted}]
+
+
+def test_texts_to_go_on_from_need_a_tokenizer_before_anything_is_trained(tmp_path):
+    with IndexedWriter(tmp_path / "tokens", np.dtype("<u2")) as writer:
+        for _ in range(40):
+            writer.add(np.arange(64, dtype=np.uint16))
+    config = load(
+        "recipe:gpt-indexed-tiny",
+        [
+            *SMALL,
+            f"exp_manager.exp_dir={tmp_path}",
+            *(f"data.data_prefix={tmp_path}/tokens", "data.tokenizer.library=null", "data.splits_string=80,20,0"),
+            *("trainer.max_steps=1", "trainer.callbacks=[{name: generations, prompts: [a]}]"),
+        ],
+    )
+    with pytest.raises(NxdtError, match=r"T016.*names no tokenizer"):
+        train(config)
+    assert not [*config.run_dir.glob("checkpoints/step-*")]
+
+
 def test_evaluate_prints_what_the_library_finds(trained, tmp_path, capsys):
     file = tmp_path / "held.jsonl"
     file.write_text('{"prompt": "In the", "answer": "beginning"}\n{"prompt": "And", "answer": "the earth"}\n')
@@ -90,12 +150,14 @@ def test_evaluate_prints_what_the_library_finds(trained, tmp_path, capsys):
 
 
 def test_scores_are_means_of_exact_matches_and_of_rouge():
-    pairs = [("the cat sat", "the cat sat"), ("the cat sat", "the cat"), ("the cat sat", "dogs")]
+    pairs = [("the cat sat", text) for text in ("the cat sat", "the cat", "dogs", "sat the cat")]
     answers = [Answer(question=Question(place="", ids=[1], wanted=wanted), given=given) for wanted, given in pairs]
     found = scores(answers)
-    assert found["exact_match"] == pytest.approx(1 / 3)
-    assert found["rouge1"] == pytest.approx((1 + 2 * (1 * 2 / 3) / (1 + 2 / 3) + 0) / 3)
-    assert found["rouge2"] == pytest.approx((1 + 2 * (1 * 1 / 2) / (1 + 1 / 2) + 0) / 3)
+    words, pairs_of_words = 2 * (1 * 2 / 3) / (1 + 2 / 3), 2 * (1 * 1 / 2) / (1 + 1 / 2)  # F of "the cat"
+    assert found["exact_match"] == pytest.approx(1 / 4)
+    assert found["rouge1"] == pytest.approx((1 + words + 0 + 1) / 4)
+    assert found["rouge2"] == pytest.approx((1 + pairs_of_words + 0 + 1 / 2) / 4)
+    assert found["rougeL"] == pytest.approx((1 + words + 0 + 2 / 3) / 4), "the longest common run is 'the cat'"
 
 
 def test_questions_are_rendered_as_the_chat_template_asks_them(tmp_path):

@@ -67,6 +67,10 @@ class PeftKeys:
     """Layers that get an update."""
     load_lora_from_ckpt: bool | None = None
     """Start from a saved adapter."""
+    lora_save_dir: str | None = None
+    """Where the adapter to start from lies."""
+    lora_load_tag: str | int | None = None
+    """Step of the adapter to start from."""
     save_lora_base: bool | None = None
     """Save the base weights too."""
     merge_lora: bool | None = None

@@ -147,7 +147,7 @@ class TensorSharder:
         for part in update.modules():
             if isinstance(part, Dropout):
                 part.whole = cut.spread.dim == 0
-        if cut.spread.dim == 1:
+        if cut.spread.dim == update.inputs:
             update.over_inputs = partial(reduce_from_group, group=self._group)
         return update
 

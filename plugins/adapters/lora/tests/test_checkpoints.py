@@ -218,6 +218,15 @@ def test_a_run_that_cannot_merge_fails_and_merges_when_it_is_started_again(comma
     assert merged_steps(tmp_path / "tuned") == [2]
 
 
+def test_an_adapter_with_experts_is_exported_without_dropout_and_that_is_said(run, command, tmp_path, caplog):
+    experts = ("model.name=mixtral", "model.moe.num_experts=4", "adapter.target_modules=[experts]")
+    kept = run("tuned", *experts, "trainer.max_steps=2") / "checkpoints"
+    status, _, complaint = command("checkpoint", "export-lora", kept, tmp_path / "adapter")
+    assert status == 0, complaint
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == 0
+    assert "lora_dropout 0" in caplog.text
+
+
 def test_a_run_without_updates_is_not_to_be_merged(command, tmp_path):
     written = tmp_path / "run.yaml"
     written.write_text(json.dumps(RUN))

@@ -8,13 +8,18 @@ from dataclasses import fields
 import pytest
 import torch
 from nxdt_plugin_lora.config import LoraConfig
-from nxdt_plugin_lora.errors import AdapterDiffers
+from nxdt_plugin_lora.errors import AdapterDiffers, MergeUnties, NoPeftForm
 from nxdt_plugin_lora.exporting import describe
+from nxdt_plugin_lora.merging import merge_lora
 from nxdt_plugin_lora.peft_config import shortened
 from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS, write_peft
 
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint.hf import save_hf
 from nxdt_core.errors import AdapterOfAnotherBase, NxdtError, WeightsDoNotFit
+from nxdt_core.training import primitives
 from nxdt_core.training.frozen import base_digest
+from nxdt_core.training.state import TrainState
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
@@ -24,6 +29,7 @@ KINDS = {
     "some": ("llama", {"target_modules": ["q_proj", "layers.1.mlp"], "use_rslora": True, "lora_alpha": 5}),
     "dora": ("llama", {"use_dora": True}),
     "vocabulary": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "vocabulary-dora": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "use_dora": True}),
     "whole": ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "mlp_norm"]}),
     "tied": ("tied", {"target_modules": ["embed_tokens", "down_proj"]}),
     "fused": ("gpt2", {"target_modules": ["qkv_proj", "o_proj", "embedding.tokens"]}),
@@ -32,7 +38,10 @@ KINDS = {
     "some-biases": ("gpt2", {"target_modules": ["qkv_proj", "down_proj"], "bias": "lora_only"}),
     "experts": ("mixtral", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
     "hf": ("hf", {}),
+    "hf-experts": ("hf-mixture", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
 }
+UNTIED = ("tied", "fused")
+"""Those with an update of one use of a tied matrix."""
 
 
 @pytest.fixture(params=KINDS, ids=KINDS)
@@ -106,6 +115,29 @@ def test_an_adapter_that_peft_wrote_loads_here(run, start, tmp_path, ids, reques
     for name, tensor in run.peft_tensors.items():  # without rows that fill a vocabulary up
         kept, found = (dict(tensor.write(each.trained[name].detach())) for each in (run, loaded))
         assert all(torch.equal(kept[part], found[part]) for part in kept), name
+
+
+def test_a_merged_adapter_is_what_peft_merges(run, tmp_path, ids, request):
+    kept, place = (checkpoint.open_storage(str(tmp_path / name)) for name in ("kept", "merged"))
+    primitives.save_checkpoint(
+        kept, config=run.config, engine=run.engine, model=run.model, optimizer=None, state=TrainState(step=1)
+    )
+    if request.node.callspec.params["run"] in UNTIED:
+        with pytest.raises(MergeUnties):
+            merge_lora(kept.uri, place.uri)
+        return
+    merge_lora(kept.uri, place.uri)
+    merged = checkpoint.load_model(place, checkpoint.find_checkpoint(place, None, warn=print))
+    save_hf(tmp_path / "hf", run.builder, merged)
+    theirs = theirs_of(run, tmp_path, written(run, tmp_path / "adapter")).merge_and_unload()
+    ours, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        for name in ("hf", "base")
+    )
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        assert not torch.allclose(base(ids).logits, expected, atol=1e-2)
+        torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_drops_what_an_update_is_given_and_nothing_else(start, ids):
@@ -184,6 +216,12 @@ def test_every_variant_that_peft_has_is_known():
     assert variants - {"use_dora"} <= UNREAD.keys()
 
 
+def test_norms_that_count_rows_which_fill_the_vocabulary_up_have_no_form_in_peft(start, tmp_path):
+    run = start("gpt2", {"target_modules": ["embedding.tokens"], "use_dora": True})
+    with pytest.raises(NoPeftForm, match="NXDT-L003"):
+        written(run, tmp_path / "adapter")
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_what_peft_converts_loads_as_the_refusal_says(start, tmp_path, ids, init):
     run = start("llama", {"target_modules": ["q_proj"]})
@@ -195,7 +233,7 @@ def test_what_peft_converts_loads_as_the_refusal_says(start, tmp_path, ids, init
     theirs.peft_config["default"].init_lora_weights = init
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for parameter in theirs.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     expected = theirs(ids).logits

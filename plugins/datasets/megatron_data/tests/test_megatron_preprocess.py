@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.config.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
+from nxdt_core.testing.terminal import on_terminal
 
 KJV = resolve_path("package://nxdt_plugin_text/data/kjv.txt").read_text()
 DOCUMENTS = [text for text in KJV.split("\n\n") if text.strip()]
@@ -277,6 +279,18 @@ def test_a_full_disk_is_told_in_words_and_the_next_run_goes_on(corpus, tmp_path)
     done = nxdt(*job(corpus, "out", "--json"), cwd=tmp_path)
     assert 0 < json.loads(done.stdout)["tokens_before"] <= room // 2
     assert content(tmp_path / "out") == content(corpus / "whole")
+
+
+def test_a_terminal_has_a_bar_with_the_rate_and_a_pipe_has_none(corpus, tmp_path):
+    status, text = on_terminal([*NXDT, "data", *map(str, job(corpus, "out"))], cwd=tmp_path)
+    assert status == 0, text
+    shares = [int(share) for share in re.findall(r"(\d+)%\|", text)]
+    assert len(set(shares)) > 1
+    assert shares == sorted(shares)
+    assert re.search(r"B/s, [\d,]+ tokens/s, 0 bad\]", text)
+    done = nxdt(*job(corpus, "piped"), cwd=tmp_path)
+    assert done.stderr == ""
+    assert f"tokens in {len(DOCUMENTS) * 4:,} documents" in text
 
 
 def write_broken(path, good, bad):

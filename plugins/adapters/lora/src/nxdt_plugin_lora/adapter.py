@@ -21,7 +21,7 @@ from nxdt_plugin_lora.errors import LayerNotAdaptable
 from nxdt_plugin_lora.loading import load_adapter
 from nxdt_plugin_lora.norms import take_norms
 from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
-from nxdt_plugin_lora.updates import DoraUpdate, EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
+from nxdt_plugin_lora.updates import DoraEmbeddingUpdate, DoraUpdate, EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
 
 __all__ = ["LoraAdapter"]
 
@@ -97,16 +97,16 @@ class LoraAdapter:
             module.set_submodule(path, UpdatedLinear(layer, update))
             self._start(f"{path}.update", grows="lora_B", other=self._drawn("lora_A", inputs))
             return
-        if config.use_dora:
-            kind = "an embedding" if isinstance(layer, nn.Embedding) else "a matrix of experts"
-            raise LayerNotAdaptable(path=path, layer=kind, option="use_dora")
         if isinstance(layer, nn.Embedding):
-            table = EmbeddingUpdate(layer.num_embeddings, layer.embedding_dim, rank=rank, scaling=scaling)
+            make_table = DoraEmbeddingUpdate if config.use_dora else EmbeddingUpdate
+            table = make_table(layer.num_embeddings, layer.embedding_dim, rank=rank, scaling=scaling)
             module.set_submodule(path, UpdatedEmbedding(layer, table))
             other = InitRule(pattern="lora_B", distribution="normal", std=1.0)
             self._start(f"{path}.update", grows="lora_A", other=other)
             return
         assert isinstance(layer, SwiGLUExperts)
+        if config.use_dora:
+            raise LayerNotAdaptable(path=path, layer="a matrix of experts", option="use_dora")
         owner, _, matrix = path.rpartition(".")
         experts, outputs, inputs = getattr(layer, matrix).shape
         layer.updates[matrix] = ExpertsUpdate(experts, inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)

@@ -47,7 +47,7 @@ class LoraConfig:
     """Divide ``lora_alpha`` by the root of the rank (Kalajdzievski 2023, arXiv:2312.03732)."""
     use_dora: bool = False
     """Train the norm of each output feature's weights apart from their direction (Liu et al. 2024, arXiv:2402.09353);
-    linear layers only."""
+    linear layers and embeddings only."""
     init_lora_weights: Literal["default", "gaussian"] = "default"
     """How A starts: uniform within 1 / sqrt(inputs), or normal with the standard deviation 1 / ``lora_rank``."""
     save_lora_base: bool = True

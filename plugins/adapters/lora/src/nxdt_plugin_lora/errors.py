@@ -37,7 +37,7 @@ class LayerNotAdaptable(NxdtError):
     """An option does not fit a layer that was asked for."""
 
     code = "NXDT-L002"
-    happened = "adapter: '{path}' is {layer}, and {option} is for linear layers."
+    happened = "adapter: '{path}' is {layer}, and {option} is for linear layers and embeddings."
     remedy = "Take it out of adapter.target_modules, or set {option} to its default."
     path: str
     layer: str
@@ -48,10 +48,10 @@ class NoPeftForm(NxdtError):
     """An update that peft has no file for."""
 
     code = "NXDT-L003"
-    happened = "The update of '{parameter}' has no form in peft: transformers keeps that matrix as {tensors} tensors."
+    happened = "The update of '{parameter}' has no form in peft: {reason}."
     remedy = "Merge it instead: nxdt checkpoint merge-lora SRC DST."
     parameter: str
-    tensors: int
+    reason: str
 
 
 class AdapterFileDamaged(NxdtError):

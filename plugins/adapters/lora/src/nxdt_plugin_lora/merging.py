@@ -94,7 +94,7 @@ def merge_lora(
         step=saved.manifest.step,
         prepare=prepare,
         write=write,
-        facts=replace(facts, config=config, base="", without_base=False, fencing=0),
+        facts=replace(facts, config=config, base="", without_base=False, fencing=0, keep="regular"),
         ranks=ranks,
     )
     return Merged(
@@ -121,8 +121,9 @@ def merged_weight(
     down, up = update["lora_A"].to(wide), update["lora_B"].to(wide)
     whole = weight.to(wide) + config.scaling * (down @ up if table else up @ down)
     if "lora_magnitude" in update:
-        norms = torch.linalg.vector_norm(whole, dim=1, keepdim=True)
-        whole = whole * (update["lora_magnitude"].to(wide).unsqueeze(1) / norms)
+        inputs = 0 if table else 1
+        norms = torch.linalg.vector_norm(whole, dim=inputs, keepdim=True)
+        whole = whole * (update["lora_magnitude"].to(wide).unsqueeze(inputs) / norms)
     return whole.to(weight.dtype)
 
 

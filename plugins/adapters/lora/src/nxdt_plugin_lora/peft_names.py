@@ -21,7 +21,7 @@ _PREFIX = "base_model.model."
 _ROWS = {"transpose": "none", "interleave_transpose": "interleave"}
 """What a transform does to rows alone, where that is another one."""
 _IN_PEFT = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-_EMBEDDING_IN_PEFT = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+_EMBEDDING_IN_PEFT = {**_IN_PEFT, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,12 @@ def _whole(source: Source, updated: set[str]) -> PeftTensor:
 
 def _update(name: str, shape: tuple[int, ...], leaf: Leaf, source: Source, *, table: bool) -> PeftTensor:
     if source.transform == "concat":
-        raise NoPeftForm(parameter=leaf.base, tensors=len(source.hf_names))
+        reason = f"transformers keeps that matrix as {len(source.hf_names)} tensors"
+        raise NoPeftForm(parameter=leaf.base, reason=reason)
+    if table and leaf.kind == "lora_magnitude" and source.transform == "pad" and source.sections != source.shape[:1]:
+        raise NoPeftForm(
+            parameter=leaf.base, reason="its norms count the rows that fill the vocabulary up, which only we have"
+        )
     modules = tuple(theirs.removesuffix(".weight") for theirs in source.hf_names)
     suffix = (_EMBEDDING_IN_PEFT if table else _IN_PEFT)[leaf.kind]
     by_rows = leaf.kind == "lora_A" if table else leaf.kind != "lora_A"

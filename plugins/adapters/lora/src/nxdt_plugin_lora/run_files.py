@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Retention
 from nxdt_core.checkpoint.together import on_first_rank
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_plugin_lora.config import LoraConfig
@@ -40,8 +39,8 @@ def write_options(section: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def merge_last(uri: str, ranks: RankAgreement) -> None:
-    """Merge the checkpoint at ``uri`` into the store beside its own, unless it was already; an older merged step goes,
-    if it is not permanent. Collective."""
+    """Merge the checkpoint at ``uri`` into the store beside its own, unless it was already; an older merged step
+    goes. Collective."""
     storage, step = checkpoint.locate(uri)
     assert step is not None
     place = checkpoint.open_storage(f"{storage.uri}{MERGED}")
@@ -56,4 +55,4 @@ def merge_last(uri: str, ranks: RankAgreement) -> None:
     merged = merge_lora(uri, place.uri, ranks=ranks, beside=True)
     if ranks.rank == 0:
         _log.warning("merged model: %s", merged.target)
-        checkpoint.prune(place, Retention(keep_last=1), deep=False)
+    on_first_rank(ranks, lambda: checkpoint.prune(place, 1, deep=False), where=place.uri)

@@ -12,7 +12,7 @@ from nxdt_core.nn.dropout import Dropout
 from nxdt_core.nn.experts import grouped_linear
 from nxdt_core.nn.updates import Update
 
-__all__ = ["DoraUpdate", "EmbeddingUpdate", "ExpertsUpdate", "LowRankUpdate"]
+__all__ = ["DoraEmbeddingUpdate", "DoraUpdate", "EmbeddingUpdate", "ExpertsUpdate", "LowRankUpdate"]
 
 
 class LowRankUpdate(Update):
@@ -61,19 +61,19 @@ class DoraUpdate(LowRankUpdate):
     @torch.no_grad()
     def _norms(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """2-norms of the rows of the updated weight, [out]; never zero."""
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        wide = _wide(weight)
         own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
         scaled = self.scaling * up.to(wide)
         crossed = 2 * (scaled * functional.linear(weight, down.to(weight.dtype))).sum(1)
         added = (scaled @ (down.to(wide) @ down.to(wide).t()) * scaled).sum(1)
-        squares = self.over_inputs(own + crossed + added)
-        return squares.clamp(min=torch.finfo(wide).tiny).sqrt().to(up.dtype)
+        return _root(self.over_inputs(own + crossed + added)).to(up.dtype)
 
 
 class EmbeddingUpdate(Update):
     """Of an embedding: rows of ``A`` [rows, rank], which starts at zero, times ``B`` [rank, width]."""
 
     follows: Mapping[str, int] = {"lora_A": 0, "lora_B": 1}
+    inputs = 0
 
     def __init__(self, rows: int, width: int, *, rank: int, scaling: float) -> None:
         super().__init__()
@@ -85,6 +85,31 @@ class EmbeddingUpdate(Update):
         """``ids`` int64 [...] and ``product`` [..., width] to the latter's shape."""
         narrow = functional.embedding(ids, self.local(self.lora_A))
         return _plus_scaled(product, narrow, self.local(self.lora_B).t(), self.scaling)
+
+
+class DoraEmbeddingUpdate(EmbeddingUpdate):
+    """As its base, with the columns of W + s A B brought to trained norms, as in peft; see :class:`DoraUpdate`."""
+
+    follows: Mapping[str, int] = {**EmbeddingUpdate.follows, "lora_magnitude": 1}
+
+    def __init__(self, rows: int, width: int, *, rank: int, scaling: float) -> None:
+        super().__init__(rows, width, rank=rank, scaling=scaling)
+        self.lora_magnitude = nn.Parameter(torch.empty(width))
+
+    def forward(self, ids: torch.Tensor, product: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As its base's."""
+        norms = self._norms(weight, self.local(self.lora_A), self.local(self.lora_B))
+        return self.local(self.lora_magnitude) / norms * super().forward(ids, product, weight)
+
+    @torch.no_grad()
+    def _norms(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """2-norms of the columns of the updated table, [width]; never zero."""
+        wide = _wide(weight)
+        own = torch.linalg.vector_norm(weight, dim=0, dtype=wide).square()
+        scaled = self.scaling * up.to(wide)
+        crossed = 2 * (scaled * (down.to(weight.dtype).t() @ weight)).sum(0)
+        added = (scaled * (down.to(wide).t() @ down.to(wide) @ scaled)).sum(0)
+        return _root(self.over_inputs(own + crossed + added)).to(up.dtype)
 
 
 class ExpertsUpdate(Update):
@@ -105,6 +130,15 @@ class ExpertsUpdate(Update):
         """``rows``, ``counts`` and the result as of :func:`nxdt_core.nn.experts.grouped_linear`."""
         narrow = grouped_linear(self.dropout(rows), self.local(self.lora_A), counts)
         return product + self.scaling * grouped_linear(narrow, self.local(self.lora_B), counts)
+
+
+def _wide(weight: torch.Tensor) -> torch.dtype:
+    """What sums of squares of ``weight`` are computed in."""
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def _root(squares: torch.Tensor) -> torch.Tensor:
+    return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
 
 
 def _plus_scaled(product: torch.Tensor, narrow: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:

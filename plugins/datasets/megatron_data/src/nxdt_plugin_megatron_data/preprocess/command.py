@@ -139,11 +139,11 @@ def _bar(files: Sequence[Path]) -> Iterator[Callable[[int, Counts], None]]:
             if hidden:
                 return
             start[:] = start or [counts.tokens]
-            bar.update(disk_bytes - bar.n)
             seconds = bar.format_dict["elapsed"] or 1
             bar.set_postfix_str(
                 f"{(counts.tokens - start[0]) / seconds:,.0f} tokens/s, {counts.bad} bad", refresh=False
             )
+            bar.update(disk_bytes - bar.n)
 
         yield watch
 
