@@ -7,6 +7,7 @@ a ``tokenizer.json``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from nxdt_core.builtins.tokenizer_files import import_library
 from nxdt_core.builtins.tokenizer_huggingface_chat import chat_template, special_tokens
 from nxdt_core.builtins.tokenizer_huggingface_files import pretrained_files
 from nxdt_core.builtins.tokenizer_huggingface_sources import Loaded, load_named, load_pair, load_path, local_path
-from nxdt_core.builtins.tokenizer_places import valid
+from nxdt_core.builtins.tokenizer_places import encoded
 from nxdt_core.data.digest import digest
 from nxdt_core.errors import BadTokenizerConfig
 from nxdt_core.protocols.tokenizer import LocatedIds
@@ -51,19 +52,14 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of ``text`` without the special tokens that the file's post-processor would add; a lone surrogate becomes
         U+FFFD."""
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:
-            ids = self._tokenizer.encode(valid(text), add_special_tokens=False).ids
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        ids: list[int] = encoded(lambda texts: encode(*texts), [text]).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The same for many texts, on the library's threads."""
-        try:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:
-            encodings = self._tokenizer.encode_batch_fast([*map(valid, texts)], add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        encode = partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded(encode, texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
@@ -99,11 +95,8 @@ class HuggingFaceTokenizer:
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """As :meth:`encode_batch`, with the library's offsets."""
-        try:
-            found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except TypeError:
-            found = self._tokenizer.encode_batch([*map(valid, texts)], add_special_tokens=False)
-        return [*map(_located, found)]
+        encode = partial(self._tokenizer.encode_batch, add_special_tokens=False)
+        return [*map(_located, encoded(encode, texts))]
 
     def spell(self, ids: Iterable[int]) -> str:
         """As :meth:`decode`, special tokens included."""

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from nxdt_core.protocols.tokenizer import LocatedIds
 
-__all__ = ["located", "valid"]
+__all__ = ["encoded", "located", "valid"]
+
+T = TypeVar("T")
 
 
 def valid(text: str) -> str:
     """``text`` with U+FFFD for each lone surrogate, which UTF-8 cannot express and most libraries refuse."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def encoded(encode: Callable[[list[str]], T], texts: Sequence[str]) -> T:
+    """What ``encode`` of a library gives for ``texts``, made :func:`valid` only where it refuses them."""
+    try:
+        return encode(list(texts))
+    except TypeError:
+        return encode([*map(valid, texts)])
 
 
 def located(text: str, ids: Sequence[int], widths: Sequence[int]) -> LocatedIds:

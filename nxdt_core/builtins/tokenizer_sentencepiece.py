@@ -10,7 +10,7 @@ from typing import Any
 
 from nxdt_core.builtins.tokenizer_config import SentencePieceTokenizerConfig
 from nxdt_core.builtins.tokenizer_files import holds_ranks, import_library, read_file
-from nxdt_core.builtins.tokenizer_places import valid
+from nxdt_core.builtins.tokenizer_places import encoded, valid
 from nxdt_core.builtins.tokenizer_sentencepiece_files import pretrained_files
 from nxdt_core.builtins.tokenizer_sentencepiece_places import cut, located
 from nxdt_core.data.digest import digest
@@ -62,10 +62,7 @@ class SentencePieceTokenizer:
         """The same for many texts, on the library's threads."""
         if self._added:
             return [self.encode(text) for text in texts]
-        try:
-            ids: list[list[int]] = self._processor.encode(list(texts))
-        except TypeError:
-            ids = self._processor.encode([*map(valid, texts)])
+        ids: list[list[int]] = encoded(self._processor.encode, texts)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

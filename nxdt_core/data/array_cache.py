@@ -11,39 +11,42 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
 from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
 
-__all__ = ["Arrays", "cached_arrays"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["cached_arrays"]
 
 _LOOK_AGAIN_S = 0.1
 
-Arrays = Mapping[str, NDArray[Any]]
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def cached_arrays(
-    directory: Path, name: str, names: tuple[str, ...], make: Callable[[], Arrays], unkept: Callable[[OSError], None]
-) -> Arrays:
-    """The arrays ``names`` that ``directory`` keeps as ``name``, made where they are missing or damaged.
+    directory: Path, name: str, kind: type[T], make: Callable[[], T], unkept: Callable[[OSError], None]
+) -> T:
+    """What ``directory`` keeps as ``name``, made where it is missing or damaged.
 
     Args:
         directory: is made where it is missing.
         name: stands for all that decides the arrays.
-        names: of the arrays that ``make`` returns.
+        kind: a dataclass of arrays.
         make: is called by one process of a node.
         unkept: is told why nothing can be kept. Where it returns, the arrays stay in the memory of this process.
     """
     place = directory / name
-    found = _mapped(place, names)
+    found = _mapped(place, kind)
     if found is not None:
         return found
     try:
@@ -53,31 +56,33 @@ def cached_arrays(
         unkept(error)
         return make()
     with _released(directory / f"{name}.lock", lock):
-        found = _mapped(place, names)  # another process may have made them while this one waited
+        found = _mapped(place, kind)  # another process may have made it while this one waited
         if found is not None:
             return found
         made = make()
         try:
-            _store(place, names, made)
+            _store(place, made)
         except OSError as error:
             unkept(error)
-        return _mapped(place, names) or made
+        found = _mapped(place, kind)
+        return made if found is None else found
 
 
-def _mapped(place: Path, names: tuple[str, ...]) -> Arrays | None:
+def _mapped(place: Path, kind: type[T]) -> T | None:
     """The arrays in ``place``; None where there are none, or damaged ones."""
     try:
-        return {name: np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names}
+        names = [each.name for each in fields(kind)]
+        return kind(**{name: np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names})
     except (OSError, ValueError, EOFError):
         return None
 
 
-def _store(place: Path, names: tuple[str, ...], arrays: Arrays) -> None:
+def _store(place: Path, made: DataclassInstance) -> None:
     part = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
     try:
-        for name in names:
-            with (part / f"{name}.npy").open("wb") as file:
-                np.save(file, arrays[name])
+        for each in fields(made):
+            with (part / f"{each.name}.npy").open("wb") as file:
+                np.save(file, getattr(made, each.name))
                 file.flush()
                 os.fsync(file.fileno())
         part.chmod(0o755)  # mkdtemp lets nobody else in, and a cache is shared
@@ -85,7 +90,7 @@ def _store(place: Path, names: tuple[str, ...], arrays: Arrays) -> None:
         try:
             part.rename(place)
         except OSError:
-            if _mapped(place, names) is None:  # not even one of another node, which made the same
+            if _mapped(place, type(made)) is None:  # not even one of another node, which made the same
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)

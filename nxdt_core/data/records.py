@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.data.compressed import bare_name
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files import JSON_LINES, decode, expand, json_objects, read_bytes
 from nxdt_core.errors import ArrowMissing, ArrowUnreadable, BadJsonFile, NoRecords
@@ -63,7 +64,7 @@ def _within(path: Path) -> Path:
 
 
 def _records(path: Path, content: bytes, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    name = path.name.removesuffix(".gz")
+    name = bare_name(path)
     if name.endswith((_ARROW, _PARQUET)):
         return enumerate(_table(path, content), start=1)
     text = decode(path, content)
@@ -92,7 +93,7 @@ def _table(path: Path, content: bytes) -> list[dict[str, Any]]:
         raise ArrowMissing(path=str(path), reason=str(error)) from error
     buffer = pyarrow.py_buffer(content)
     try:
-        if path.name.endswith(_PARQUET):
+        if bare_name(path).endswith(_PARQUET):
             table = pyarrow.parquet.read_table(pyarrow.BufferReader(buffer))
         elif content.startswith(b"ARROW1"):
             table = pyarrow.ipc.open_file(buffer).read_all()

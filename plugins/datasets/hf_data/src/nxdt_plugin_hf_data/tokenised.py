@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nxdt_core.data.array_cache import Arrays, cached_arrays
+from nxdt_core.data.array_cache import cached_arrays
 from nxdt_core.data.tokens import TokenStream
 from nxdt_plugin_hf_data.errors import CacheUnwritable
 
@@ -21,11 +21,11 @@ def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -
     if directory is None:
         return make()
 
-    def arrays() -> Arrays:
+    def whole() -> TokenStream:
         made = make()
-        return {"tokens": made.tokens[:], "starts": made.starts}
+        return TokenStream(tokens=made.tokens[:], starts=made.starts)
 
     def unkept(error: OSError) -> None:
         raise CacheUnwritable(path=str(directory), reason=error.strerror or str(error)) from error
 
-    return TokenStream(**cached_arrays(directory, name, ("tokens", "starts"), arrays, unkept))
+    return cached_arrays(directory, name, TokenStream, whole, unkept)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 from nxdt_core.data.array_cache import cached_arrays
@@ -25,5 +24,4 @@ def cached_indices(directory: Path, name: str, build: Callable[[], Indices]) -> 
         reason = error.strerror or str(error)
         _log.warning("%s: cannot keep an index there (%s); each process builds its own", directory, reason)
 
-    names = tuple(each.name for each in fields(Indices))
-    return Indices(**cached_arrays(directory, name, names, lambda: dict(build().named()), unkept))
+    return cached_arrays(directory, name, Indices, build, unkept)

@@ -9,8 +9,7 @@ that is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +28,6 @@ class Indices:
     row is the end of the last sample."""
     shuffle: NDArray[np.uint32 | np.int64]
     """[samples] the sample that stands at each place of the order."""
-
-    def named(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
-        """The arrays with their names."""
-        for each in fields(self):
-            yield each.name, getattr(self, each.name)
 
 
 def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool) -> int:

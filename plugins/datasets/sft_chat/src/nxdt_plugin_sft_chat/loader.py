@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import cast
 
-from nxdt_core.data.array_cache import Arrays, cached_arrays
+from nxdt_core.data.array_cache import cached_arrays
 from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.chat import runner_of
 from nxdt_core.data.chat_templates import template_names
@@ -95,13 +94,7 @@ class ChatDataloader:
 
         if directory is None:
             return chats()
-        names = tuple(each.name for each in fields(Chats))
-
-        def arrays() -> Arrays:
-            made = chats()
-            return {name: getattr(made, name) for name in names}
-
-        return Chats(**cached_arrays(directory, f"chats-{digest(source, length)}", names, arrays, _unkept))
+        return cached_arrays(directory, f"chats-{digest(source, length)}", Chats, chats, _unkept)
 
     def _records(self, name: SplitName) -> tuple[Sequence[Record], str]:
         """The records of a split, and a digest of what decides them."""
