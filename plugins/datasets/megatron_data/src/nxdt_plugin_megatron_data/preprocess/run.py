@@ -11,7 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from nxdt_core.data.digest import digest, file_digest
@@ -140,6 +140,7 @@ def _encoded(blocks: Iterator[Block], job: Job) -> Iterator[tuple[Block, Encoded
         job.workers, get_context("spawn"), initializer=start_worker, initargs=(job.tokenizer, job.recipe)
     )
     begun: deque[tuple[Block, Future[Encoded]]] = deque()
+    others = active_children()
     try:
         for block in blocks:
             json_lines = is_json(job.files[block.begin.file])
@@ -150,6 +151,10 @@ def _encoded(blocks: Iterator[Block], job: Job) -> Iterator[tuple[Block, Encoded
         for block, future in begun:
             yield block, future.result()
     except BrokenProcessPool as error:
+        # The pool ends its processes, but not one that it was just starting, for which its end would wait forever.
+        for process in active_children():
+            if process not in others:
+                process.kill()
         raise WorkerDied() from error
     finally:
         pool.shutdown(cancel_futures=True)
