@@ -44,8 +44,8 @@ class Adapter(Protocol):
         configuration."""
         ...
 
-    def finish(self, checkpoint: str | None, ranks: RankAgreement) -> None:
+    def finish(self, checkpoint: str | None, config: Any, ranks: RankAgreement) -> None:
         """Leave what the run shall leave beside its last checkpoint, at this address; None: it has saved none.
-        Collective; called at the end of a run that ended in order, or that had nothing left to do. What it raises fails
-        the run, whose checkpoints stay."""
+        ``config`` is the whole resolved configuration. Collective; called at the end of a run that ended in order, or
+        that had nothing left to do. What it raises fails the run, whose checkpoints stay."""
         ...

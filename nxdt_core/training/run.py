@@ -96,7 +96,7 @@ def _train(
         console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
         if start.storage.uri == own.uri:
             for adapter in assemble.adapters(config):
-                adapter.finish(assemble.step_uri(own, start.manifest.step), ranks)
+                adapter.finish(assemble.step_uri(own, start.manifest.step), config, ranks)
         strategy.engine.shutdown()
         return _finished(config, start)
     base = decide_base(config, start, console.say, ranks) if _resumes(start) else None

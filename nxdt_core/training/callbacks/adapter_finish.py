@@ -27,4 +27,4 @@ class AdapterFinish(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
         """Call the adapter."""
         for adapter in assemble.adapters(self._config):
-            adapter.finish(self._standing(pl_module), pl_module.engine.ranks)
+            adapter.finish(self._standing(pl_module), self._config, pl_module.engine.ranks)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_plugin_s3.config import S3StorageConfig
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
@@ -216,6 +217,24 @@ def test_a_run_that_cannot_merge_fails_and_merges_when_it_is_started_again(comma
     assert status == 0, complaint
     assert "nothing to do" in complaint
     assert merged_steps(tmp_path / "tuned") == [2]
+
+
+def test_two_ranks_merge_in_the_store_of_the_run_by_its_options(command, tmp_path, s3_server, s3_uri):
+    written = tmp_path / "run.yaml"
+    written.write_text(json.dumps(RUN))
+    same = (*MERGING, "adapter.lora_dropout=0")
+    there = (f"checkpoint.uri={s3_uri}", f"checkpoint.storage.endpoint_url={s3_server.url}", "trainer.devices=2")
+    status, _, complaint = command("train", written, f"exp_manager.exp_dir={tmp_path}", *same, *there)
+    assert status == 0, complaint
+    merged = checkpoint.open_storage(f"{s3_uri}-merged", config=S3StorageConfig(endpoint_url=s3_server.url))
+    found = checkpoint.load_model(merged, checkpoint.find_checkpoint(merged, 4, warn=print))
+    alone = tmp_path / "alone"
+    status, _, complaint = command("train", written, f"exp_manager.exp_dir={alone}", *same)
+    assert status == 0, complaint
+    expected = weights_of(alone / "tuned" / "checkpoints-merged")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
 
 
 def test_an_adapter_with_experts_is_exported_without_dropout_and_that_is_said(run, command, tmp_path, caplog):

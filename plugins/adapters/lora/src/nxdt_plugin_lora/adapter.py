@@ -71,7 +71,7 @@ class LoraAdapter:
         if self.config.load_lora_from_ckpt:
             load_adapter(self.config, model, config, engine)
 
-    def finish(self, checkpoint: str | None, ranks: RankAgreement) -> None:
+    def finish(self, checkpoint: str | None, config: ResolvedConfig, ranks: RankAgreement) -> None:
         """Merge the last checkpoint, where ``merge_lora`` asks for it."""
         if not self.config.merge_lora:
             return
@@ -80,7 +80,7 @@ class LoraAdapter:
             return
         from nxdt_plugin_lora.run_files import merge_last  # it opens checkpoints with this class
 
-        merge_last(checkpoint, ranks)
+        merge_last(checkpoint, config, ranks)
 
     def init_rules(self) -> Sequence[InitRule]:
         """For the parameters that :meth:`apply` has added: an update starts at zero. DoRA's norms are the weights' own,

@@ -39,11 +39,12 @@ def merge_lora(ctx: click.Context, source: str, target: str, base: str | None, j
     of an installed store, without checkpoints. `nxdt checkpoint export DST DIR` then writes a directory that
     transformers loads. Memory holds one matrix at a time. Under torchrun or srun the processes divide the matrices.
     """
+    from nxdt_core.checkpoint import locate, open_storage
     from nxdt_plugin_lora import merging
 
     ctx.exit(
         on_all_ranks(
-            lambda ranks: merging.merge_lora(source, target, base=base, ranks=ranks),
+            lambda ranks: merging.merge_lora(*locate(source), open_storage(target), base=base, ranks=ranks),
             lambda merged: _report(merged, json_output),
         )
     )

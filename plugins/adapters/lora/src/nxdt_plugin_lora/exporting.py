@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.checkpoint import locate
 from nxdt_core.checkpoint.foreign import recognise
 from nxdt_core.checkpoint.hf_keys import sources
 from nxdt_core.errors import HFNotWritable
@@ -56,7 +57,7 @@ def export_lora(source: str, target: str, *, base_model: str | None = None) -> E
     directory = Path(target)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise HFNotWritable(directory=target)
-    saved = open_saved(source)
+    saved = open_saved(*locate(source))
     base = base_model or _began_with(saved)
     config, tensors = describe(assemble.model_builder(saved.config), saved.lora, saved.trained, base=base)
     if config["lora_dropout"] != saved.lora.lora_dropout:

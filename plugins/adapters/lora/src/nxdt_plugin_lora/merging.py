@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nxdt_core import checkpoint
 from nxdt_core.checkpoint.assignment import Held, Listing, Place
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import state_name
@@ -17,6 +16,7 @@ from nxdt_core.checkpoint.shards import write_listed
 from nxdt_core.checkpoint.share import encode_state
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import rank_of
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
@@ -48,7 +48,13 @@ class Merged:
 
 
 def merge_lora(
-    source: str, target: str, *, base: str | None = None, ranks: RankAgreement | None = None, beside: bool = False
+    source: CheckpointStorage,
+    step: int | None,
+    target: CheckpointStorage,
+    *,
+    base: str | None = None,
+    ranks: RankAgreement | None = None,
+    beside: bool = False,
 ) -> Merged:
     """Commit the model that a LoRA run trained as a checkpoint without an adapter, under the same step.
 
@@ -56,8 +62,9 @@ def merge_lora(
     all.
 
     Args:
-        source: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
-        target: address of a store, without checkpoints if not ``beside``.
+        source: a run's checkpoints.
+        step: of the one to merge; None takes the newest good one.
+        target: another store, without checkpoints if not ``beside``.
         base: address of the frozen weights, where they are not where the run took them.
         ranks: that divide the matrices; None for a process that is alone.
         beside: whether ``target`` may hold other steps; the same step is replaced.
@@ -68,9 +75,8 @@ def merge_lora(
         MergeUnties: the update is of one of two tied matrices.
         ImportPlaceTaken: ``target`` holds a checkpoint.
     """
-    saved = open_saved(source, base=base)
+    saved = open_saved(source, step, base=base)
     _check_ties(saved)
-    place = checkpoint.open_storage(target, saved.config.kernel)
     held = {
         ("model", name): Held(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
         for name, spec in saved.base.specs.items()
@@ -80,7 +86,7 @@ def merge_lora(
     def prepare() -> Listing:
         if rank_of(ranks) == 0:
             if not beside:
-                check_empty(place)
+                check_empty(target)
             saved.check_base()
         return held
 
@@ -90,7 +96,7 @@ def merge_lora(
     facts = saved.manifest.facts
     config = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
     manifest = save_listed(
-        place,
+        target,
         step=saved.manifest.step,
         prepare=prepare,
         write=write,
@@ -99,7 +105,7 @@ def merge_lora(
     )
     return Merged(
         source=saved.uri,
-        target=assemble.step_uri(place, manifest.step),
+        target=assemble.step_uri(target, manifest.step),
         step=manifest.step,
         merged=len(saved.updated),
         size_bytes=manifest.size_bytes,

@@ -11,7 +11,9 @@ from typing import Any
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.together import on_first_rank
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.training import assemble
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merge_lora
 from nxdt_plugin_lora.peft_config import peft_config
@@ -38,12 +40,12 @@ def write_options(section: Mapping[str, Any], run_dir: Path) -> None:
     (directory / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def merge_last(uri: str, ranks: RankAgreement) -> None:
+def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
     """Merge the checkpoint at ``uri`` into the store beside its own, unless it was already; an older merged step
-    goes. Collective."""
-    storage, step = checkpoint.locate(uri)
+    goes. Both are reached as ``checkpoint.storage`` of ``config`` says. Collective."""
+    storage, step = assemble.locate(config, uri)
     assert step is not None
-    place = checkpoint.open_storage(f"{storage.uri}{MERGED}")
+    place, _ = assemble.locate(config, f"{storage.uri}{MERGED}")
 
     def is_merged() -> bool:
         merged = {status.step for status in checkpoint.list_checkpoints(place) if status.state == "committed"}
@@ -52,7 +54,7 @@ def merge_last(uri: str, ranks: RankAgreement) -> None:
 
     if on_first_rank(ranks, is_merged, where=place.uri):
         return
-    merged = merge_lora(uri, place.uri, ranks=ranks, beside=True)
+    merged = merge_lora(storage, step, place, ranks=ranks, beside=True)
     if ranks.rank == 0:
         _log.warning("merged model: %s", merged.target)
     on_first_rank(ranks, lambda: checkpoint.prune(place, 1, deep=False), where=place.uri)

@@ -11,7 +11,6 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
 from nxdt_core.training.base_weights import BaseWeights, base_weights
@@ -67,18 +66,18 @@ class SavedLora:
         self.base.check(frozen, self.manifest.facts.base, where=self.uri)
 
 
-def open_saved(source: str, *, base: str | None = None) -> SavedLora:
-    """The checkpoint at ``source``: a store, of which the newest good one is taken, or one step of it.
+def open_saved(storage: CheckpointStorage, step: int | None, *, base: str | None = None) -> SavedLora:
+    """One checkpoint of a run.
 
     Args:
-        source: address.
+        storage: where they lie.
+        step: of the one; None takes the newest good one.
         base: address of the frozen weights, where they are not where its run took them.
 
     Raises:
         NoAdapterHere: its run trained without LoRA.
         CheckpointNotFound, SavedConfigUnusable: it cannot be opened.
     """
-    storage, step = checkpoint.locate(source, Kernel.start())
     manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning)
     uri = assemble.step_uri(storage, manifest.step)
     config = saved_config(manifest, where=uri)
