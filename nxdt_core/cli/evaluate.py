@@ -47,7 +47,8 @@ def evaluate(
 ) -> None:
     """Judge the model of CHECKPOINT by the records of FILES and by tasks.
 
-    FILES are JSONL: `messages` whose last one is the wanted answer, `input` and `output`, or `prompt` and `answer`.
+    FILES hold conversations, as training takes them, whose last message is the wanted answer; or texts, `prompt` and
+    `answer`. They are JSONL, JSON, Arrow or Parquet.
     The likeliest answer is compared: share of exact matches, and ROUGE. Tasks are those of lm-evaluation-harness.
     """
     from nxdt_core.errors import NothingToJudge

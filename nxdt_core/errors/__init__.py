@@ -10,13 +10,18 @@ from nxdt_core.errors.adapters import AdapterOfAnotherBase
 from nxdt_core.errors.averages import CheckpointHasNoAverage
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.chats import (
+    BadMessage,
+    EmptyTurn,
     NotAChatTokenizer,
+    RolesOutOfOrder,
     SpecialTokenInText,
     TemplateMissing,
     TemplateNeedsToken,
     TemplateRefuses,
     TemplateUnknown,
     TemplateUnreadable,
+    UnknownRecord,
+    UnknownRole,
 )
 from nxdt_core.errors.checkpoints import (
     BadStorageKey,
@@ -226,6 +231,7 @@ __all__ = [
     "BadJsonFile",
     "BadJsonLine",
     "BadLaunchVariable",
+    "BadMessage",
     "BadModelConfig",
     "BadOverride",
     "BadStorageKey",
@@ -261,6 +267,7 @@ __all__ = [
     "DuplicateKey",
     "EmptyDataset",
     "EmptyTextFile",
+    "EmptyTurn",
     "EvaluationLibraryMissing",
     "ExpertsDoNotDivide",
     "ForeignConfigMissing",
@@ -339,6 +346,7 @@ __all__ = [
     "ReferenceNeedsAdapter",
     "ReferenceNeedsLength",
     "RingNeedsPointToPoint",
+    "RolesOutOfOrder",
     "RunAlreadyHasCheckpoints",
     "SameWeightsSaved",
     "SaveTookTooLong",
@@ -381,6 +389,8 @@ __all__ = [
     "UnknownPlugin",
     "UnknownRecipe",
     "UnknownRecomputeName",
+    "UnknownRecord",
+    "UnknownRole",
     "UnknownScheme",
     "UnsavableState",
     "VocabularyTooSmall",

@@ -53,7 +53,7 @@ class EmptyTextFile(NxdtError):
 
     code = "NXDT-D002"
     happened = "{path} holds no text."
-    remedy = "Take the file out of the data section, or fill it."
+    remedy = "Name another file, or fill it."
     path: str
 
 
@@ -261,7 +261,7 @@ class NoRecords(NxdtError):
 
     code = "NXDT-D305"
     happened = "{path} holds no records."
-    remedy = "Take the file out of the data section, or fill it."
+    remedy = "Name another file, or fill it."
     path: str
 
 

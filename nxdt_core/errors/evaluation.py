@@ -31,7 +31,10 @@ class NoAnswerToJudge(NxdtError):
 
     code = "NXDT-E003"
     happened = "{place} cannot be judged: {reason}."
-    remedy = "Give 'messages' that end with the assistant's turn, 'input' and 'output', or 'prompt' and 'answer'."
+    remedy = (
+        "Give 'messages' or 'conversations' that end with the assistant's turn, 'input' and 'output', or 'prompt' and "
+        "'answer'."
+    )
     place: str
     reason: str
 
@@ -41,7 +44,7 @@ class NothingToJudge(NxdtError):
 
     code = "NXDT-E004"
     happened = "There is nothing to judge by: {found}."
-    remedy = "Name JSONL files with held-out records, or tasks with --task."
+    remedy = "Name files with held-out records, or tasks with --task."
     found: str
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from nxdt_core.data.chat import prompt_ids
 from nxdt_core.data.chat_keys import ChatKeys
-from nxdt_core.data.files import decode, expand, json_objects, read_bytes
+from nxdt_core.data.chat_records import read_record
+from nxdt_core.data.records import Place, read_records
 from nxdt_core.data.tokens import text_ids
-from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingToJudge
+from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingToJudge, UnknownRecord
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
@@ -20,6 +21,7 @@ from nxdt_core.training.loaded import LoadedModel
 __all__ = ["Answer", "Question", "evaluate", "questions", "scores"]
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
+_EXAMPLE = '{"input": "...", "output": "..."}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,26 +44,22 @@ class Answer:
 def questions(
     files: Sequence[Path | str], tokenizer: Tokenizer, keys: ChatKeys, *, limit: int | None = None
 ) -> Iterator[Question]:
-    """The records of JSONL files as questions, rendered as in training.
+    """The records of files as questions, rendered as in training.
 
-    A record has ``messages``, of which the last is the wanted answer; ``input`` and ``output``, the same in two keys;
-    or ``prompt`` and ``answer``, texts that no template touches.
+    A record is a conversation in any form that :func:`~nxdt_core.data.chat_records.read_record` knows, whose last
+    message is the wanted answer; or ``prompt`` and ``answer``, texts that no template touches.
 
     Args:
-        files: paths and patterns.
+        files: as :func:`~nxdt_core.data.records.read_records` takes them.
         tokenizer: of the model.
         keys: how messages become text.
         limit: records to take, the first ones; None takes all.
 
     Raises:
-        DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine: of the files.
+        NxdtError: of the files and records, as of those two.
         NoAnswerToJudge, ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of a record.
     """
-    records = (
-        (f"{path}:{line}", record)
-        for path in expand(files, "FILES")
-        for line, record in json_objects(path, decode(path, read_bytes(path)))
-    )
+    records, _ = read_records(map(Path, files), "FILES", example=_EXAMPLE)
     for place, record in islice(records, limit):
         yield _question(place, record, tokenizer, keys)
 
@@ -102,20 +100,21 @@ def scores(answers: Sequence[Answer]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def _question(place: str, record: Mapping[str, Any], tokenizer: Tokenizer, keys: ChatKeys) -> Question:
+def _question(place: Place, record: Mapping[str, Any], tokenizer: Tokenizer, keys: ChatKeys) -> Question:
     if isinstance(record.get("prompt"), str) and isinstance(record.get("answer"), str):
         ids = text_ids(record["prompt"], tokenizer)
-        return _checked(place, ids, record["answer"])
-    messages = record.get("messages")
-    if messages is None and record.get("input") is not None and record.get("output") is not None:
-        messages = [{"role": "user", "content": record["input"]}, {"role": "assistant", "content": record["output"]}]
-    if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(one, dict) for one in messages):
-        raise NoAnswerToJudge(place=place, reason="it has none of the keys for a question and an answer")
-    last = messages[-1]
-    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        raise NoAnswerToJudge(place=place, reason="its last message is no text of the assistant")
-    ids = prompt_ids(messages[:-1], tokenizer, keys, place=place, tools=record.get("tools"))
-    return _checked(place, ids, last["content"])
+        return _checked(str(place), ids, record["answer"])
+    try:
+        conversation = read_record(record, place)
+    except UnknownRecord as error:
+        reason = "it has none of the keys for a question and an answer"
+        raise NoAnswerToJudge(place=str(place), reason=reason) from error
+    *asked, last = conversation.messages
+    if last.role != "assistant" or last.calls_tools or not asked:
+        raise NoAnswerToJudge(place=str(place), reason="its last message is no text of the assistant")
+    messages = [message.for_template("") for message in asked]
+    ids = prompt_ids(messages, tokenizer, keys, place=str(place), tools=conversation.tools)
+    return _checked(str(place), ids, last.content)
 
 
 def _checked(place: str, ids: list[int], wanted: str) -> Question:

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import datasets
 import numpy as np
 import pytest
 from nxdt_plugin_megatron_data.writer import IndexedWriter
@@ -24,6 +25,7 @@ from nxdt_core.training.evaluate import Answer, Question, questions, scores
 from nxdt_core.training.run import train
 from tests.training.small import SMALL
 
+CALL = {"name": "look", "arguments": "{}"}
 CHAT = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
 
 
@@ -171,6 +173,11 @@ def test_questions_are_rendered_as_the_chat_template_asks_them(tmp_path):
     one, other = questions([file], tokenizer, ChatKeys())
     assert list(one.ids) == theirs.apply_chat_template([asked], add_generation_prompt=True, return_dict=False)
     assert (one.wanted, other.wanted) == ("There.", "Yes")
+    shared = [{"from": "human", "value": asked["content"]}, {"from": "gpt", "value": "There."}]
+    datasets.Dataset.from_list([{"conversations": shared}]).to_parquet(tmp_path / "shared.parquet")
+    assert [*questions([tmp_path / "shared.parquet"], tokenizer, ChatKeys())] == [
+        Question(place=f"{tmp_path}/shared.parquet:1", ids=one.ids, wanted="There.")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,9 @@ def test_questions_are_rendered_as_the_chat_template_asks_them(tmp_path):
     [
         ({"prompt": "x"}, "NXDT-E003"),
         ({"prompt": "x", "answer": " "}, "NXDT-E003"),
-        ({"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}, "NXDT-E003"),
+        ({"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}, "NXDT-D303"),
+        ({"messages": [{"role": "user", "content": "b"}]}, "NXDT-E003"),
+        ({"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "tool_calls": [CALL]}]}, "NXDT-E003"),
         ({"input": "a", "output": "b"}, "NXDT-E001"),
     ],
 )

@@ -6,17 +6,22 @@ import gzip
 import json
 
 import pytest
-from nxdt_plugin_sft_chat.errors import (
+
+from nxdt_core.data.chat_records import read_record
+from nxdt_core.data.records import Place, read_records
+from nxdt_core.errors import (
+    ArrowUnreadable,
+    BadJsonFile,
+    BadJsonLine,
     BadMessage,
+    DataFileNotFound,
     EmptyTurn,
+    NoRecords,
     RolesOutOfOrder,
+    TextNotUtf8,
     UnknownRecord,
     UnknownRole,
 )
-from nxdt_plugin_sft_chat.records import read_record
-
-from nxdt_core.data.records import Place, read_records
-from nxdt_core.errors import ArrowUnreadable, BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords, TextNotUtf8
 
 SYSTEM = {"role": "system", "content": "s"}
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.data.conversation import ROLES
 from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.protocols.dataloader import DataReport, TokenCount
-from nxdt_plugin_sft_chat.config import ROLES, Truncation
+from nxdt_plugin_sft_chat.config import Truncation
 from nxdt_plugin_sft_chat.encoding import Encoded
 from nxdt_plugin_sft_chat.errors import ChatTooLong
 

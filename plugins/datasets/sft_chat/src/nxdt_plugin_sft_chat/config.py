@@ -8,10 +8,7 @@ from typing import Literal
 
 from nxdt_core.data.chat_keys import ChatKeys
 
-__all__ = ["ROLES", "ChatConfig", "Truncation"]
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak."""
+__all__ = ["ChatConfig", "Truncation"]
 
 Truncation = Literal["refuse", "drop", "keep_start", "keep_end"]
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.chat import ReservedTokens, Span
+from nxdt_core.data.conversation import ROLES, Conversation
 from nxdt_core.data.records import Place
 from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
-from nxdt_plugin_sft_chat.config import ROLES, ChatConfig
-from nxdt_plugin_sft_chat.conversation import Conversation
+from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
 
 __all__ = ["TEMPLATE", "Encoded", "Encoder", "trained_messages"]

@@ -1,104 +1,19 @@
-"""Errors of chat data: codes ``NXDT-D300`` to ``NXDT-D312`` and ``NXDT-D318`` to ``NXDT-D319``."""
+"""Errors of chat data: codes ``NXDT-D306``, ``NXDT-D310`` to ``NXDT-D312`` and ``NXDT-D318`` to ``NXDT-D319``."""
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.base import listing
-from nxdt_plugin_sft_chat.config import ROLES
 
 __all__ = [
-    "BadMessage",
     "ChatTooLong",
     "EmptySplit",
-    "EmptyTurn",
     "EndOfTurnUntrained",
     "EverythingTrained",
     "NothingTrained",
-    "RolesOutOfOrder",
     "TurnsInseparable",
-    "UnknownRecord",
-    "UnknownRole",
 ]
-
-
-class UnknownRecord(NxdtError):
-    """A record in none of the forms."""
-
-    code = "NXDT-D300"
-    happened = "{place}: no conversation; the record's keys are {found}."
-    remedy = "A record needs 'messages', 'conversations' (ShareGPT), or 'input' and 'output'.{hint}"
-    place: str
-    keys: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        preferences = {"chosen", "rejected"} <= set(self.keys)
-        hint = " Chosen and rejected answers are data of an objective such as 'dpo'." if preferences else ""
-        return {**super()._view(), "found": listing(self.keys) or "none", "hint": hint}
-
-
-class BadMessage(NxdtError):
-    """A message whose parts are not what they must be."""
-
-    code = "NXDT-D301"
-    happened = "{place}{which}: {reason}."
-    remedy = 'A message is an object such as {{"role": "user", "content": "..."}}; correct or remove the record.'
-    place: str
-    number: int
-    """From 1; 0 where it is the record as a whole."""
-    reason: str
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "which": f", message {self.number}" if self.number else ""}
-
-
-class UnknownRole(NxdtError):
-    """A speaker that no template knows."""
-
-    code = "NXDT-D302"
-    happened = "{place}, message {number}: the role {role!r} is unknown."
-    remedy = "Roles are {roles}.{hint}"
-    place: str
-    number: int
-    role: str
-
-    def _view(self) -> dict[str, Any]:
-        close = difflib.get_close_matches(self.role.lower(), ROLES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return {**super()._view(), "roles": listing(ROLES), "hint": hint}
-
-
-class RolesOutOfOrder(NxdtError):
-    """A speaker whose turn it is not."""
-
-    code = "NXDT-D303"
-    happened = "{place}, message {number}: {role!r} {position}, where {wanted} must speak."
-    remedy = (
-        "After an optional system message, user and assistant take turns, the user first; tool messages answer an "
-        "assistant's tool calls. Correct or remove the record."
-    )
-    place: str
-    number: int
-    role: str
-    before: str
-    """Who spoke before; empty for nobody."""
-    allowed: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        position = f"follows {self.before!r}" if self.before else "speaks first"
-        return {**super()._view(), "position": position, "wanted": " or ".join(map(repr, self.allowed))}
-
-
-class EmptyTurn(NxdtError):
-    """An assistant's turn that teaches to say nothing."""
-
-    code = "NXDT-D304"
-    happened = "{place}, message {number}: the assistant's turn is empty."
-    remedy = "Fill it, give it tool calls, or remove the record."
-    place: str
-    number: int
 
 
 class EmptySplit(NxdtError):

@@ -9,6 +9,7 @@ from typing import cast
 from nxdt_core.data.array_cache import cached_arrays
 from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.chat import runner_of
+from nxdt_core.data.chat_records import read_record
 from nxdt_core.data.chat_templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
@@ -22,7 +23,6 @@ from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.datasets import ChatDataset
 from nxdt_plugin_sft_chat.encoding import Encoder
 from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NothingTrained
-from nxdt_plugin_sft_chat.records import read_record
 from nxdt_plugin_sft_chat.rendering import Renderer
 
 __all__ = ["ChatDataloader"]

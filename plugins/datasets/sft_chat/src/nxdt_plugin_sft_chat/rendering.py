@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nxdt_core.data.chat import Span, TemplateRunner
+from nxdt_core.data.conversation import Conversation, Message
 from nxdt_core.errors import TemplateRefuses
-from nxdt_plugin_sft_chat.conversation import Conversation, Message
 from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
 
 __all__ = ["Rendered", "Renderer"]

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxdt_core.data.records import Place
-from nxdt_plugin_sft_chat.errors import EmptyTurn, RolesOutOfOrder
+from nxdt_core.errors import EmptyTurn, RolesOutOfOrder
 
-__all__ = ["Conversation", "Message", "check_order"]
+__all__ = ["ROLES", "Conversation", "Message", "check_order"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nxdt_core.data.conversation import ROLES, Conversation, Message, check_order
 from nxdt_core.data.records import Place
-from nxdt_plugin_sft_chat.config import ROLES
-from nxdt_plugin_sft_chat.conversation import Conversation, Message, check_order
-from nxdt_plugin_sft_chat.errors import BadMessage, UnknownRecord, UnknownRole
+from nxdt_core.errors import BadMessage, UnknownRecord, UnknownRole
 
 __all__ = ["read_record"]
 
@@ -94,7 +93,7 @@ def _made(
     role: str, content: Any, place: Place, number: int, fields: Mapping[str, Any] | None = None, train: Any = None
 ) -> Message:
     if role not in ROLES:
-        raise UnknownRole(place=str(place), number=number, role=role)
+        raise UnknownRole(place=str(place), number=number, role=role, known=ROLES)
     if train is not None and not isinstance(train, bool):
         raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")
     return Message(role=role, content=_text(content, place, number), fields=fields or {}, train=train)
