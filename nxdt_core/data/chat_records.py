@@ -10,7 +10,7 @@ from nxdt_core.data.conversation import ROLES, Conversation, Message, check_orde
 from nxdt_core.data.records import Place
 from nxdt_core.errors import BadMessage, UnknownRecord, UnknownRole
 
-__all__ = ["read_record"]
+__all__ = ["read_message", "read_record", "read_tools", "with_system"]
 
 _SHAREGPT = {
     "human": "user",
@@ -33,7 +33,7 @@ def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
         BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: each names the place and the message.
     """
     if _given(record, "messages"):
-        messages = [_message(entry, place, i) for i, entry in _entries(record["messages"], "messages", place)]
+        messages = [read_message(entry, place, i) for i, entry in _entries(record["messages"], "messages", place)]
     elif _given(record, "conversations"):
         entries = _entries(record["conversations"], "conversations", place)
         messages = [_sharegpt(entry, place, i) for i, entry in entries]
@@ -42,12 +42,18 @@ def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
         messages = [_made(role, record[key], place, i) for i, (role, key) in enumerate(pairs, start=1)]
     else:
         raise UnknownRecord(place=str(place), keys=tuple(record))
-    system = record.get("system")
-    if isinstance(system, str) and system.strip() and not (messages and messages[0].role == "system"):
-        messages.insert(0, Message(role="system", content=system))
-    conversation = Conversation(place=place, messages=messages, tools=_tools(record.get("tools"), place))
+    messages = with_system(messages, record)
+    conversation = Conversation(place=place, messages=messages, tools=read_tools(record.get("tools"), place))
     check_order(conversation)
     return conversation
+
+
+def with_system(messages: Sequence[Message], record: Mapping[str, Any]) -> list[Message]:
+    """``messages`` behind the text that the record has under ``system``, where they do not begin with one."""
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and not (messages and messages[0].role == "system"):
+        return [Message(role="system", content=system), *messages]
+    return list(messages)
 
 
 def _given(record: Mapping[str, Any], key: str) -> bool:
@@ -64,7 +70,12 @@ def _entries(value: Any, key: str, place: Place) -> Iterator[tuple[int, Mapping[
         yield number, entry
 
 
-def _message(entry: Mapping[str, Any], place: Place, number: int) -> Message:
+def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message:
+    """The message of an object with ``role`` and ``content``, the ``number``-th of its record.
+
+    Raises:
+        BadMessage, UnknownRole: each names the place and the message.
+    """
     role = entry.get("role")
     if not isinstance(role, str):
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'role'")
@@ -77,7 +88,7 @@ def _message(entry: Mapping[str, Any], place: Place, number: int) -> Message:
 
 def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
     if "from" not in entry and "role" in entry:
-        return _message(entry, place, number)
+        return read_message(entry, place, number)
     speaker, value = entry.get("from"), entry.get("value")
     if not isinstance(speaker, str):
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'from'")
@@ -146,7 +157,12 @@ def _parsed(value: Any, place: Place, number: int, what: str) -> Any:
         raise BadMessage(place=str(place), number=number, reason=f"{what}: no JSON: {error}") from error
 
 
-def _tools(value: Any, place: Place) -> Sequence[Mapping[str, Any]] | None:
+def read_tools(value: Any, place: Place) -> Sequence[Mapping[str, Any]] | None:
+    """The functions of a record that may be called, given as a list or as its JSON.
+
+    Raises:
+        BadMessage: they are something else.
+    """
     tools = _parsed(value, place, 0, "'tools'")
     if not tools:
         return None
