@@ -20,8 +20,13 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 def bare_name(path: Path) -> str:
-    """The name that the file would have were it not compressed."""
-    return path.stem if path.suffix in COMPRESSED else path.name
+    """The name that the file would have were it not compressed, in lower case, as its end tells the format."""
+    name = path.name.lower()
+    return name.removesuffix(_ending(path)) if _ending(path) in COMPRESSED else name
+
+
+def _ending(path: Path) -> str:
+    return path.suffix.lower()
 
 
 @contextmanager
@@ -37,9 +42,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
     """The content of ``raw``, the bytes of ``path`` as they lie on the disk; itself where that is no other."""
-    if path.suffix == ".gz":
+    if _ending(path) == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if path.suffix == ".zst":
+    if _ending(path) == ".zst":
         from nxdt_core.data.zstd import ZstdFile
 
         return io.BufferedReader(ZstdFile(raw))

@@ -17,10 +17,12 @@ from nxdt_core.config.paths import PackageNotFound, resolve_path
 from nxdt_core.data.compressed import UNREADABLE, opened
 from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable, TextNotUtf8
 
-__all__ = ["JSON_LINES", "decode", "expand", "json_object", "json_objects", "near", "read_bytes"]
+__all__ = ["JSON_LINES", "JSON_TEXTS", "decode", "expand", "json_object", "json_objects", "near", "read_bytes"]
 
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with an object a line."""
+JSON_TEXTS = (*JSON_LINES, ".json")
+"""The same of corpora, where nothing else is meant by the last."""
 
 _BOM = "\ufeff"
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
@@ -37,6 +39,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
 
     Raises:
         DataFileNotFound: a path or pattern matches no file; names what lies nearby.
+        DataFileUnreadable: it is a pipe or a device.
     """
     files: list[Path] = []
     for pattern in patterns:
@@ -46,6 +49,8 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
             raise DataFileNotFound(key=key, path=str(pattern)) from error
         found = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
         found = [p for p in found if p.is_file()]
+        if not found and path.exists() and not path.is_dir():
+            raise DataFileUnreadable(path=str(path), reason="it is no file, and files are read more than once")
         if not found:
             raise DataFileNotFound(key=key, path=str(pattern), candidates=near(path))
         files += found

@@ -50,6 +50,25 @@ def test_records_come_whole_and_in_order_from_every_border_on(tmp_path, lines, e
     assert found[-1].disk_bytes == sum(path.stat().st_size for path in files)
 
 
+def test_separators_that_overlap_are_found_alike_from_every_border_on(tmp_path):
+    random = np.random.default_rng(2)
+    runs = random.integers(1, 6, 200).tolist()
+    whole = b"".join(b"w%d" % number + b"\n" * run for number, run in enumerate(runs))
+    (tmp_path / "a.txt").write_bytes(whole)
+    wanted = [text for text in whole.decode().split("\n\n") if text.strip()]
+
+    def texts(start):
+        found = [*read_blocks([tmp_path / "a.txt"], start, b"\n\n")]
+        return [text for block in found for text in block.content.decode().split("\n\n") if text.strip()], found
+
+    in_one_go, blocks_of_it = texts(Place())
+    assert in_one_go == wanted
+    assert len(blocks_of_it) > 5
+    for block in blocks_of_it:
+        before = [text for text in whole[: block.end.offset].decode().split("\n\n") if text.strip()]
+        assert before + texts(block.end)[0] == wanted
+
+
 @pytest.mark.parametrize("separator", ["\n\n", "<|>", None])
 def test_text_is_cut_at_its_separator_or_not_at_all(tmp_path, lines, separator):
     documents = [line.decode() for line in lines if line]
@@ -94,7 +113,8 @@ def test_damaged_and_cut_compression_is_told_with_the_file(tmp_path, lines, endi
         (b'{"text": "x"', "not a JSON object: "),
         (b"[1]", "it is a list"),
         (b'{"body": "x", "id": 3}', "no text under the key 'text'; its keys are 'body', 'id'"),
-        (b'{"text": 3}', "no text under the key 'text'"),
+        (b'{"text": 3}', "under the key 'text' is no text, but of type int"),
+        (b'{"text": null}', "is no text, but of type NoneType"),
         (b'{"text": "\xff"}', "not UTF-8: byte 0xff"),
         (b'{"text": "\\ud800"}', "half a character"),
         (b"[" * 100_000, "not a JSON object"),

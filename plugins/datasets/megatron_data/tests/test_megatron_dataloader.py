@@ -278,8 +278,10 @@ def test_data_of_another_tokenizer_are_refused(corpus):
     assert train(corpus)
     note_path(corpus).write_text(replace(note, fingerprint="byte-1").text())
     assert train(corpus, BYTES)
-    note_path(corpus).write_text("{'not': 'ours'}")
-    assert train(corpus, BYTES)
+    unsound = note.text().replace("50257", '"many"').replace("259", '"many"')
+    for text in ("{'not': 'ours'}", "[" * 100_000, unsound):
+        note_path(corpus).write_text(text)
+        assert train(corpus, BYTES)
 
 
 def test_end_tokens_cannot_be_masked_where_nobody_knows_them(corpus):

@@ -140,3 +140,12 @@ def test_data_shorter_than_its_index_is_refused_with_both_numbers(by_hand):
     bin_path(prefix).write_bytes(bin_path(prefix).read_bytes()[:-1])
     with pytest.raises(DataShorterThanIndex, match=r"short\.bin has 5 bytes, and its index needs 6"):
         IndexedTokens(prefix)
+
+
+def test_a_place_that_no_file_reaches_is_refused(by_hand):
+    prefix = by_hand("far", [[1, 2], [3]])
+    whole = bytearray(idx_path(prefix).read_bytes())
+    whole[42:50] = struct.pack("<q", 2**63 - 2)
+    idx_path(prefix).write_bytes(whole)
+    with pytest.raises(DataShorterThanIndex, match=f"its index needs {2**63 + 2}"):
+        IndexedTokens(prefix)

@@ -97,7 +97,7 @@ def test_files_of_all_kinds_become_one_pair_in_their_order(tmp_path, bpe):
     assert (read.dtype, read.documents) == (np.dtype("<u2"), 14)
     note = read_note(tmp_path / "out/all")
     assert (note.vocab_size, note.eod_id) == (1000, 0)
-    assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx", "all.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx", "all.nxdt.json"]
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_a_run_that_is_killed_goes_on_and_the_files_are_the_same(corpus, tmp_pat
     assert said["tokens_before"] > 0
     assert said["documents"] == len(DOCUMENTS) * 4
     assert content(tmp_path / "out") == content(corpus / "whole")
-    assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.idx", "out.json"]
+    assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.idx", "out.nxdt.json"]
 
 
 def test_a_worker_that_dies_is_told_and_the_next_run_goes_on(corpus, tmp_path):
@@ -291,6 +291,41 @@ def test_a_terminal_has_a_bar_with_the_rate_and_a_pipe_has_none(corpus, tmp_path
     done = nxdt(*job(corpus, "piped"), cwd=tmp_path)
     assert done.stderr == ""
     assert f"tokens in {len(DOCUMENTS) * 4:,} documents" in text
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_no_input_is_written_over(tmp_path, more):
+    kept = b'{"text": "one"}\n'
+    for name in ("corpus.json", "corpus.bin"):
+        (tmp_path / name).write_bytes(kept)
+    words = ("preprocess", "--tokenizer", "byte", "--workers", "1", "--output-prefix", "corpus", *more, "--input")
+    done = nxdt(*words, "corpus.bin", cwd=tmp_path)
+    assert (done.returncode, "NXDT-D120" in done.stderr) == (2, True), done.stderr
+    (tmp_path / "corpus.bin").unlink()
+    assert nxdt(*words, "corpus.json", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "corpus.json").read_bytes() == kept
+    assert texts_of(tmp_path / "corpus") == ["one"]
+
+
+@pytest.mark.parametrize("prefix", ["/", ".", "..", "sub/", "corpus.bin", "corpus.idx"])
+def test_a_prefix_that_is_none_is_told(tmp_path, prefix):
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "sub").mkdir()
+    done = nxdt("preprocess", "--input", "a.txt", "--tokenizer", "byte", "--output-prefix", prefix, cwd=tmp_path)
+    assert (done.returncode, "NXDT-D119" in done.stderr) == (2, True), done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "sub"]
+
+
+def test_names_and_separators_are_taken_as_they_are_meant(tmp_path):
+    (tmp_path / "byte").mkdir()
+    (tmp_path / "A.JSONL").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_bytes(b"drei\r\n\r\nvier")
+    words = ("--tokenizer", "byte", "--output-prefix", "out", "--separator", r"\r\n\r\n", "--workers", "1")
+    done = nxdt("preprocess", "--input", "A.JSONL", "b.txt", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert texts_of(tmp_path / "out") == ["one", "two", "drei", "vier"]
+    done = nxdt("preprocess", "--input", "b.txt", *words, "--separator", "\\", "--overwrite", cwd=tmp_path)
+    assert (done.returncode, "--separator" in done.stderr) == (2, True), done.stderr
 
 
 def write_broken(path, good, bad):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert read(written(tmp_path / "a.txt", b"\xef\xbb\xbfhi")) == ["hi"]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "A.JSONL", "a.jsonl.gz", "a.jsonl.zst"])
 def test_jsonl_gives_a_document_a_line(tmp_path, name):
     lines = [json.dumps({"text": text, "id": 1}, ensure_ascii=False) for text in ("one", "t\u2028wo\n", "drei 🙂")]
     content = ("\n".join([lines[0], "", *lines[1:]]) + "\r\n").encode()
@@ -146,6 +147,12 @@ def test_a_missing_file_is_named_with_its_key_and_what_lies_nearby(tmp_path):
     with pytest.raises(DataFileNotFound, match=r"data\.train_files: nothing is found at .*corpsu\.txt") as caught:
         expand([tmp_path / "corpsu.txt"], "data.train_files")
     assert str(tmp_path / "corpus.txt") in str(caught.value)
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataFileUnreadable, match="it is no file"):
+        expand([tmp_path / "pipe"], "data.train_files")
 
 
 def test_a_directory_is_no_file_and_its_files_are_named(tmp_path):

@@ -30,14 +30,18 @@ class Note:
 
 
 def note_path(prefix: Path) -> Path:
-    """``P.json``"""
-    return prefix.with_name(f"{prefix.name}.json")
+    """``P.nxdt.json``, a name that no file of text or of a tokenizer has."""
+    return prefix.with_name(f"{prefix.name}.nxdt.json")
 
 
 def read_note(prefix: Path) -> Note | None:
     """The note of a prefix; None where there is none, or where the file is of somebody else."""
     try:
-        content: dict[str, Any] = json.loads(note_path(prefix).read_text(encoding="utf-8"))
-        return Note(**{**content, "inputs": tuple(content["inputs"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        content: Any = json.loads(note_path(prefix).read_text(encoding="utf-8"))
+        note = Note(**{**content, "inputs": tuple(content["inputs"])})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+    texts = (note.tokenizer, note.fingerprint, *note.inputs)
+    ids = (note.vocab_size, 0 if note.eod_id is None else note.eod_id)
+    sound = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in ids)
+    return note if sound else None

@@ -94,7 +94,8 @@ class IndexedTokens:
     def _bytes_needed(self) -> int:
         if not len(self):
             return 0
-        return int((self.pointers + self.lengths * np.int64(self.dtype.itemsize)).max())
+        ends = self.pointers.view("<u8") + self.lengths.astype("<u8") * np.uint64(self.dtype.itemsize)
+        return int(ends.max())  # unsigned, since a damaged place may lie just below the end of what int64 holds
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:

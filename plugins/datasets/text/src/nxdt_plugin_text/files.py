@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.data.compressed import bare_name
-from nxdt_core.data.files import JSON_LINES, decode, json_objects
+from nxdt_core.data.files import JSON_TEXTS, decode, json_objects
 from nxdt_core.errors import EmptyTextFile, JsonTextMissing
 
 __all__ = ["documents"]
@@ -27,7 +27,7 @@ def documents(path: Path, content: bytes, *, text_key: str, separator: str | Non
     """
     empty = True
     text = decode(path, content)
-    texts = _json_texts(path, text, text_key) if bare_name(path).endswith(JSON_LINES) else _split(text, separator)
+    texts = _json_texts(path, text, text_key) if bare_name(path).endswith(JSON_TEXTS) else _split(text, separator)
     for document in texts:
         if document.strip():
             empty = False

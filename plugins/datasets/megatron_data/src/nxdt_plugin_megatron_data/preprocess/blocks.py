@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import IO
 
 from nxdt_core.data.compressed import UNREADABLE, bare_name, decompressed
-from nxdt_core.data.files import JSON_LINES
+from nxdt_core.data.files import JSON_TEXTS
 from nxdt_core.errors import DataFileUnreadable
 
 __all__ = ["Block", "Place", "is_json", "read_blocks"]
 
 _BLOCK_BYTES = 1 << 20
 """Long enough that sending it to another process costs little, short enough that all of them finish together."""
-_JSON = (*JSON_LINES, ".json")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -45,7 +44,7 @@ class Block:
 
 def is_json(path: Path) -> bool:
     """Whether a file has an object a line; others are text."""
-    return bare_name(path).endswith(_JSON)
+    return bare_name(path).endswith(JSON_TEXTS)
 
 
 def read_blocks(files: Sequence[Path], start: Place, separator: bytes | None) -> Iterator[Block]:
@@ -82,12 +81,16 @@ def _of_file(path: Path, place: Place, separator: bytes | None, before: int) -> 
 
 
 def _whole_records(file: IO[bytes], separator: bytes | None) -> Iterator[bytes]:
-    """The rest of a file in parts that end with ``separator``, but for the last."""
+    """The rest of a file in parts that end with ``separator``, but for the last.
+
+    Separators are found from the left, as in the parts later: of three newlines, the first two are one.
+    """
     rest = b""
     while chunk := file.read(_BLOCK_BYTES if separator else -1):
-        content, found, rest = (rest + chunk).rpartition(separator) if separator else (b"", b"", chunk)
-        if found:
-            yield content + found
+        read = rest + chunk
+        rest = read.split(separator)[-1] if separator else read
+        if whole := len(read) - len(rest):
+            yield read[:whole]
     if rest:
         yield rest
 

@@ -40,7 +40,6 @@ __all__ = ["preprocess"]
     "--output-prefix",
     "prefix",
     required=True,
-    type=click.Path(path_type=Path),
     help="Path of the files to make, without .bin and .idx.",
 )
 @click.option(
@@ -79,7 +78,7 @@ __all__ = ["preprocess"]
 def preprocess(
     inputs: Sequence[str],
     more: Sequence[str],
-    prefix: Path,
+    prefix: str,
     tokenizer: str,
     tokenizer_option: Sequence[str],
     workers: int | None,
@@ -105,11 +104,11 @@ def preprocess(
 
     job = Job(
         files=tuple(expand((*inputs, *more), "--input")),
-        prefix=prefix.absolute(),
+        prefix=_prefix(prefix),
         tokenizer=find_tokenizer(tokenizer, tokenizer_option),
         recipe=Recipe(
             text_key=text_key,
-            separator=separator.replace("\\n", "\n").replace("\\t", "\t") if separator else None,
+            separator=_unescaped(separator) if separator else None,
             append_eod=append_eod,
         ),
         workers=workers or _cores(),
@@ -123,6 +122,25 @@ def preprocess(
         print_json(_facts(job, outcome))
     else:
         _tell(job, outcome)
+
+
+def _prefix(text: str) -> Path:
+    from nxdt_plugin_megatron_data.preprocess.errors import BadPrefix
+
+    path = Path(text)
+    if text.endswith(os.sep) or path.name in ("", ".."):
+        raise BadPrefix(prefix=text, reason="is a directory, not the beginning of names")
+    if path.suffix in (".bin", ".idx"):
+        raise BadPrefix(prefix=text, reason=f"ends in {path.suffix}, which is put behind it")
+    return path.absolute()
+
+
+def _unescaped(text: str) -> str:
+    """``text`` with what Python's escapes stand for."""
+    try:
+        return text.encode("ascii", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(f"{text!r} {error.reason}", param_hint="--separator") from error
 
 
 @contextmanager

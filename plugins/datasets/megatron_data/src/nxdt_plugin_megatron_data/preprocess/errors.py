@@ -1,4 +1,4 @@
-"""Errors of preprocessing: codes ``NXDT-D11x``."""
+"""Errors of preprocessing: codes ``NXDT-D110`` to ``NXDT-D120``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 from nxdt_core.errors import NxdtError
 
 __all__ = [
+    "BadPrefix",
+    "InputInTheWay",
     "NoDocuments",
     "NoEndToken",
     "NoRoom",
@@ -102,6 +104,25 @@ class OutputUnwritable(NxdtError):
     remedy = "Choose an --output-prefix in a directory that you may write to."
     path: str
     reason: str
+
+
+class BadPrefix(NxdtError):
+    """A prefix that names no files, or others than it seems to."""
+
+    code = "NXDT-D119"
+    happened = "--output-prefix {prefix!r} {reason}."
+    remedy = "Give a directory and how the files' names begin: data/corpus makes data/corpus.bin and data/corpus.idx."
+    prefix: str
+    reason: str
+
+
+class InputInTheWay(NxdtError):
+    """An input that would be written over."""
+
+    code = "NXDT-D120"
+    happened = "{path} is one of the inputs, and would be written over."
+    remedy = "Choose another --output-prefix."
+    path: str
 
 
 class NoEndToken(NxdtError):

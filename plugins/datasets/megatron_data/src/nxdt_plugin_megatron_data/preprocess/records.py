@@ -109,9 +109,11 @@ def _text_of(record: bytes, key: str) -> tuple[str | None, str]:
         return None, f"not a JSON object: {error}"
     if not isinstance(value, dict):
         return None, f"not a JSON object: it is a {type(value).__name__}"
-    if not isinstance(value.get(key), str):
+    if key not in value:
         keys = ", ".join(repr(name) for name in value) or "none"
         return None, f"no text under the key {key!r}; its keys are {keys}"
+    if not isinstance(value[key], str):
+        return None, f"the value under the key {key!r} is no text, but of type {type(value[key]).__name__}"
     try:
         value[key].encode()
     except UnicodeEncodeError:

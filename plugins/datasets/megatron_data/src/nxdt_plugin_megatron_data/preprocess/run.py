@@ -22,6 +22,7 @@ from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.note import Note, note_path
 from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks
 from nxdt_plugin_megatron_data.preprocess.errors import (
+    InputInTheWay,
     NoDocuments,
     NoEndToken,
     NoRoom,
@@ -77,7 +78,7 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
         watch: told the bytes of the files, as they lie on the disk, that are done, and the counts.
 
     Raises:
-        OutputExists, OtherJob, OutputTaken: of the prefix.
+        OutputExists, InputInTheWay, OtherJob, OutputTaken: of the prefix.
         TooManyBadRecords, NoDocuments, DataFileUnreadable: of the input.
         NoRoom, WorkerDied: of the machine.
         NoEndToken: the tokenizer has no end-of-text token to append.
@@ -171,8 +172,12 @@ def _judge(output: Output, share: float, *, at_least: int) -> None:
 def _clear(job: Job) -> None:
     """Refuse what lies there, or remove it."""
     unfinished, outputs = Output.unfinished(job.prefix), (bin_path(job.prefix), idx_path(job.prefix))
+    written = (*unfinished, *outputs, note_path(job.prefix))
+    for path in written:
+        if path.exists() and any(path.samefile(each) for each in job.files):
+            raise InputInTheWay(path=str(path))
     if job.overwrite:
-        for path in (*unfinished, *outputs, note_path(job.prefix)):
+        for path in written:
             path.unlink(missing_ok=True)
         return
     going_on = unfinished[0].exists()

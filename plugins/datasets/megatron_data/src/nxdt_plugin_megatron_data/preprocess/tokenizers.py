@@ -41,8 +41,8 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
     """The tokenizer of a name.
 
     Args:
-        name: a component, such as ``byte``; a path: a ``tokenizer.json``, a directory, a ``.model`` of SentencePiece or
-            of Llama 3; or a name on the Hugging Face hub.
+        name: a component, such as ``byte`` (``./byte`` is a path); a path: a ``tokenizer.json``, a directory, a
+            ``.model`` of SentencePiece or of Llama 3; or a name on the Hugging Face hub.
         options: ``KEY=VALUE`` of the section ``data.tokenizer``; ``library`` among them chooses the component.
 
     Raises:
@@ -54,7 +54,7 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
     library = section.plain("library")
     path = Path(name).expanduser()
     known = {alias for each in kernel.registry.all("tokenizer") for alias in (each.record.name, *each.record.aliases)}
-    if library is None and not path.exists() and name in known:
+    if library is None and name in known:
         library, named = name, {}
     else:
         library = library or _library_of(path)
