@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_s3.config import S3StorageConfig
 
 from nxdt_core import checkpoint
@@ -121,6 +122,23 @@ def test_an_adapter_of_another_base_is_refused(run):
     run("started", *load_it, "adapter.lora_load_tag=2")
     with pytest.raises(AdapterOfAnotherBase):
         run("other", *load_it, "seed=77")
+
+
+@pytest.mark.parametrize("key", ["lora_alpha=64", "lora_rank=4", "use_rslora=true", "use_dora=true"])
+def test_a_run_does_not_go_on_under_options_that_give_its_adapter_another_meaning(run, key):
+    run("tuned", "trainer.max_steps=2")
+    with pytest.raises(AdapterDiffers, match="NXDT-L005") as raised:
+        run("tuned", f"adapter.{key}")
+    assert key.partition("=")[0] in raised.value.what()
+    run("tuned", "adapter.lora_dropout=0.2")
+
+
+def test_a_run_does_not_start_from_an_adapter_s_weights_under_another_scale(run):
+    first = run("first", "adapter.save_lora_base=true", "trainer.max_steps=2") / "checkpoints"
+    over = (f"checkpoint.resume_from={first}", "checkpoint.weight_init_only=true", "trainer.max_steps=1")
+    with pytest.raises(AdapterDiffers, match="NXDT-L005"):
+        run("other", *over, "adapter.lora_alpha=64")
+    run("same", *over)
 
 
 def test_a_run_starts_from_a_saved_adapter(run):

@@ -31,6 +31,8 @@ KINDS = {
     "vocabulary": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
     "vocabulary-dora": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "use_dora": True}),
     "whole": ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "mlp_norm"]}),
+    "whole-within": ("llama", {"modules_to_save": ["mlp", "lm_head"]}),
+    "whole-mixed": ("llama", {"target_modules": ["all-linear", "lm_head"], "modules_to_save": ["0.mlp", "norm"]}),
     "tied": ("tied", {"target_modules": ["embed_tokens", "down_proj"]}),
     "fused": ("gpt2", {"target_modules": ["qkv_proj", "o_proj", "embedding.tokens"]}),
     "fused-dora": ("gpt2", {"target_modules": ["qkv_proj", "up_proj"], "use_dora": True}),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound
+from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound, TargetSavedWhole
 
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
@@ -60,6 +60,30 @@ def test_a_name_that_means_nothing_is_told_with_the_nearest(start, key, names, n
         start("llama", {key: names})
     assert near in str(raised.value)
     assert names[-1] in raised.value.what()
+
+
+@pytest.mark.parametrize(("whole", "left"), [("mlp", LINEAR[:4]), ("layers.1", LINEAR), ("o_proj", LINEAR[:3])])
+def test_layers_within_modules_that_train_whole_get_no_update(start, whole, left):
+    run = start("llama", {"target_modules": ["attention", "*.mlp.*"], "modules_to_save": [whole]})
+    assert {path for path in updated(run) if path.startswith(LAYER)} >= {f"{LAYER}.{path}" for path in left}
+    assert not [path for path in updated(run) if f".{whole}." in f".{path}."]
+    assert [name for name in run.trained if f".{whole}." in f".{name}."]
+
+
+@pytest.mark.parametrize(
+    ("targets", "whole", "named"),
+    [
+        (["all-linear", "lm_head"], ["lm_head", "norm"], "'lm_head'"),
+        (["q_proj", "down_proj"], ["mlp"], "'layers.0.mlp.down_proj'"),
+        (["all-linear"], ["layers"], "'layers.0.attention.q_proj'"),
+    ],
+)
+def test_a_layer_is_not_updated_and_trained_whole(start, targets, whole, named):
+    with pytest.raises(TargetSavedWhole, match="NXDT-L008") as raised:
+        start("llama", {"target_modules": targets, "modules_to_save": whole})
+    assert named in raised.value.what()
+    assert "target_modules" in raised.value.what()
+    assert "modules_to_save" in raised.value.what()
 
 
 @pytest.mark.parametrize("model", ["mixtral", "hf-mixture"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import LayerNotAdaptable
-from nxdt_plugin_lora.loading import load_adapter
+from nxdt_plugin_lora.loading import check_options, load_adapter
 from nxdt_plugin_lora.norms import take_norms
 from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
 from nxdt_plugin_lora.updates import DoraEmbeddingUpdate, DoraUpdate, EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
@@ -40,12 +41,13 @@ class LoraAdapter:
 
         Raises:
             TargetNotFound: a name in the configuration means nothing.
+            TargetSavedWhole: a target trains whole already.
             LayerNotAdaptable: an option does not fit a layer.
         """
         if not self.config.enable_lora:
             return plan
-        targets = chosen_targets(module, plan, self.config.target_modules)
         whole = chosen_modules(module, self.config.modules_to_save)
+        targets = chosen_targets(module, plan, self.config.target_modules, whole)
         module.requires_grad_(False)
         self._rules = []
         for path, layer in targets.items():
@@ -70,6 +72,11 @@ class LoraAdapter:
             take_norms(model)
         if self.config.load_lora_from_ckpt:
             load_adapter(self.config, model, config, engine)
+
+    def check_going_on(self, saved: Mapping[str, Any], where: str) -> None:
+        """As the protocol says: other scales and forms of the updates are refused."""
+        if self.config.enable_lora and saved.get("name") == "lora" and saved.get("enable_lora"):
+            check_options(self.config, saved, where)
 
     def finish(self, checkpoint: str | None, config: ResolvedConfig, ranks: RankAgreement) -> None:
         """Merge the last checkpoint, where ``merge_lora`` asks for it."""

@@ -15,6 +15,7 @@ __all__ = [
     "NoAdapterHere",
     "NoPeftForm",
     "TargetNotFound",
+    "TargetSavedWhole",
 ]
 
 
@@ -98,3 +99,16 @@ class MergeUnties(NxdtError):
     remedy = "Keep the adapter (nxdt checkpoint export-lora), or train without embedding and head in target_modules."
     owner: str
     user: str
+
+
+class TargetSavedWhole(NxdtError):
+    """A target whose layers all train whole already."""
+
+    code = "NXDT-L008"
+    happened = "adapter.target_modules: '{name}' means {modules}, which adapter.modules_to_save trains whole."
+    remedy = "Take it out of one of the two keys."
+    name: str
+    paths: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "modules": listing(self.paths, 3)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +25,7 @@ from nxdt_plugin_lora.peft_files import is_peft, read_config, read_peft
 from nxdt_plugin_lora.peft_names import peft_tensors
 from nxdt_plugin_lora.targets import tables_of
 
-__all__ = ["load_adapter"]
+__all__ = ["check_options", "load_adapter"]
 
 _COMPUTED = ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
 
@@ -44,6 +46,21 @@ def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, 
         _load_checkpoint(own, model, config, engine)
 
 
+def check_options(own: LoraConfig, saved: Mapping[str, Any], where: str) -> None:
+    """See that weights of a run with the section ``saved`` compute the same here.
+
+    Raises:
+        AdapterDiffers: they do not.
+    """
+    different = [
+        f"{key} is {saved.get(key)} there and {getattr(own, key)} here"
+        for key in _COMPUTED
+        if saved.get(key) != getattr(own, key)
+    ]
+    if different:
+        raise AdapterDiffers(where=where, differences=different)
+
+
 def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
     uri = str(own.lora_save_dir)
     if own.lora_load_tag is not None:
@@ -52,14 +69,7 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
     storage, step = assemble.locate(config, uri)
     manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=engine.ranks)
     where = assemble.step_uri(storage, manifest.step)
-    saved = manifest.facts.config.get("adapter", {})
-    different = [
-        f"{key} is {saved.get(key)} there and {getattr(own, key)} here"
-        for key in _COMPUTED
-        if saved.get(key) != getattr(own, key)
-    ]
-    if different:
-        raise AdapterDiffers(where=where, differences=different)
+    check_options(own, manifest.facts.config.get("adapter", {}), where)
     if manifest.facts.base and manifest.facts.base != base_digest(model, engine.ranks):
         raise AdapterOfAnotherBase(where=where, base="this run")
     weights = without_base(model, model.state_dict())
@@ -80,7 +90,7 @@ def _load_peft(
     shapes = {name: shape for each in engine.ranks.all_gather_object(own_shapes) for name, shape in each.items()}
 
     def fill() -> None:
-        _check_options(own, directory)
+        _check_peft_options(own, directory)
         builder = assemble.model_builder(config)
         found, base = read_peft(directory, peft_tensors(builder, shapes, tables_of(builder)), shapes)
         if base and base != digest:
@@ -94,7 +104,7 @@ def _load_peft(
     model.load_state_dict(held, strict=False)
 
 
-def _check_options(own: LoraConfig, directory: Path) -> None:
+def _check_peft_options(own: LoraConfig, directory: Path) -> None:
     theirs = read_config(directory)
     strange = list(unread(theirs))
     if strange:

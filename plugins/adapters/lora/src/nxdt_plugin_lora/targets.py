@@ -14,7 +14,7 @@ from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_lora.config import ALL_LINEAR
-from nxdt_plugin_lora.errors import TargetNotFound
+from nxdt_plugin_lora.errors import TargetNotFound, TargetSavedWhole
 
 __all__ = ["adaptable", "adaptable_names", "chosen_modules", "chosen_targets", "tables_of"]
 
@@ -39,11 +39,20 @@ def adaptable(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def chosen_targets(module: nn.Module, plan: ParallelPlan, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Those of :func:`adaptable` that ``names`` mean.
+def chosen_targets(
+    module: nn.Module, plan: ParallelPlan, names: Sequence[str], whole: Sequence[str] = ()
+) -> dict[str, nn.Module]:
+    """Those of :func:`adaptable` that ``names`` mean, without those that lie within ``whole``, as in peft.
+
+    Args:
+        module: the model.
+        plan: of it.
+        names: of layers.
+        whole: paths of the modules that train whole.
 
     Raises:
         TargetNotFound: one of ``names`` means nothing.
+        TargetSavedWhole: one means nothing else than what trains whole.
     """
     candidates = adaptable(module)
     heads = [pattern for pattern, style in plan.tensor.items() if style == "vocab_head"]
@@ -54,7 +63,11 @@ def chosen_targets(module: nn.Module, plan: ParallelPlan, names: Sequence[str]) 
     ]
     wanted: set[str] = set()
     for name in names:
-        wanted |= set(linear if name == ALL_LINEAR else _meant(name, candidates, "target_modules", "layer"))
+        meant = linear if name == ALL_LINEAR else _meant(name, candidates, "target_modules", "layer")
+        left = [path for path in meant if not any(f"{path}.".startswith(f"{owner}.") for owner in whole)]
+        if meant and not left:
+            raise TargetSavedWhole(name=name, paths=meant)
+        wanted |= set(left)
     return {path: part for path, part in candidates.items() if path in wanted}
 
 
