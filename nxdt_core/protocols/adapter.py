@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from nxdt_core.protocols.initialisation import InitRule
@@ -42,6 +42,12 @@ class Adapter(Protocol):
         """Set what depends on the base's weights, or load what was trained before. Collective; called once the base has
         its weights, in a run that does not go on from a checkpoint of its own. ``config`` is the whole resolved
         configuration."""
+        ...
+
+    def check_going_on(self, saved: Mapping[str, Any], where: str) -> None:
+        """Refuse to go on from the checkpoint at the address ``where`` if its weights would compute something else
+        here. ``saved`` is the section ``adapter`` of the run that wrote it, with the keys that its version knew. Called
+        on all ranks alike, before the model is built; what it raises fails the run."""
         ...
 
     def finish(self, checkpoint: str | None, config: Any, ranks: RankAgreement) -> None:

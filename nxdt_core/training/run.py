@@ -35,7 +35,7 @@ from nxdt_core.training.resume_command import resume_command
 from nxdt_core.training.run_callbacks import run_callbacks
 from nxdt_core.training.run_files import dated, keep_inputs, make_run_dir
 from nxdt_core.training.run_log import run_log
-from nxdt_core.training.start import ForeignStart, Start, decide_base, decide_start
+from nxdt_core.training.start import ForeignStart, Start, check_adapter, decide_base, decide_start
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
 from nxdt_core.training.trial import as_trial
@@ -88,6 +88,8 @@ def _train(
     ranks.on_rank_zero(lambda: keep_inputs(config))
     data = NxdtDataModule(config)
     start = decide_start(config, own, console.say, ranks)
+    if isinstance(start, Start):
+        check_adapter(config, start)
     if counts_passes(config):
         data.prepare()
         config = in_steps(config, data.train_samples)

@@ -16,7 +16,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
 
-__all__ = ["ForeignStart", "Start", "decide_base", "decide_start"]
+__all__ = ["ForeignStart", "Start", "check_adapter", "decide_base", "decide_start"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,17 @@ def decide_start(
     if wanted.resume_if_exists and not wanted.resume_ignore_no_checkpoint:
         raise NoCheckpointToResume(uri=own.uri)
     return None
+
+
+def check_adapter(config: ResolvedConfig, start: Start) -> None:
+    """See that the weights of ``start`` compute the same under the run's adapter as under that of its own run.
+
+    Raises:
+        NxdtError: they do not.
+    """
+    saved = start.manifest.facts.config.get("adapter", {})
+    for adapter in assemble.adapters(config):
+        adapter.check_going_on(saved, assemble.step_uri(start.storage, start.manifest.step))
 
 
 def decide_base(
