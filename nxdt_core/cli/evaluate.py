@@ -34,6 +34,7 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 @click.option("--limit", type=click.IntRange(min=1), help="Records to take of the files, and of each task.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of an answer.")
 @click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="Answers to print.")
+@click.option("--base", metavar="URI", help="The weights below an adapter, where they are not where its run took them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
     checkpoint: str,
@@ -43,6 +44,7 @@ def evaluate(
     limit: int | None,
     max_new_tokens: int,
     show: int,
+    base: str | None,
     as_json: bool,
 ) -> None:
     """Judge the model of CHECKPOINT by the records of FILES and by tasks.
@@ -57,7 +59,7 @@ def evaluate(
     if not files and not tasks:
         raise NothingToJudge(found="neither files nor tasks are named")
     judge = _tasks(tasks, task_path, limit) if tasks else None
-    loaded = load_model(checkpoint)
+    loaded = load_model(checkpoint, base=base)
     found: dict[str, Any] = {"step": loaded.step}
     if files:
         found |= _records(loaded, files, limit=limit, max_new_tokens=max_new_tokens, show=0 if as_json else show)

@@ -43,6 +43,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
 )
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample among the K likeliest tokens only.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--base", metavar="URI", help="The weights below an adapter, where they are not where its run took them.")
 def generate(
     checkpoint: str,
     prompt: str,
@@ -51,6 +52,7 @@ def generate(
     temperature: float,
     top_k: int | None,
     seed: int,
+    base: str | None,
 ) -> None:
     """Continue PROMPT with the model of CHECKPOINT.
 
@@ -60,7 +62,14 @@ def generate(
     from nxdt_core.training.generate import generate as continue_prompt
 
     pieces = continue_prompt(
-        checkpoint, prompt, chat=chat, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+        checkpoint,
+        prompt,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        base=base,
     )
     click.echo(
         ("" if chat else prompt) + next(pieces, ""), nl=False

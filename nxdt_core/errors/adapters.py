@@ -13,8 +13,9 @@ class AdapterOfAnotherBase(NxdtError):
     code = "NXDT-S091"
     happened = "The adapter at '{where}' was trained over other base weights than those of {base}."
     remedy = (
-        "Name the base that it was trained over: checkpoint.resume_from with checkpoint.weight_init_only=true in a "
-        "run, --base for a command; without one, the run's own seed and model are its base."
+        "Name the base that it was trained over, with its step: checkpoint.resume_from with "
+        "checkpoint.weight_init_only=true in a run, --base for generate, evaluate and merge-lora; without one, the "
+        "run's own seed and model are its base."
     )
     where: str
     base: str

@@ -58,7 +58,8 @@ def base_weights(
         storage: where it lies.
         manifest: of the checkpoint.
         base: address of the base instead: a checkpoint or a directory of another program. None takes the checkpoint
-            itself where it has all, else what its run began with: ``checkpoint.resume_from``, or fresh weights.
+            itself where it has all, else what its run began with: ``checkpoint.resume_from``, in which its run has
+            kept the step, or fresh weights.
 
     Raises:
         CheckpointNotFound, ForeignFormatUnknown: it is not there.

@@ -22,6 +22,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,
+    base: str | None = None,
 ) -> Iterator[str]:
     """Yield the continuation of ``prompt`` piece by piece.
 
@@ -33,12 +34,13 @@ def generate(
         temperature: 0 takes the likeliest token; higher is more random.
         top_k: draw among this many likeliest tokens only.
         seed: of the draws.
+        base: as of :func:`~nxdt_core.training.loaded.load_model`.
 
     Raises:
         CannotGenerate: the run has no tokenizer, or there is nothing to begin with.
         ChatTemplateMissing, TemplateRefuses: of ``chat``.
     """
-    found = load_model(uri)
+    found = load_model(uri, base=base)
     tokenizer = found.tokenizer
     if chat:
         asked = [{"role": "user", "content": prompt}]

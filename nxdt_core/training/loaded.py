@@ -11,13 +11,14 @@ from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat import stop_ids
 from nxdt_core.data.chat_keys import ChatKeys
-from nxdt_core.errors import CannotGenerate
+from nxdt_core.errors import AdapterOfAnotherBase, CannotGenerate
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.engine import ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.base_weights import base_weights
 from nxdt_core.training.continuation import Sampling, continue_ids
+from nxdt_core.training.frozen import base_digest
 from nxdt_core.training.saved_config import saved_chat_keys, saved_config
 
 __all__ = ["LoadedModel", "load_model"]
@@ -56,11 +57,17 @@ class LoadedModel:
         )
 
 
-def load_model(uri: str) -> LoadedModel:
+def load_model(uri: str, *, base: str | None = None) -> LoadedModel:
     """The model of a checkpoint, or of the newest good one of a run's.
+
+    Args:
+        uri: its address.
+        base: address of the weights below an adapter, where the checkpoint leaves them out and they are not where its
+            run took them.
 
     Raises:
         CannotGenerate: the run has no tokenizer.
+        AdapterOfAnotherBase: the weights below are others than the run's.
         NxdtError: what is wrong with the checkpoint.
     """
     found, step = checkpoint.locate(uri, Kernel.start())
@@ -73,9 +80,11 @@ def load_model(uri: str) -> LoadedModel:
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=False)
     if manifest.facts.without_base:
-        below = base_weights(config, found, manifest)
+        below = base_weights(config, found, manifest, base=base)
         for name in below.specs:
             model.load_state_dict({name: below.read(name)}, strict=False)
+        if base_digest(model, engine.ranks) != manifest.facts.base:
+            raise AdapterOfAnotherBase(where=assemble.step_uri(found, manifest.step), base=below.origin)
     primitives.load_checkpoint(found, manifest, engine=engine, model=model)
     return LoadedModel(
         config=config, model=model, tokenizer=tokenizer, chat_keys=saved_chat_keys(manifest), step=manifest.step

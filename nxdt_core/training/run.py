@@ -35,7 +35,7 @@ from nxdt_core.training.resume_command import resume_command
 from nxdt_core.training.run_callbacks import run_callbacks
 from nxdt_core.training.run_files import dated, keep_inputs, make_run_dir
 from nxdt_core.training.run_log import run_log
-from nxdt_core.training.start import ForeignStart, Start, check_adapter, decide_base, decide_start
+from nxdt_core.training.start import ForeignStart, Start, check_adapter, decide_base, decide_start, told_step
 from nxdt_core.training.strategy import NxdtStrategy
 from nxdt_core.training.summary import RunSummary
 from nxdt_core.training.trial import as_trial
@@ -102,6 +102,7 @@ def _train(
         strategy.engine.shutdown()
         return _finished(config, start)
     base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
+    config = told_step(config, base or start)
     module = NxdtModule(config)
     data.prepare()
     loggers: list[Logger] = []

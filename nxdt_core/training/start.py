@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.foreign import recognise
+from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.together import on_first_rank
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.node import Node
 from nxdt_core.errors import ForeignHasWeightsOnly, NoCheckpointToResume, RunAlreadyHasCheckpoints
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
 
-__all__ = ["ForeignStart", "Start", "check_adapter", "decide_base", "decide_start"]
+__all__ = ["ForeignStart", "Start", "check_adapter", "decide_base", "decide_start", "told_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +87,30 @@ def decide_base(
     config: ResolvedConfig, start: Start, say: Callable[[str], None], ranks: RankAgreement | None = None
 ) -> Start | ForeignStart | None:
     """Where the weights are that the checkpoint of ``start`` leaves out; None where it has all, or they were drawn.
-    Collective."""
+    Of a store, the step that the run began with. Collective."""
     wanted = config.run.checkpoint
     if not start.manifest.facts.without_base or wanted.resume_from is None or not wanted.weight_init_only:
         return None
-    return _named(config, wanted.resume_from, say, ranks)
+    began = start.manifest.facts.config.get("checkpoint", {}).get("resume_from")
+    step = None if began is None else assemble.locate(config, began)[1]
+    return _named(config, wanted.resume_from, say, ranks, step)
+
+
+def told_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> ResolvedConfig:
+    """The configuration that the run's checkpoints keep: with the step of ``began`` in ``checkpoint.resume_from``,
+    where that names the root of a store, whose newest step is another one later."""
+    wanted = config.run.checkpoint
+    if not isinstance(began, Start) or not began.weights_only or wanted.resume_from is None:
+        return config
+    if assemble.locate(config, wanted.resume_from)[1] is not None:
+        return config
+    uri, key = f"{wanted.resume_from.rstrip('/')}/{step_name(began.manifest.step)}", "checkpoint.resume_from"
+    tree = config.tree.set(key, Node(uri, config.origins[key]))
+    return replace(config, run=replace(config.run, checkpoint=replace(wanted, resume_from=uri)), tree=tree)
 
 
 def _named(
-    config: ResolvedConfig, uri: str, say: Callable[[str], None], ranks: RankAgreement | None
+    config: ResolvedConfig, uri: str, say: Callable[[str], None], ranks: RankAgreement | None, began: int | None = None
 ) -> Start | ForeignStart:
     weights_only = config.run.checkpoint.weight_init_only
     format = on_first_rank(ranks, lambda: recognise(Path(uri)), where=uri)
@@ -102,5 +119,5 @@ def _named(
             raise ForeignHasWeightsOnly(path=uri, format=format)
         return ForeignStart(path=Path(uri))
     storage, step = assemble.locate(config, uri)
-    manifest = checkpoint.find_checkpoint(storage, step, warn=say, ranks=ranks)
+    manifest = checkpoint.find_checkpoint(storage, began if step is None else step, warn=say, ranks=ranks)
     return Start(storage=storage, manifest=manifest, weights_only=weights_only)

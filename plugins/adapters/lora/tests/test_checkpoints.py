@@ -114,6 +114,48 @@ def test_a_run_over_named_weights_goes_on_over_them(run):
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
 
 
+@pytest.fixture
+def over_a_growing_base(run):
+    """``(run, base, over)``: a run of two steps over a base that has gone on since, and what named it."""
+    base = run("base", "adapter.enable_lora=false", "trainer.max_steps=2") / "checkpoints"
+    over = (f"checkpoint.resume_from={base}", "checkpoint.weight_init_only=true")
+    tuned = run("tuned", *over, "trainer.max_steps=2") / "checkpoints"
+    run("base", "adapter.enable_lora=false")
+    return tuned, base, over
+
+
+def test_an_adapter_stays_over_the_step_that_its_run_began_with(run, command, tmp_path, over_a_growing_base):
+    tuned, base, over = over_a_growing_base
+    first = "".join(generate(f"{tuned}/step-00000002", "In the", max_new_tokens=8))
+    whole = weights_of(run("whole", over[1], f"{over[0]}/step-00000002") / "checkpoints")
+    run("tuned", *over)
+    gone_on = weights_of(tuned)
+    assert all(torch.equal(whole[name], gone_on[name]) for name in whole)
+    assert "".join(generate(f"{tuned}/step-00000002", "In the", max_new_tokens=8)) == first
+    _, manifest = manifest_of(tuned)
+    assert manifest.facts.config["checkpoint"]["resume_from"] == f"{base}/step-00000002"
+    assert command("checkpoint", "merge-lora", tuned, tmp_path / "merged")[0] == 0
+
+
+def test_a_base_that_is_elsewhere_now_is_named(run, command, tmp_path, over_a_growing_base):
+    tuned, base, _ = over_a_growing_base
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps({"prompt": "In", "answer": "the"}))
+    asking = ("generate", tuned, "In the", "--max-new-tokens", "3"), ("evaluate", tuned, held, "--max-new-tokens", "3")
+    said = [command(*words)[1] for words in asking]
+    moved = base.rename(tmp_path / "moved")
+    for words, before in zip(asking, said, strict=True):
+        assert command(*words)[0] == 2
+        status, _, complaint = command(*words, "--base", moved)
+        assert status == 2
+        assert "NXDT-S091" in complaint
+        assert str(moved) in complaint
+        assert command(*words, "--base", moved / "step-00000002")[:2] == (0, before)
+    over = (f"checkpoint.resume_from={moved}", "checkpoint.weight_init_only=true")
+    run("tuned", *over)
+    assert manifest_of(tuned)[1].step == 4
+
+
 def test_an_adapter_of_another_base_is_refused(run):
     directory = run("tuned", "trainer.max_steps=2")
     with pytest.raises(AdapterOfAnotherBase, match="NXDT-S091"):
