@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any
 
@@ -167,14 +167,27 @@ class ReservedTokens:
         reserved = () if allowed else tokenizer.reserved_tokens()
         self._pattern = re.compile("|".join(map(re.escape, reserved))) if reserved else None
 
-    def check(self, texts: Iterable[str], place: str) -> None:
-        """Let the texts of a conversation's messages pass.
+    def check(self, said: Iterable[object], place: str, *, tools: object = None) -> None:
+        """Let the messages of a conversation pass: texts, or mappings and lists with texts in them.
 
         Raises:
-            SpecialTokenInText: one spells such a token; tells the number of the message.
+            SpecialTokenInText: one spells such a token, or a function that may be called does; tells which.
         """
         if self._pattern is None:
             return
-        for number, text in enumerate(texts, start=1):
-            if found := self._pattern.search(text):
-                raise SpecialTokenInText(place=place, number=number, token=found[0])
+        for number, what in enumerate((tools, *said)):
+            for text in _texts(what):
+                if found := self._pattern.search(text):
+                    raise SpecialTokenInText(place=place, number=number, token=found[0])
+
+
+def _texts(what: object) -> Iterator[str]:
+    if isinstance(what, str):
+        yield what
+    elif isinstance(what, Mapping):
+        for key, value in what.items():
+            yield from _texts(key)
+            yield from _texts(value)
+    elif isinstance(what, Sequence):
+        for value in what:
+            yield from _texts(value)

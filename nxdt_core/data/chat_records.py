@@ -20,12 +20,13 @@ _SHAREGPT = {
     "function_response": "tool",
 }
 """Speakers of ShareGPT's records → roles."""
-_OWN = frozenset({"role", "content", "train", "tool_calls"})
+_OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls"})
 
 
 def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
     """The conversation of a record with ``messages``, ``conversations`` or ``input`` and ``output``.
 
+    An ``instruction`` beside an ``output`` is what the user says, before an ``input`` that is not blank (Alpaca).
     A ``system`` text beside them comes first, ``tools`` beside them are the functions that may be called.
 
     Raises:
@@ -37,9 +38,11 @@ def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
     elif _given(record, "conversations"):
         entries = _entries(record["conversations"], "conversations", place)
         messages = [_sharegpt(entry, place, i) for i, entry in entries]
-    elif _given(record, "input") and _given(record, "output"):
-        pairs = (("user", "input"), ("assistant", "output"))
-        messages = [_made(role, record[key], place, i) for i, (role, key) in enumerate(pairs, start=1)]
+    elif _given(record, "output") and (_given(record, "input") or _given(record, "instruction")):
+        asked = (_text(record.get(key), place, 1) for key in ("instruction", "input"))
+        question = "\n\n".join(text for text in asked if text.strip())
+        pairs = (("user", question), ("assistant", record["output"]))
+        messages = [_made(role, content, place, i) for i, (role, content) in enumerate(pairs, start=1)]
     else:
         raise UnknownRecord(place=str(place), keys=tuple(record))
     messages = with_system(messages, record)
@@ -79,11 +82,26 @@ def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message
     role = entry.get("role")
     if not isinstance(role, str):
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'role'")
+    fields, train = _fields(entry, place, number), _trained(entry, place, number)
+    return _made(role, entry.get("content"), place, number, fields, train)
+
+
+def _fields(entry: Mapping[str, Any], place: Place, number: int) -> dict[str, Any]:
     fields = {key: value for key, value in entry.items() if key not in _OWN and value is not None}
     calls = entry.get("tool_calls")
     if calls:
         fields["tool_calls"] = [_call(call, place, number) for call in _listed(calls, place, number)]
-    return _made(role, entry.get("content"), place, number, fields, entry.get("train"))
+    return fields
+
+
+def _trained(entry: Mapping[str, Any], place: Place, number: int) -> bool | None:
+    """``train``, or OpenAI's ``weight``, of which 0 says no and 1 nothing."""
+    train, weight = entry.get("train"), entry.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")
+    if weight is not None and weight not in (0, 1):
+        raise BadMessage(place=str(place), number=number, reason=f"'weight' is {weight!r}; it must be 0 or 1")
+    return False if train is None and weight == 0 else train
 
 
 def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
@@ -93,20 +111,24 @@ def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
     if not isinstance(speaker, str):
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'from'")
     role = _SHAREGPT.get(speaker, speaker)
+    fields, train = _fields(entry, place, number), _trained(entry, place, number)
     if speaker == "function_call":
         calls = _parsed(value, place, number, "a function call")
-        fields = {"tool_calls": [_call(call, place, number) for call in _listed(calls, place, number)]}
-        return _made(role, "", place, number, fields, entry.get("train"))
-    return _made(role, value, place, number, {}, entry.get("train"))
+        fields["tool_calls"] = [_call(call, place, number) for call in _listed(calls, place, number)]
+        value = ""
+    return _made(role, value, place, number, fields, train)
 
 
 def _made(
-    role: str, content: Any, place: Place, number: int, fields: Mapping[str, Any] | None = None, train: Any = None
+    role: str,
+    content: Any,
+    place: Place,
+    number: int,
+    fields: Mapping[str, Any] | None = None,
+    train: bool | None = None,
 ) -> Message:
     if role not in ROLES:
         raise UnknownRole(place=str(place), number=number, role=role, known=ROLES)
-    if train is not None and not isinstance(train, bool):
-        raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")
     return Message(role=role, content=_text(content, place, number), fields=fields or {}, train=train)
 
 

@@ -100,7 +100,8 @@ def _first(samples: Sequence[tuple[int, Sample]], count: int) -> set[int]:
 def _in_order(dataset: MapDataset | IterableDataset, seed: int, shuffle: bool) -> Iterator[tuple[int, Sample]]:
     if isinstance(dataset, MapDataset):
         order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
-        for index in order.indices(0, len(dataset)).tolist():
+        for place in range(len(dataset)):
+            index = int(order.indices(place, place + 1)[0])
             yield index, dataset[index]
     else:
         yield from enumerate(dataset)

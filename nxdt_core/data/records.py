@@ -101,5 +101,12 @@ def _table(path: Path, content: bytes) -> list[dict[str, Any]]:
             table = pyarrow.ipc.open_stream(buffer).read_all()
     except (pyarrow.ArrowException, OSError) as error:
         raise ArrowUnreadable(path=str(path), reason=str(error).partition("\n")[0].rstrip(".")) from error
-    rows: list[dict[str, Any]] = table.to_pylist()
+    rows: list[dict[str, Any]] = _without_nulls(table.to_pylist())
     return rows
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the keys of objects that hold nothing: Arrow gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

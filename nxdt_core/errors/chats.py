@@ -29,7 +29,10 @@ class UnknownRecord(NxdtError):
 
     code = "NXDT-D300"
     happened = "{place}: no conversation; the record's keys are {found}."
-    remedy = "A record needs 'messages', 'conversations' (ShareGPT), or 'input' and 'output'.{hint}"
+    remedy = (
+        "A record needs 'messages', 'conversations' (ShareGPT), 'input' and 'output', or 'instruction' and 'output'."
+        "{hint}"
+    )
     place: str
     keys: tuple[str, ...]
 
@@ -180,8 +183,12 @@ class SpecialTokenInText(NxdtError):
     """A text that spells a special token, which would become one: a turn could end or begin within it."""
 
     code = "NXDT-D321"
-    happened = "{place}, message {number}: its text spells the special token {token!r}, and would be taken for it."
+    happened = "{place}, {which}: the text spells the special token {token!r}, and would be taken for it."
     remedy = "Remove or rewrite it there, or allow it with data.special_tokens_in_text: true."
     place: str
     number: int
+    """Of the message, from 1; 0 where it is one of the functions that may be called."""
     token: str
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "which": f"message {self.number}" if self.number else "its tools"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import numpy as np
@@ -294,6 +295,17 @@ def test_texts_that_spell_special_tokens_are_refused_unless_allowed(token, load,
     with pytest.raises(SpecialTokenInText, match=r"chats\.jsonl:2, message 1: .* spells the special token"):
         load(path)
     assert tokenizer.encode(token)[0] in load(path, special_tokens_in_text=True)[1].input_ids.tolist()
+
+
+def test_calls_and_tools_that_spell_special_tokens_are_refused(load, write, call):
+    calls = json.loads(json.dumps(call))
+    calls["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"zone": ["<|im_end|>"]}
+    with pytest.raises(SpecialTokenInText, match=r"chats\.jsonl:1, message 2: "):
+        load(write(calls))
+    tools = json.loads(json.dumps(call))
+    tools["tools"][0]["function"]["description"] = "<|im_start|>"
+    with pytest.raises(SpecialTokenInText, match=r"chats\.jsonl:1, its tools: "):
+        load(write(tools))
 
 
 class WithoutTemplate(ByteTokenizer):

@@ -45,10 +45,25 @@ def said(record):
         {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
         {"conversations": [USER, ANSWER], "messages": None},
         {"input": "u", "output": "a"},
+        {"instruction": "u", "input": "", "output": "a"},
+        {"instruction": "u", "output": "a"},
     ],
 )
 def test_the_forms_say_the_same(record):
     assert said(record) == [("user", "u"), ("assistant", "a")]
+
+
+def test_an_instruction_stands_before_its_input():
+    assert said({"instruction": "Add.", "input": "2+2", "output": "4"})[0] == ("user", "Add.\n\n2+2")
+
+
+@pytest.mark.parametrize(
+    ("more", "train"),
+    [({"weight": 0}, False), ({"weight": 1}, None), ({"weight": 0, "train": True}, True), ({"train": False}, False)],
+)
+def test_a_weight_of_nothing_is_not_trained(more, train):
+    message = read({"messages": [USER, {**ANSWER, **more}]}).messages[1]
+    assert (message.train, message.fields) == (train, {})
 
 
 @pytest.mark.parametrize("record", [{"input": "u", "output": "a"}, {"messages": [USER, ANSWER]}])
@@ -78,6 +93,10 @@ def test_sharegpt_calls_are_calls():
     found = read(record).messages
     assert [message.role for message in found] == ["user", "assistant", "tool", "assistant"]
     assert found[1].fields["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    record["conversations"][1] = {"from": "gpt", "value": "", "tool_calls": CALLS["tool_calls"], "reasoning": "r"}
+    (call,) = read(record).messages[1].fields["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": {}}
+    assert read(record).messages[1].fields["reasoning"] == "r"
 
 
 def test_fields_that_templates_read_are_kept_and_train_is_none_of_them():
@@ -189,6 +208,20 @@ def test_files_of_every_format_give_the_same_records(tmp_path, talk):
             sink.write_table(table)
     found, _ = read_records([tmp_path / "*"], "data.train_files")
     assert [record for _, record in found] == [talk] * 7
+
+
+def test_a_table_gives_no_call_the_arguments_of_others(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    records = [
+        {
+            "messages": [USER, {"role": "assistant", "tool_calls": [{"name": name, "arguments": {name: "x"}}]}],
+            "tools": [{"name": name, "parameters": {"properties": {name: {"type": "string"}}}}],
+        }
+        for name in ("f", "g")
+    ]
+    datasets.Dataset.from_list(records).to_parquet(tmp_path / "a.parquet")
+    found, _ = read_records([tmp_path / "a.parquet"], "data.train_files")
+    assert [record for _, record in found] == records
 
 
 def test_a_directory_that_the_datasets_library_wrote_is_read(tmp_path, shipped):

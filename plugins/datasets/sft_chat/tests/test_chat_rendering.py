@@ -191,6 +191,12 @@ def test_other_speakers_are_trained_without_what_opens_their_turn(render, talk):
     assert render(CHATML, talk, trained=[0, 1])[1] == ["Be brief.<|im_end|>", "Hi<|im_end|>"]
 
 
+@pytest.mark.parametrize("content", ["user", "er", "A", "im_end"])
+def test_words_that_stand_in_what_opens_a_turn_too_are_found_behind_it(render, content):
+    record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}
+    assert render(CHATML, record, trained=[0])[1] == [f"{content}<|im_end|>"]
+
+
 def test_a_line_end_that_closes_a_turn_is_trained(render):
     assert render("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", BARE)[1] == [
         "assistant: \nHello. \n\n"

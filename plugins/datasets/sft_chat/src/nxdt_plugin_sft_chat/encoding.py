@@ -84,7 +84,8 @@ class Encoder:
             yield from map(_encoded, batch, rendered, located)
 
     def _rendered(self, conversation: Conversation) -> Rendered:
-        self._reserved.check((message.content for message in conversation.messages), str(conversation.place))
+        said = ((message.content, message.fields) for message in conversation.messages)
+        self._reserved.check(said, str(conversation.place), tools=conversation.tools)
         return self._renderer.render(conversation, trained_messages(conversation, self._config))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nxdt_core.data.chat import Span, TemplateRunner
 from nxdt_core.data.conversation import Conversation, Message
@@ -102,7 +102,7 @@ class Renderer:
         if end is None or end <= start:
             raise self._inseparable(conversation, number, "it renders earlier turns otherwise once later ones follow")
         if message.role != "assistant":  # what opens such a turn is no prompt, but nobody's words either
-            start = max(start, text.find(message.content.strip(), start, end))
+            start = max(start, self._words(conversation, number, text, start, end))
         return start, _without_trailing_space(text, start, end, message)
 
     def _start(self, conversation: Conversation, number: int, text: str) -> int:
@@ -116,6 +116,15 @@ class Renderer:
         if not text.startswith(bare) or shared < len(bare):
             raise self._inseparable(conversation, number, "what precedes it is rendered otherwise once it follows")
         return shared
+
+    def _words(self, conversation: Conversation, number: int, text: str, start: int, end: int) -> int:
+        """Where the words of a turn begin: what stands before them is the same with others."""
+        words = conversation.messages[number].content.strip()
+        others = replace(conversation.messages[number], content="B" if words.startswith("A") else "A")
+        messages = [*conversation.messages[:number], others]
+        rendered, _ = self._run(replace(conversation, messages=messages), number + 1)
+        place = next((at for at, (one, other) in enumerate(zip(text, rendered, strict=False)) if one != other), end)
+        return place if text.startswith(words, place) else text.find(words, start, end)
 
     def _check_blocks(self, conversation: Conversation, marked: Mapping[int, Span], text: str) -> None:
         for number, (_, end) in marked.items():
