@@ -60,7 +60,10 @@ class NoTrainingData(NxdtError):
 
     code = "NXDT-T004"
     happened = "The dataloader {loader} has no training data."
-    remedy = "Name the training files in the section data; `nxdt config show` prints what it holds now."
+    remedy = (
+        "Name the training files in the section data, and give them a share where it has shares; `nxdt config show` "
+        "prints what it holds now."
+    )
     loader: str
 
 
