@@ -14,8 +14,8 @@ class ReferenceLost(NxdtError):
 
     code = "NXDT-A030"
     happened = (
-        "The run goes on, and {path} is not there: the log-probabilities under the weights that it began with, which "
-        "cannot be computed from those that it has now."
+        "The run goes on, and {path} is not there or damaged: the log-probabilities under the weights that it began "
+        "with, which cannot be computed from those that it has now."
     )
     remedy = "Put the directory 'reference' of the run back where it was, or begin a new run."
     path: str

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ __all__ = ["check_base_frozen", "compute_log_probs", "with_base", "with_referenc
 
 _log = logging.getLogger(__name__)
 _DIRECTORY = "reference"
+_DAMAGED = (BadZipFile, EOFError, KeyError, RuntimeError, ValueError)
+"""What numpy raises of bytes that it did not write."""
 
 
 def with_reference(
@@ -53,7 +56,7 @@ def with_reference(
         weights: digest of where those come from; None in a run that goes on, whose weights are others by now.
 
     Raises:
-        ReferenceLost: the run goes on, and the file is not there.
+        ReferenceLost: the run goes on, and the file is not there, or damaged.
         CannotWriteRunDirectory: the file cannot be written.
     """
     weights = engine.ranks.broadcast_object(weights)  # files of several machines may differ in what they are told by
@@ -141,7 +144,8 @@ def _speaks_for_its_samples(engine: ParallelEngine) -> bool:
 
 
 def _read(path: Path) -> tuple[str, LogProbs] | None:
-    with suppress(FileNotFoundError), np.load(path, allow_pickle=False) as kept:
+    """The digest and the figures in a file; None where it is not there, or damaged."""
+    with suppress(FileNotFoundError, *_DAMAGED), np.load(path, allow_pickle=False) as kept:
         return str(kept["weights"]), LogProbs(kept["values"], kept["counts"])
     return None
 

@@ -98,6 +98,21 @@ def test_a_reference_is_kept_for_the_weights_that_it_is_of(small, caplog):
             (config.run_dir / "second").touch()
 
 
+@pytest.mark.parametrize("left", [100, 0], ids=["cut", "empty"])
+def test_a_damaged_reference_is_computed_again_where_its_weights_are_still_there(small, left):
+    config = small("trainer.max_steps=1")
+    train(config)
+    files = {path: path.read_bytes() for path in (config.run_dir / "reference").glob("*.npz")}
+    assert len(files) == 2
+    for path, content in files.items():
+        path.write_bytes(content[:left])
+    with pytest.raises(NxdtError, match=r"A030.*damaged"):
+        train(small("trainer.max_steps=2"))
+    shutil.rmtree(config.run_dir / "checkpoints")
+    train(config)
+    assert {path: path.read_bytes() for path in files} == files
+
+
 def test_under_an_adapter_the_frozen_base_may_be_the_reference_of_each_step(small):
     precomputed, each_step = (
         small("adapter.name=lora", f"objective.precompute_ref_log_probs={before}", name=f"before-{before}")
