@@ -22,8 +22,9 @@ from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import DataContext
 
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
-USER, YES, NO = (
-    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes"), ("assistant", "no"))
+USER, OTHER, YES, NO = (
+    {"role": role, "content": text}
+    for role, text in (("user", "hi"), ("user", "other"), ("assistant", "yes"), ("assistant", "no"))
 )
 
 
@@ -48,7 +49,16 @@ def chat_tokenizer():
         ({**GOOD, "prompt": ""}, "NXDT-A004", "it is empty"),
         ({"chosen": [YES], "rejected": [USER, NO]}, "NXDT-A004", "do not begin alike"),
         ({**GOOD, "chosen": 3}, "NXDT-A005", "it is a int"),
-        ({"chosen": [USER, {"content": "yes"}], "rejected": [USER, NO]}, "NXDT-A005", "message 2 has no text"),
+        ({"chosen": [USER, {"content": "yes"}], "rejected": [USER, NO]}, "NXDT-D301", "2, 'chosen', message 2"),
+        ({"prompt": [USER], "chosen": [USER], "rejected": [NO]}, "NXDT-A007", "begins with a turn of 'user'"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [NO, USER]}, "NXDT-A007", "ends with a turn of 'user'"),
+        ({"prompt": [USER], "chosen": [OTHER, YES], "rejected": [OTHER, NO]}, "NXDT-A007", "begins with a turn"),
+        ({"prompt": [USER, USER], "chosen": "a", "rejected": "b"}, "NXDT-D303", "prompt and 'chosen', message 2"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [NO, NO]}, "NXDT-D303", "prompt and 'rejected', message 3"),
+        ({"prompt": [{**USER, "role": "usr"}], "chosen": "a", "rejected": "b"}, "NXDT-D302", "2, 'prompt', message 1"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [NO], "tools": "{"}, "NXDT-D301", "'tools'"),
+        ({"prompt": "other", "chosen": [USER, YES], "rejected": [USER, NO]}, "NXDT-A008", "not what the user says"),
+        ({"prompt": "hi", "chosen": [USER, YES], "rejected": [OTHER, NO]}, "NXDT-A008", "not what the user says"),
         ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, "NXDT-D313", "no chat template"),
     ],
 )
@@ -67,6 +77,14 @@ def test_messages_may_not_spell_special_tokens_unless_told(write):
     with pytest.raises(NxdtError, match=r"D321.*:1, message 2.*<\|im_end\|>"):
         pairs(file, chat_tokenizer())
     assert len(pairs(file, chat_tokenizer(), special_tokens_in_text=True)) == 1
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}]}
+    for where, record in (
+        ("message 2", {"chosen": [call]}),
+        ("message 1", {"prompt": [{**USER, "name": "<|im_end|>"}]}),
+        ("its tools", {"tools": [{"name": "<|im_end|>"}]}),
+    ):
+        with pytest.raises(NxdtError, match=rf"D321.*:1, {where}"):
+            pairs(write([{"prompt": [USER], "chosen": [YES], "rejected": [NO], **record}]), chat_tokenizer())
 
 
 def test_a_template_that_raises_is_quoted(write, tmp_path):
@@ -75,6 +93,26 @@ def test_a_template_that_raises_is_quoted(write, tmp_path):
     file = write([{"prompt": [USER], "chosen": [YES], "rejected": [NO]}])
     with pytest.raises(NxdtError, match=r"D316.*:1: .* no greetings"):
         pairs(file, chat_tokenizer(), chat_template_file=template)
+
+
+def test_answers_that_a_template_leaves_out_or_writes_alike_are_refused(write, tmp_path):
+    template = tmp_path / "deaf.jinja"
+    template.write_text("{% for m in messages %}{{ m.content | trim }}|{% endfor %}")
+    calls = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": x}}}]} for x in (1, 2)]
+    file = write([{"prompt": [USER], "chosen": calls[:1], "rejected": calls[1:]}])
+    with pytest.raises(NxdtError, match=r"D316.*:1: .*leaves out what message 2 of prompt and 'chosen' says or calls"):
+        pairs(file, chat_tokenizer(), chat_template_file=template)
+    file = write([{"prompt": [USER], "chosen": "yes", "rejected": " yes"}])
+    with pytest.raises(NxdtError, match=r"A003.*:1 are the same in tokens"):
+        pairs(file, chat_tokenizer(), chat_template_file=template)
+
+
+def test_a_split_of_which_no_pair_is_left_is_refused_with_numbers(write):
+    with pytest.raises(NxdtError, match=r"A013.*each of 2 pairs of train data"):
+        pairs(write([{"prompt": "a", "chosen": "b" * 30, "rejected": "b" * 31}] * 2))
+    for share, split in ((0.9, "train"), (0.1, "validation")):
+        with pytest.raises(NxdtError, match=f"A012.*{share} of 2 records leaves none to {split}"):
+            pairs(write([GOOD] * 2), validation_fraction=share)
 
 
 def test_prompts_that_would_leave_no_answer_are_refused(write):

@@ -49,8 +49,20 @@ def answers(sample, tokenizer):
         {"prompt": ASKED, "chosen": [YES], "rejected": [NO]},
         {"prompt": ASKED, "chosen": YES["content"], "rejected": NO["content"]},
         {"chosen": [*ASKED, YES], "rejected": [*ASKED, NO]},
+        {"prompt": ASKED, "chosen": [*ASKED, YES], "rejected": [*ASKED, NO]},
+        {"prompt": f"{ASKED[1]['content']}\n", "chosen": [*ASKED, YES], "rejected": [*ASKED, NO]},
+        {"system": "Be short.", "prompt": ASKED[1:], "chosen": [YES], "rejected": [NO]},
+        {"system": "Be short.", "prompt": ASKED[1]["content"], "chosen": [YES], "rejected": NO["content"]},
+        {
+            "prompt": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in ASKED],
+            "chosen": [YES],
+            "rejected": [NO],
+        },
     ],
-    ids=["answers are turns", "answers are texts", "whole conversations"],
+    ids=[
+        *("answers are turns", "answers are texts", "whole conversations", "whole conversations and messages"),
+        *("whole conversations and a text", "a system text", "the prompt is a text", "parts of texts"),
+    ],
 )
 def test_every_form_of_a_record_gives_the_turns_that_transformers_renders(write, record):
     transformers = pytest.importorskip("transformers")
@@ -63,6 +75,43 @@ def test_every_form_of_a_record_gives_the_turns_that_transformers_renders(write,
         prompt = theirs.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
         assert answers(sample, ours)[row] == f"{answer['content']}<|im_end|>"
         assert int(np.argmax(sample.loss_weights[row] > 0)) == len(prompt) - 1
+
+
+def test_calls_and_tools_may_be_given_as_their_json(write):
+    call, other = ({"type": "function", "function": {"name": "where", "arguments": {"x": x}}} for x in (1, 2))
+    tools = [{"type": "function", "function": {"name": "where"}}]
+    written = [{"function": {**each["function"], "arguments": json.dumps(each["function"]["arguments"])}}
+               for each in (call, other)]  # fmt: skip
+    ours = chat_tokenizer()
+    found = []
+    for (one, two), schemas in (((call, other), tools), (written, json.dumps(tools))):
+        answer = [
+            {"role": "assistant", "content": None, "tool_calls": [one]},
+            {"role": "tool", "content": "Here."},
+            YES,
+        ]
+        wrong = [{"role": "assistant", "tool_calls": [two]}]
+        record = {"prompt": ASKED[1:], "chosen": answer, "rejected": wrong, "tools": schemas}
+        found.append(loader(ours, seq_length=192, train_files=(write([record]),)).split("train")[0])
+    assert np.array_equal(found[0].input_ids, found[1].input_ids)
+    chosen, rejected = answers(found[1], ours)
+    assert '"arguments": {"x": 1}' in chosen
+    assert "Here." in chosen
+    assert chosen.endswith("On its way.<|im_end|>")
+    assert '"arguments": {"x": 2}' in rejected
+
+
+def test_a_template_may_know_calls_by_content_that_is_null(write, tmp_path):
+    template = tmp_path / "null.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }};"
+        "{% else %}{{ m.content }}|{% endif %}{% endfor %}"
+    )
+    calls = [{"role": "assistant", "tool_calls": [{"function": {"name": name}}]} for name in ("find", "guess")]
+    record = {"prompt": "Where?", "chosen": calls[:1], "rejected": calls[1:]}
+    ours = chat_tokenizer()
+    dataset = loader(ours, seq_length=32, train_files=(write([record]),), chat_template_file=template).split("train")
+    assert [text.removesuffix(";") for text in answers(dataset[0], ours)] == ["find", "guess"]
 
 
 def test_a_shipped_template_is_taken_by_name_as_transformers_takes_its_text(write):
@@ -140,6 +189,17 @@ def test_prompts_are_cut_first_and_answers_to_what_is_left(mode, prompt):
     assert fitting.fit(fits) is fits
 
 
+def test_pairs_that_are_cut_alike_are_left_out_and_counted(write, caplog):
+    alike = {"prompt": "ab", "chosen": "c" * 40 + "d", "rejected": "c" * 40 + "e"}
+    apart = {"prompt": "ab", "chosen": "d" + "c" * 40, "rejected": "c" * 40}
+    dataset = loader(train_files=(write([alike, apart, alike]),)).split("train")
+    assert len(dataset) == 1
+    assert dataset[0].input_ids[0][3] == ord("d")
+    report = dataset.report()
+    assert (report.records, report.truncated, list(report.left_out.values())) == (1, 1, [2])
+    assert "2 records are left out" in caplog.text
+
+
 def test_a_share_of_the_records_validates_whatever_the_seed_of_the_run(write):
     file = write([{"prompt": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(10)])
     splits = loader(train_files=(file,), validation_fraction=0.3)
@@ -149,6 +209,8 @@ def test_a_share_of_the_records_validates_whatever_the_seed_of_the_run(write):
     ]
     assert [len(part) for part in seen] == [7, 3]
     assert seen[0] | seen[1] == {str(n) for n in range(10)}
+    splits = loader(train_files=(file,), validation_fraction=0.12)
+    assert [len(splits.split(name)) for name in ("train", "validation")] == [9, 1]
 
 
 def test_the_fingerprint_follows_what_decides_the_samples(write):

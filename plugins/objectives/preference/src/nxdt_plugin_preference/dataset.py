@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ class PairDataset:
         seq_length: tokens of a row.
         pad_id: of the tokens behind the last pair.
         source: digest of what the pairs were made of.
+        left_out: reason → records of which there is no pair.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class PairDataset:
         seq_length: int,
         pad_id: int,
         source: str,
+        left_out: Mapping[str, int] | None = None,
     ) -> None:
         self._pairs = pairs
         self._packs = packs
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._source = source
+        self._left_out = left_out or {}
 
     def __len__(self) -> int:
         return len(self._pairs if self._packs is None else self._packs)
@@ -94,5 +97,6 @@ class PairDataset:
             tokens=TokenCount(tokens=int(lengths.sum()), trained=answers),
             lengths=lengths.max(axis=1),
             truncated=sum(pair.cut for pair in self._pairs),
+            left_out=self._left_out,
             efficiency=int(lengths.sum()) / places if places else None,
         )

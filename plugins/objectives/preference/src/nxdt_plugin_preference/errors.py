@@ -7,10 +7,14 @@ from nxdt_core.errors import NxdtError
 __all__ = [
     "AnswerEmpty",
     "AnswerMissing",
+    "AnswerOfOthers",
     "AnswersEqual",
     "AnswersInseparable",
     "BadPreference",
+    "EmptySplit",
     "NoRoomForAnswers",
+    "PairsCutAlike",
+    "PromptDiffers",
     "PromptMissing",
     "ReferenceMissing",
     "RowsNotPaired",
@@ -42,9 +46,11 @@ class AnswersEqual(NxdtError):
     """A pair without a preference."""
 
     code = "NXDT-A003"
-    happened = "The chosen and the rejected answer of {place} are the same, so that there is nothing to prefer."
+    happened = "The chosen and the rejected answer of {place} are the same{where}, so that there is nothing to prefer."
     remedy = "Take the record out."
     place: str
+    where: str = ""
+    """Where they differ in the record."""
 
 
 class PromptMissing(NxdtError):
@@ -79,6 +85,28 @@ class AnswersInseparable(NxdtError):
     key: str
 
 
+class AnswerOfOthers(NxdtError):
+    """An answer that somebody else gives, or that goes on behind it."""
+
+    code = "NXDT-A007"
+    happened = "The {key!r} answer of {place} {end} with a turn of {role!r}, not of the assistant."
+    remedy = "Let answers begin and end with turns of the assistant, behind the messages of the prompt or without them."
+    place: str
+    key: str
+    end: str
+    """``begins`` or ``ends``."""
+    role: str
+
+
+class PromptDiffers(NxdtError):
+    """Whole conversations and a prompt of others."""
+
+    code = "NXDT-A008"
+    happened = "The 'prompt' of {place} is not what the user says last before 'chosen' and 'rejected' part."
+    remedy = "Correct it, or take it out: conversations that begin alike have their prompt."
+    place: str
+
+
 class NoRoomForAnswers(NxdtError):
     """Prompts may be as long as a sequence."""
 
@@ -87,6 +115,30 @@ class NoRoomForAnswers(NxdtError):
     remedy = "Make max_prompt_length smaller than seq_length by what answers need."
     prompt: int
     sequence: int
+
+
+class EmptySplit(NxdtError):
+    """A share of so few records that one side gets none."""
+
+    code = "NXDT-A012"
+    happened = "data.validation_fraction {fraction} of {records} records leaves none to {split}."
+    remedy = "Change the share, or name data.validation_files."
+    fraction: float
+    records: int
+    split: str
+
+
+class PairsCutAlike(NxdtError):
+    """A split of pairs that differ only behind where they are cut."""
+
+    code = "NXDT-A013"
+    happened = (
+        "Cut to data.seq_length {seq_length}, both answers are the same in each of {pairs} pairs of {split} data."
+    )
+    remedy = "Raise data.seq_length, or lower data.max_prompt_length."
+    seq_length: int
+    pairs: int
+    split: str
 
 
 class ReferenceMissing(NxdtError):

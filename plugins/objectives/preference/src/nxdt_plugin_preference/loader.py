@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,21 +11,23 @@ import numpy as np
 from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
-from nxdt_core.data.records import read_records
+from nxdt_core.data.records import Record, read_records
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.dataset import PairDataset
+from nxdt_plugin_preference.errors import EmptySplit, PairsCutAlike
 from nxdt_plugin_preference.fitting import Fitting
 from nxdt_plugin_preference.records import read_preference
-from nxdt_plugin_preference.rendering import Pair, Renderer
+from nxdt_plugin_preference.rendering import Renderer
 
 __all__ = ["PreferenceDataloader"]
 
 _log = logging.getLogger(__name__)
 _EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+_ALIKE = "cut to the sequence length, both answers are the same"
 
 
 class PreferenceDataloader:
@@ -55,37 +57,52 @@ class PreferenceDataloader:
         Raises:
             NxdtError: of the files, as of :func:`~nxdt_core.data.records.read_records`.
             NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable: of messages.
-            AnswerMissing, AnswerEmpty, AnswersEqual, PromptMissing, BadPreference, TemplateRefuses,
-            AnswersInseparable, SpecialTokenInText: of a record; each names the file and the line.
+            AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference,
+            BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn, TemplateRefuses, AnswersInseparable,
+            SpecialTokenInText: of a record; each names the file and the line.
+            EmptySplit, PairsCutAlike: no pair is left.
         """
-        share = self._config.validation_fraction
-        if share and name != "test":
-            pairs, source = self._training
-            seed = self._config.split_seed
-            validating, training = draw(pairs, math.ceil(len(pairs) * share), seed=seed)
-            return self._dataset(validating if name == "validation" else training, digest(source, name, share, seed))
-        return self._dataset(*self._read(name)) if self._config.files(name) else None
+        if self._config.validation_fraction and name != "test":
+            divided, source = self._division
+            return self._dataset(divided[name], digest(source, name), name)
+        return self._dataset(*self._read(name), name) if self._config.files(name) else None
 
     @cached_property
-    def _training(self) -> tuple[list[Pair], str]:
-        """What training and validation share, rendered once for both."""
-        return self._read("train")
+    def _division(self) -> tuple[dict[SplitName, list[Record]], str]:
+        """Training records in two, drawn by the seed of the split; each part keeps the order of the files."""
+        fraction, seed = self._config.validation_fraction, self._config.split_seed
+        records, source = self._read("train")
+        validating, training = draw(records, round(len(records) * fraction), seed=seed)
+        parts: dict[SplitName, list[Record]] = {"validation": validating, "train": training}
+        for split, part in parts.items():
+            if not part:
+                raise EmptySplit(fraction=fraction, records=len(records), split=split)
+        return parts, digest(source, len(records), fraction, seed)
 
-    def _read(self, name: SplitName) -> tuple[list[Pair], str]:
-        """The pairs of a split's files, and a digest of all that decides them."""
+    def _read(self, name: SplitName) -> tuple[list[Record], str]:
         records, source = read_records(self._config.files(name), f"data.{name}_files", example=_EXAMPLE)
+        return records[: self._config.dev_choose_samples], source
+
+    def _dataset(self, records: Sequence[Record], source: str, name: SplitName) -> PairDataset:
+        """The pairs of a split's records, of which ``source`` is a digest."""
         renderer = Renderer(self._tokenizer, self._config)
-        pairs = [
-            self._fitting.fit(renderer.render(read_preference(record, str(place))))
-            for place, record in records[: self._config.dev_choose_samples]
-        ]
+        fitted = [self._fitting.fit(renderer.render(read_preference(record, place))) for place, record in records]
+        pairs = [pair for pair in fitted if pair.chosen != pair.rejected]
+        seq_length, left_out = self._fitting.seq_length, len(fitted) - len(pairs)
+        if not pairs:
+            raise PairsCutAlike(seq_length=seq_length, pairs=len(fitted), split=name)
+        if left_out:
+            _log.warning("%s data: %d records are left out: %s", name, left_out, _ALIKE)
         if cut := sum(pair.cut for pair in pairs):
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
-        return pairs, digest("preference", source, renderer.fingerprint(), self._fitting, len(pairs))
-
-    def _dataset(self, pairs: list[Pair], source: str) -> PairDataset:
-        seq_length, pad_id = self._fitting.seq_length, padding_id(self._tokenizer)
         packs = None
         if self._config.packing:
             packs = drawn_bins(np.array([pair.lengths for pair in pairs], np.int64), seq_length, seed=self._seed)
-        return PairDataset(pairs, packs, seq_length=seq_length, pad_id=pad_id, source=source)
+        return PairDataset(
+            pairs,
+            packs,
+            seq_length=seq_length,
+            pad_id=padding_id(self._tokenizer),
+            source=digest("preference", source, renderer.fingerprint(), self._fitting, len(pairs)),
+            left_out={_ALIKE: left_out} if left_out else {},
+        )

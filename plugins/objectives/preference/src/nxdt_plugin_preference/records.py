@@ -6,18 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nxdt_core.data.chat_records import read_message, read_tools, with_system
+from nxdt_core.data.conversation import Conversation, Message, check_order
+from nxdt_core.data.records import Place
 from nxdt_core.errors.base import listing
 from nxdt_plugin_preference.errors import (
     AnswerEmpty,
     AnswerMissing,
+    AnswerOfOthers,
     AnswersEqual,
     BadPreference,
+    PromptDiffers,
     PromptMissing,
 )
 
-__all__ = ["Preference", "Text", "read_preference"]
+__all__ = ["Preference", "Text", "Turns", "read_preference"]
 
-Text = str | tuple[Mapping[str, Any], ...]
+Turns = tuple[Message, ...]
+
+Text = str | Turns
 """A text as it stands, or messages for a chat template."""
 
 
@@ -25,7 +32,7 @@ Text = str | tuple[Mapping[str, Any], ...]
 class Preference:
     """A prompt and two answers, all texts or all messages."""
 
-    place: str
+    place: Place
     prompt: Text
     chosen: Text
     rejected: Text
@@ -33,70 +40,110 @@ class Preference:
     """JSON schemas of functions that the assistant may call."""
 
 
-def read_preference(record: Mapping[str, Any], place: str) -> Preference:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part(Place):
+    """Where messages of a record stand."""
+
+    part: str
+
+    def __str__(self) -> str:
+        return f"{Place.__str__(self)}, {self.part}"
+
+
+def read_preference(record: Mapping[str, Any], place: Place) -> Preference:
     """The pair of a record.
 
-    ``prompt``, ``chosen`` and ``rejected`` are texts or lists of messages; an answer that is a text follows a prompt of
-    messages as the assistant's turn. Without a prompt of messages, ``chosen`` and ``rejected`` are whole conversations,
+    ``prompt``, ``chosen`` and ``rejected`` are texts or lists of messages. An answer that is a text is a turn of the
+    assistant where others are messages; a prompt that is a text is one of the user where answers begin with the
+    assistant. Answers that begin with the prompt's messages, or without such a prompt alike, are whole conversations,
     and what they have in common is the prompt.
 
     Raises:
-        AnswerMissing, AnswerEmpty, AnswersEqual, PromptMissing, BadPreference: each names the place.
+        AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference: each
+            names the place.
+        BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: of messages; each names the place and the message.
     """
     answers = {key: _answer(record, key, place) for key in ("chosen", "rejected")}
     prompt = None if record.get("prompt") is None else _text(record["prompt"], "prompt", place)
-    if isinstance(prompt, tuple):
-        answers = {key: _turn(answer) for key, answer in answers.items()}
-    elif any(isinstance(answer, tuple) for answer in answers.values()):
-        prompt, answers = _parted(answers, place)
+    if isinstance(prompt, tuple) or any(isinstance(answer, tuple) for answer in answers.values()):
+        turns = {key: _turns(answer, "assistant") for key, answer in answers.items()}
+        return _conversation(record, prompt, turns, place)
     if not prompt:
-        raise PromptMissing(place=place, found="it is empty" if prompt is not None else "the key is not there")
+        raise PromptMissing(place=str(place), found="the key is not there" if prompt is None else "it is empty")
     if answers["chosen"] == answers["rejected"]:
-        raise AnswersEqual(place=place)
-    return Preference(place=place, prompt=prompt, tools=record.get("tools"), **answers)
+        raise AnswersEqual(place=str(place))
+    return Preference(place=place, prompt=prompt, chosen=answers["chosen"], rejected=answers["rejected"])
 
 
-def _answer(record: Mapping[str, Any], key: str, place: str) -> Text:
+def _answer(record: Mapping[str, Any], key: str, place: Place) -> Text:
     if record.get(key) is None:
-        raise AnswerMissing(place=place, key=key, keys=listing(list(record)) or "none")
+        raise AnswerMissing(place=str(place), key=key, keys=listing(list(record)) or "none")
     answer = _text(record[key], key, place)
-    words = answer if isinstance(answer, str) else "".join(_words(message) for message in answer[-1:])
-    if not words.strip():
-        raise AnswerEmpty(place=place, key=key)
+    if not any(turn.content.strip() or turn.calls_tools for turn in _turns(answer, "assistant")[-1:]):
+        raise AnswerEmpty(place=str(place), key=key)
     return answer
 
 
-def _words(message: Mapping[str, Any]) -> str:
-    """What counts as an answer: words, or a call of a tool."""
-    return str(message.get("content") or message.get("tool_calls") or "")
-
-
-def _text(value: Any, key: str, place: str) -> Text:
+def _text(value: Any, key: str, place: Place) -> Text:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise BadPreference(place=place, key=key, reason=f"it is a {type(value).__name__}")
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message.get("role"), str):
-            raise BadPreference(place=place, key=key, reason=f"message {number} has no text under 'role'")
-        if not isinstance(message.get("content"), str | None):
-            raise BadPreference(place=place, key=key, reason=f"the content of message {number} is no text")
-    return tuple(value)
+        raise BadPreference(place=str(place), key=key, reason=f"it is a {type(value).__name__}")
+    part = _part(place, repr(key))
+    return tuple(read_message(message, part, number) for number, message in enumerate(value, start=1))
 
 
-def _turn(answer: Text) -> Text:
-    return ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
+def _turns(text: Text, role: str) -> Turns:
+    return (Message(role=role, content=text),) if isinstance(text, str) else text
 
 
-def _parted(answers: Mapping[str, Text], place: str) -> tuple[Text, dict[str, Text]]:
-    """The messages with which both conversations begin, and what follows in each."""
-    conversations = {key: _turn(answer) for key, answer in answers.items()}
+def _part(place: Place, part: str) -> Place:
+    return _Part(path=place.path, number=place.number, part=part)
+
+
+def _conversation(
+    record: Mapping[str, Any], prompt: Text | None, answers: Mapping[str, Turns], place: Place
+) -> Preference:
+    """The pair of a record of messages, whose speakers take turns and whose answers are the assistant's."""
+    if prompt is not None and not isinstance(prompt, str):
+        asked, answers = prompt, _behind(prompt, answers)
+    elif prompt and all(answer[0].role == "assistant" for answer in answers.values()):
+        asked = _turns(prompt, "user")
+    else:
+        asked, answers = _parted(answers, prompt, place)
+    if not asked:
+        raise PromptMissing(place=str(place), found="it is empty")
+    if answers["chosen"] == answers["rejected"]:
+        raise AnswersEqual(place=str(place))
+    asked = tuple(with_system(asked, record))
+    for key, answer in answers.items():
+        for end, turn in (("begins", answer[0]), ("ends", answer[-1])):
+            if turn.role != "assistant":
+                raise AnswerOfOthers(place=str(place), key=key, end=end, role=turn.role)
+        check_order(Conversation(place=_part(place, f"prompt and {key!r}"), messages=[*asked, *answer]))
+    tools = read_tools(record.get("tools"), place)
+    return Preference(place=place, prompt=asked, chosen=answers["chosen"], rejected=answers["rejected"], tools=tools)
+
+
+def _behind(prompt: Turns, answers: Mapping[str, Turns]) -> Mapping[str, Turns]:
+    """The answers without the prompt, where both are whole conversations that begin with it."""
+    count = len(prompt)
+    if all(len(answer) > count and answer[:count] == prompt for answer in answers.values()):
+        return {key: answer[count:] for key, answer in answers.items()}
+    return answers
+
+
+def _parted(answers: Mapping[str, Turns], prompt: str | None, place: Place) -> tuple[Turns, Mapping[str, Turns]]:
+    """The messages with which both conversations begin, ``prompt`` the user's last one, and what follows in each."""
     common = 0
-    for one, other in zip(*conversations.values(), strict=False):
-        if one != other or common == min(map(len, conversations.values())) - 1:
+    for one, other in zip(*answers.values(), strict=False):
+        if one != other or common == min(map(len, answers.values())) - 1:
             break
         common += 1
-    if common == 0:
-        raise PromptMissing(place=place, found="'chosen' and 'rejected' do not begin alike")
-    prompt = conversations["chosen"][:common]
-    return prompt, {key: conversation[common:] for key, conversation in conversations.items()}
+    asked = answers["chosen"][:common]
+    said = next((turn.content for turn in reversed(asked) if turn.role == "user"), "")
+    if prompt and prompt.strip() != said.strip():
+        raise PromptDiffers(place=str(place))
+    if not asked:
+        raise PromptMissing(place=str(place), found="'chosen' and 'rejected' do not begin alike")
+    return asked, {key: answer[common:] for key, answer in answers.items()}

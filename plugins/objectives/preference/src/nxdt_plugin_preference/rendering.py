@@ -6,17 +6,18 @@ into an answer belongs to the answers, as in TRL.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nxdt_core.data.chat import Messages, ReservedTokens, runner_of
+from nxdt_core.data.chat import ReservedTokens, runner_of
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.chat_templates import template_names
+from nxdt_core.data.conversation import Message
 from nxdt_core.data.digest import digest
-from nxdt_core.errors import NotAChatTokenizer, TemplateMissing
+from nxdt_core.errors import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_plugin_preference.errors import AnswersInseparable
-from nxdt_plugin_preference.records import Preference
+from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
+from nxdt_plugin_preference.records import Preference, Turns
 
 __all__ = ["Pair", "Renderer"]
 
@@ -68,11 +69,17 @@ class Renderer:
         Raises:
             NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable,
             DataFileNotFound, DataFileUnreadable, TextNotUtf8: messages cannot be rendered.
-            TemplateRefuses, AnswersInseparable, SpecialTokenInText: of the record; each names the place.
+            TemplateRefuses, AnswersInseparable, AnswersEqual, SpecialTokenInText: of the record; each names the place.
         """
+        found = self._rendered(pair)
+        if found.chosen == found.rejected:
+            raise AnswersEqual(place=str(pair.place), where=" in tokens")
+        return found
+
+    def _rendered(self, pair: Preference) -> Pair:
         if not isinstance(pair.prompt, str):
             if self._messages is None:
-                self._messages = _Messages(self._tokenizer, self._keys, pair.place)
+                self._messages = _Messages(self._tokenizer, self._keys, str(pair.place))
             return self._messages.render(pair, pair.prompt)
         assert isinstance(pair.chosen, str)  # the answers of a record are of its prompt's kind
         assert isinstance(pair.rejected, str)
@@ -95,25 +102,56 @@ class _Messages:
         self._reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
         self.settings = runner.settings
 
-    def render(self, pair: Preference, prompt: Messages) -> Pair:
-        texts = [self._written(pair, prompt, prompts=True)]
+    def render(self, pair: Preference, prompt: Turns) -> Pair:
+        conversations: dict[str, Turns] = {}
         for key, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             assert not isinstance(answer, str)
-            texts.append(self._answered(pair, prompt, answer, key))
+            conversations[key] = prompt + answer
+            said = ((turn.content, turn.fields) for turn in conversations[key])
+            self._reserved.check(said, str(pair.place), tools=pair.tools)
+        try:
+            texts = self._texts(pair, prompt, conversations, "")
+        except TemplateRefuses as refusal:
+            # Some templates know a turn that only calls tools by its content being null.
+            if not any(turn.calls_tools and not turn.content for turns in conversations.values() for turn in turns):
+                raise
+            try:
+                texts = self._texts(pair, prompt, conversations, None)
+            except TemplateRefuses:
+                raise refusal from None
         return _parted([located.ids.tolist() for located in self._tokenizer.locate(texts)])
 
-    def _answered(self, pair: Preference, prompt: Messages, answer: Messages, key: str) -> str:
-        """A whole conversation up to the end of its last turn; space behind that is nobody's answer."""
-        whole = [*prompt, *answer]
-        self._reserved.check((message.get("content") or "" for message in whole), pair.place)
-        text = self._written(pair, whole)
-        # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
-        if not any(text.startswith(self._written(pair, prompt, prompts=prompts)) for prompts in (True, False)):
-            raise AnswersInseparable(place=pair.place, key=key)
-        return text.rstrip()
+    def _texts(
+        self, pair: Preference, prompt: Turns, conversations: Mapping[str, Turns], nothing: str | None
+    ) -> list[str]:
+        """The prompt alone, and each conversation up to the end of its last turn; space behind that is nobody's
+        answer."""
 
-    def _written(self, pair: Preference, messages: Messages, *, prompts: bool = False) -> str:
-        return self._runner.run(messages, place=pair.place, tools=pair.tools, prompts=prompts)[0]
+        def written(turns: Turns, *, prompts: bool = False) -> str:
+            messages = [turn.for_template(nothing) for turn in turns]
+            return self._runner.run(messages, place=str(pair.place), tools=pair.tools, prompts=prompts)[0]
+
+        # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
+        begins = [written(prompt, prompts=prompts) for prompts in (True, False)]
+        texts = [begins[0]]
+        for key, turns in conversations.items():
+            text = written(turns)
+            begin = next((begin for begin in begins if text.startswith(begin)), None)
+            if begin is None:
+                raise AnswersInseparable(place=str(pair.place), key=key)
+            for number, turn in enumerate(turns[len(prompt) :], start=len(prompt) + 1):
+                if turn.role == "assistant" and not _says(text[len(begin) :], turn):
+                    reason = f"it leaves out what message {number} of prompt and {key!r} says or calls"
+                    origin = self._runner.template.origin
+                    raise TemplateRefuses(place=str(pair.place), origin=origin, reason=reason)
+            texts.append(text.rstrip())
+        return texts
+
+
+def _says(text: str, turn: Message) -> bool:
+    """Whether a rendering has a turn's words, reasoning aside, and the functions that it calls."""
+    words = turn.content.rpartition("</think>")[2].strip()
+    return words in text and all(call["function"]["name"] in text for call in turn.fields.get("tool_calls", ()))
 
 
 def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:
