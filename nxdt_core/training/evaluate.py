@@ -17,6 +17,7 @@ from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingT
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
+from nxdt_core.training.rouge_words import RougeWords
 
 __all__ = ["Answer", "Question", "evaluate", "questions", "scores"]
 
@@ -80,6 +81,9 @@ def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling) 
 def scores(answers: Sequence[Answer]) -> dict[str, float]:
     """Means over the answers: ``exact_match``, and F1 of ``rouge1``, ``rouge2`` and ``rougeL`` (Lin 2004).
 
+    The library's own words are of ASCII letters and digits. Here they are of any script's, see
+    :class:`~nxdt_core.training.rouge_words.RougeWords`: of ASCII texts its figures are those of the library.
+
     Raises:
         EvaluationLibraryMissing: rouge-score is not installed.
     """
@@ -89,7 +93,7 @@ def scores(answers: Sequence[Answer]) -> dict[str, float]:
         raise EvaluationLibraryMissing(
             needed_by="ROUGE figures", library="rouge-score", extra="evaluate", reason=str(error)
         ) from error
-    scorer = RougeScorer(ROUGE)
+    scorer = RougeScorer(ROUGE, tokenizer=RougeWords())
     rows = [
         {
             "exact_match": float(answer.given == answer.question.wanted),

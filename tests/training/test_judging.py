@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 from nxdt_plugin_megatron_data.writer import IndexedWriter
+from rouge_score.rouge_scorer import RougeScorer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
@@ -160,6 +163,38 @@ def test_scores_are_means_of_exact_matches_and_of_rouge():
     assert found["rouge1"] == pytest.approx((1 + words + 0 + 1) / 4)
     assert found["rouge2"] == pytest.approx((1 + pairs_of_words + 0 + 1 / 2) / 4)
     assert found["rougeL"] == pytest.approx((1 + words + 0 + 2 / 3) / 4), "the longest common run is 'the cat'"
+
+
+def rouge_of(wanted, given):
+    found = scores([Answer(question=Question(place="", ids=[1], wanted=wanted), given=given)])
+    return {name: value for name, value in found.items() if name != "exact_match"}
+
+
+def test_rouge_of_ascii_texts_is_that_of_the_library():
+    scorer = RougeScorer(("rouge1", "rouge2", "rougeL"))
+    pairs = itertools.pairwise(
+        Path(resolve_path("package://nxdt_plugin_text/data/kjv.txt")).read_text().split("\n")[:80]
+    )
+    for wanted, given in [*((a, b) for a, b in pairs if a and b), ("It's_a 2nd--try: A1!", "its a 2ND try_a1 (\t)")]:
+        assert wanted.isascii()
+        assert rouge_of(wanted, given) == {name: each.fmeasure for name, each in scorer.score(wanted, given).items()}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "share"),
+    [
+        ("Москва — столица России", "москва, столица", 2 * 2 / (3 + 2)),
+        ("東京は首都です", "東京です", 2 * 4 / (7 + 4)),
+        ("दिल्ली भारत की राजधानी", "दिल्ली राजधानी", 2 * 2 / (4 + 2)),
+        ("القاهرة عاصمة مصر", "عاصمة مصر", 2 * 2 / (3 + 2)),
+        ("ไทยดี", "ดี", 2 * 1 / (4 + 1)),
+        ("un café noir", "cafe\u0301 noir", 2 * 2 / (3 + 2)),
+    ],
+)
+def test_rouge_knows_the_words_of_other_scripts(wanted, given, share):
+    assert set(rouge_of(wanted, wanted).values()) == {1.0}
+    assert rouge_of(wanted, given)["rouge1"] == pytest.approx(share)
+    assert rouge_of(wanted, "zero")["rouge1"] == 0.0
 
 
 def test_questions_are_rendered_as_the_chat_template_asks_them(tmp_path):
