@@ -11,6 +11,7 @@ __all__ = [
     "EvaluationLibraryMissing",
     "NoAnswerToJudge",
     "NothingToJudge",
+    "QuestionTooLong",
     "TaskRecordUnscorable",
     "TaskSamplesOtherwise",
     "TaskUnknown",
@@ -95,3 +96,17 @@ class TaskSamplesOtherwise(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "understood": listing(self.known)}
+
+
+class QuestionTooLong(NxdtError):
+    """A question of which the model would see the end alone."""
+
+    code = "NXDT-E009"
+    happened = (
+        "The question of {place} has {tokens} tokens, and the model sees {window} at once (data.seq_length "
+        "of its run), what it answers included."
+    )
+    remedy = "Shorten the question or leave the record out (--limit takes the first records alone)."
+    place: str
+    tokens: int
+    window: int

@@ -8,13 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.data.chat import prompt_ids
+from nxdt_core.data.chat import ReservedTokens, prompt_ids
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.chat_records import read_record
 from nxdt_core.data.records import Place, read_records
 from nxdt_core.data.tokens import text_ids
-from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingToJudge, UnknownRecord
-from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingToJudge, QuestionTooLong, UnknownRecord
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
 from nxdt_core.training.rouge_words import RougeWords
@@ -59,10 +59,14 @@ def questions(
     Raises:
         NxdtError: of the files and records, as of those two.
         NoAnswerToJudge, ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of a record.
+        SpecialTokenInText: a message of a conversation would become a special token, and ``keys`` do not let it.
     """
+    reserved = None
+    if isinstance(tokenizer, ChatTokenizer):
+        reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
     records, _ = read_records(map(Path, files), "FILES", example=_EXAMPLE)
     for place, record in islice(records, limit):
-        yield _question(place, record, tokenizer, keys)
+        yield _question(place, record, tokenizer, keys, reserved)
 
 
 def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling) -> Iterator[Answer]:
@@ -70,9 +74,13 @@ def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling) 
 
     Raises:
         NothingToJudge: there are none.
+        QuestionTooLong: the model would not see all of one and a token of its answer; nothing is asked then.
     """
     if not asked:
         raise NothingToJudge(found="the files have no records")
+    for question in asked:
+        if len(question.ids) >= model.window:
+            raise QuestionTooLong(place=question.place, tokens=len(question.ids), window=model.window)
     for question in asked:
         written = list(model.continuation(question.ids, sampling))
         yield Answer(question=question, given=model.tokenizer.decode(written).strip())
@@ -104,7 +112,9 @@ def scores(answers: Sequence[Answer]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def _question(place: Place, record: Mapping[str, Any], tokenizer: Tokenizer, keys: ChatKeys) -> Question:
+def _question(
+    place: Place, record: Mapping[str, Any], tokenizer: Tokenizer, keys: ChatKeys, reserved: ReservedTokens | None
+) -> Question:
     if isinstance(record.get("prompt"), str) and isinstance(record.get("answer"), str):
         ids = text_ids(record["prompt"], tokenizer)
         return _checked(str(place), ids, record["answer"])
@@ -116,6 +126,8 @@ def _question(place: Place, record: Mapping[str, Any], tokenizer: Tokenizer, key
     *asked, last = conversation.messages
     if last.role != "assistant" or last.calls_tools or not asked:
         raise NoAnswerToJudge(place=str(place), reason="its last message is no text of the assistant")
+    if reserved is not None:
+        reserved.check((message.content for message in asked), str(place))
     messages = [message.for_template("") for message in asked]
     ids = prompt_ids(messages, tokenizer, keys, place=str(place), tools=conversation.tools)
     return _checked(str(place), ids, last.content)

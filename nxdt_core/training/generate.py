@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from nxdt_core.data.chat import prompt_ids
@@ -11,6 +12,8 @@ from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import load_model
 
 __all__ = ["generate"]
+
+_log = logging.getLogger(__name__)
 
 
 def generate(
@@ -51,6 +54,8 @@ def generate(
         ids = [tokenizer.bos_id]
     if not ids:
         raise CannotGenerate(reason="the prompt is empty and the tokenizer has no begin-of-sequence token")
+    if len(ids) > found.window:
+        _log.warning("the prompt has %d tokens; the model sees the last %d alone", len(ids), found.window)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     written, shown = [], ""
     for token in found.continuation(ids, sampling):

@@ -23,8 +23,9 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.paths import resolve_path
 from nxdt_core.data.chat_keys import ChatKeys
-from nxdt_core.errors import NxdtError
+from nxdt_core.errors import NxdtError, SpecialTokenInText
 from nxdt_core.training.evaluate import Answer, Question, questions, scores
+from nxdt_core.training.generate import generate
 from nxdt_core.training.run import train
 from tests.training.small import SMALL
 
@@ -238,6 +239,44 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(NxdtError, match=r"E005.*ROUGE figures need rouge-score(.|\n)*nxdt-core\[evaluate\]"):
         scores([Answer(question=Question(place="", ids=[1], wanted="a"), given="b")])
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_question_that_spells_a_special_token_is_refused_as_in_training(tmp_path, allowed):
+    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=CHAT))
+    special = max(tokenizer.reserved_tokens(), key=len)
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"input": f"What is {special}?", "output": "A sign."}) + "\n")
+    found = questions([file], tokenizer, ChatKeys(special_tokens_in_text=allowed))
+    if allowed:
+        assert tokenizer.locate([special])[0].ids[0] in next(found).ids
+        return
+    with pytest.raises(SpecialTokenInText) as raised:
+        next(found)
+    assert special in raised.value.what()
+    assert f"{file}:1" in raised.value.what()
+
+
+def test_a_question_that_the_model_cannot_see_whole_is_refused(trained, tmp_path, capsys):
+    window, file = trained.run.data.seq_length, tmp_path / "long.jsonl"
+    rows = [{"prompt": "a" * length, "answer": "b"} for length in (window - 1, window)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("evaluate", str(trained.run_dir / "checkpoints"), str(file), "--max-new-tokens", "1")
+    assert main([*words]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert "NXDT-E009" in said.err
+    assert f"{file}:2" in said.err
+    assert f"{window} tokens" in said.err
+    assert main([*words, "--limit", "1"]) == 0
+
+
+def test_a_prompt_of_which_the_model_sees_the_end_alone_is_told(trained, caplog):
+    window, uri = trained.run.data.seq_length, str(trained.run_dir / "checkpoints")
+    list(generate(uri, "a" * window, max_new_tokens=1))
+    assert "tokens" not in caplog.text
+    list(generate(uri, "a" * (window + 1), max_new_tokens=1))
+    assert f"{window + 1} tokens; the model sees the last {window}" in caplog.text
 
 
 def test_nothing_to_judge_by_is_an_error(trained, capsys):
