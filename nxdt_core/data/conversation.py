@@ -32,6 +32,11 @@ class Message:
         """Whether a tool is to answer."""
         return bool(self.fields.get("tool_calls"))
 
+    def is_said_in(self, text: str) -> bool:
+        """Whether a rendering has its words, reasoning aside, and the functions that it calls."""
+        words = self.content.rpartition("</think>")[2].strip()
+        return words in text and all(call["function"]["name"] in text for call in self.fields.get("tool_calls", ()))
+
     def for_template(self, nothing: str | None) -> dict[str, Any]:
         """As templates expect messages; ``nothing`` is the content of a turn that only calls tools."""
         content = nothing if self.calls_tools and not self.content else self.content

@@ -141,7 +141,7 @@ class Renderer:
         message = conversation.messages[number]
         if message.role != "assistant":
             return
-        if not _says(said, message):
+        if not message.is_said_in(said):
             reason = f"it leaves out what message {number + 1} says or calls"
             raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
         if _ends_with(said, message):
@@ -170,19 +170,13 @@ def _end_as_last(through: str, start: int, message: Message, text: str) -> int |
         text: the whole conversation.
     """
     same = _shared(through, text)  # some templates end the conversation with a token of its own
-    if _says(text[start:same], message) and not _ends_with(text[start:same].rstrip(), message):
+    if message.is_said_in(text[start:same]) and not _ends_with(text[start:same].rstrip(), message):
         return same
     words = start + len(text[start:]) - len(text[start:].lstrip())
     for cut in range(start, len(through)):  # others drop older reasoning
-        if text.startswith(through[cut:], words) and _says(through[cut:], message):
+        if text.startswith(through[cut:], words) and message.is_said_in(through[cut:]):
             return words + len(through) - cut
     return None
-
-
-def _says(text: str, message: Message) -> bool:
-    """Whether a rendering has a message's words, reasoning aside, and the functions that it calls."""
-    words = message.content.rpartition("</think>")[2].strip()
-    return words in text and all(call["function"]["name"] in text for call in message.fields.get("tool_calls", ()))
 
 
 def _ends_with(said: str, message: Message) -> bool:

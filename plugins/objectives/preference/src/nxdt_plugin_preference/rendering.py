@@ -140,18 +140,12 @@ class _Messages:
             if begin is None:
                 raise AnswersInseparable(place=str(pair.place), key=key)
             for number, turn in enumerate(turns[len(prompt) :], start=len(prompt) + 1):
-                if turn.role == "assistant" and not _says(text[len(begin) :], turn):
+                if turn.role == "assistant" and not turn.is_said_in(text[len(begin) :]):
                     reason = f"it leaves out what message {number} of prompt and {key!r} says or calls"
                     origin = self._runner.template.origin
                     raise TemplateRefuses(place=str(pair.place), origin=origin, reason=reason)
             texts.append(text.rstrip())
         return texts
-
-
-def _says(text: str, turn: Message) -> bool:
-    """Whether a rendering has a turn's words, reasoning aside, and the functions that it calls."""
-    words = turn.content.rpartition("</think>")[2].strip()
-    return words in text and all(call["function"]["name"] in text for call in turn.fields.get("tool_calls", ()))
 
 
 def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:
