@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from nxdt_core.data.chat import ReservedTokens, runner_of
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.chat_templates import template_names
-from nxdt_core.data.conversation import Message
 from nxdt_core.data.digest import digest
 from nxdt_core.errors import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
