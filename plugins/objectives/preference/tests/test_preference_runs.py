@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -126,6 +127,23 @@ def test_under_an_adapter_the_frozen_base_may_be_the_reference_of_each_step(smal
     assert found == {step: pytest.approx(row, abs=1e-6) for step, row in wanted.items()}
     with pytest.raises(NxdtError, match="A032"):
         train(small("objective.precompute_ref_log_probs=false", name="without"))
+
+
+def test_the_reference_of_a_run_that_begins_with_an_adapter_is_that_model_or_refused(small):
+    lora = ("adapter.name=lora", "adapter.lora_dropout=0", "model.optim.lr=0.05", "model.optim.sched.warmup_steps=0")
+    first = small(*lora, name="first")
+    train(first)
+    loads = ("adapter.load_lora_from_ckpt=true", f"adapter.lora_save_dir={first.checkpoint_uri}")
+    begins = (f"checkpoint.resume_from={first.checkpoint_uri}", "checkpoint.weight_init_only=true")
+    for name, more in (("loads", loads), ("begins", begins)):
+        with pytest.raises(NxdtError, match=r"L009(.|\n)*precompute_ref_log_probs to true"):
+            train(small(*lora, *more, "objective.precompute_ref_log_probs=false", name=f"{name}-refused"))
+        before = small(*lora, *more, name=name)
+        train(before)
+        found = rows(before)
+        assert found[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert found[1]["rewards/margins"] == pytest.approx(0, abs=1e-6)
+        assert abs(found[4]["rewards/margins"]) > 1e-5
 
 
 def test_the_loss_of_a_third_party_trains_by_its_entry_point(small, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import LayerNotAdaptable
 from nxdt_plugin_lora.loading import check_options, load_adapter
 from nxdt_plugin_lora.norms import take_norms
+from nxdt_plugin_lora.reference import check_reference
 from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
 from nxdt_plugin_lora.updates import DoraEmbeddingUpdate, DoraUpdate, EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
 
@@ -65,13 +66,18 @@ class LoraAdapter:
         return self.config.save_lora_base or not self.config.enable_lora
 
     def begin(self, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
-        """Load the adapter that the run starts from, or set DoRA's norms to those of the weights."""
+        """Load the adapter that the run starts from, or set DoRA's norms to those of the weights.
+
+        Raises:
+            BaseIsNoReference: that adapter changes the base, which the objective takes for the model of the beginning.
+        """
         if not self.config.enable_lora:
             return
         if self.config.use_dora:
             take_norms(model)
         if self.config.load_lora_from_ckpt:
             load_adapter(self.config, model, config, engine)
+        check_reference(model, config, engine)
 
     def check_going_on(self, saved: Mapping[str, Any], where: str) -> None:
         """As the protocol says: other scales and forms of the updates are refused."""
@@ -102,22 +108,23 @@ class LoraAdapter:
             inputs, outputs = layer.in_features, layer.out_features
             update = make(inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
             module.set_submodule(path, UpdatedLinear(layer, update))
-            self._start(f"{path}.update", grows="lora_B", other=self._drawn("lora_A", inputs))
+            self._start(f"{path}.update", grows=update.grows, other=self._drawn("lora_A", inputs))
             return
         if isinstance(layer, nn.Embedding):
             make_table = DoraEmbeddingUpdate if config.use_dora else EmbeddingUpdate
             table = make_table(layer.num_embeddings, layer.embedding_dim, rank=rank, scaling=scaling)
             module.set_submodule(path, UpdatedEmbedding(layer, table))
             other = InitRule(pattern="lora_B", distribution="normal", std=1.0)
-            self._start(f"{path}.update", grows="lora_A", other=other)
+            self._start(f"{path}.update", grows=table.grows, other=other)
             return
         assert isinstance(layer, SwiGLUExperts)
         if config.use_dora:
             raise LayerNotAdaptable(path=path, layer="a matrix of experts", option="use_dora")
         owner, _, matrix = path.rpartition(".")
         experts, outputs, inputs = getattr(layer, matrix).shape
-        layer.updates[matrix] = ExpertsUpdate(experts, inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
-        self._start(f"{owner}.updates.{matrix}", grows="lora_B", other=self._drawn("lora_A", inputs))
+        each = ExpertsUpdate(experts, inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
+        layer.updates[matrix] = each
+        self._start(f"{owner}.updates.{matrix}", grows=each.grows, other=self._drawn("lora_A", inputs))
 
     def _drawn(self, leaf: str, inputs: int) -> InitRule:
         """As peft does: uniform as of a linear layer of torch (He et al. 2015 with a = sqrt 5), or normal."""

@@ -10,6 +10,7 @@ from nxdt_core.errors.base import listing
 __all__ = [
     "AdapterDiffers",
     "AdapterFileDamaged",
+    "BaseIsNoReference",
     "LayerNotAdaptable",
     "MergeUnties",
     "NoAdapterHere",
@@ -112,3 +113,18 @@ class TargetSavedWhole(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "modules": listing(self.paths, 3)}
+
+
+class BaseIsNoReference(NxdtError):
+    """The frozen base as the reference of a run that begins with another model."""
+
+    code = "NXDT-L009"
+    happened = (
+        "The objective {objective!r} asks the frozen base for the reference at every step, and the run begins with an "
+        "adapter that changes it: that base is not the model that the run begins with."
+    )
+    remedy = (
+        "Set objective.precompute_ref_log_probs to true, which asks the model that the run begins with, once; or merge "
+        "that adapter (nxdt checkpoint merge-lora) and begin with the merged model."
+    )
+    objective: str

@@ -19,6 +19,8 @@ class LowRankUpdate(Update):
     """Of a linear layer: ``product + scaling * (dropout(x) Aᵀ) Bᵀ`` (Hu et al. 2021, arXiv:2106.09685)."""
 
     follows: Mapping[str, int] = {"lora_A": 1, "lora_B": 0}
+    grows = "lora_B"
+    """What starts at zero."""
 
     def __init__(self, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -73,6 +75,8 @@ class EmbeddingUpdate(Update):
     """Of an embedding: rows of ``A`` [rows, rank], which starts at zero, times ``B`` [rank, width]."""
 
     follows: Mapping[str, int] = {"lora_A": 0, "lora_B": 1}
+    grows = "lora_A"
+    """What starts at zero."""
     inputs = 0
 
     def __init__(self, rows: int, width: int, *, rank: int, scaling: float) -> None:
@@ -116,6 +120,8 @@ class ExpertsUpdate(Update):
     """Of one matrix of experts [experts, out, in]: an update for each expert, from its own rows."""
 
     follows: Mapping[str, int] = {"lora_A": 2, "lora_B": 1}
+    grows = "lora_B"
+    """What starts at zero."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()

@@ -1,0 +1,35 @@
+"""The frozen base as an objective's reference: whether it is the model that a run begins with."""
+
+from __future__ import annotations
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.parallel.placement import piece_of
+from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.objective import traits_of
+from nxdt_core.training import assemble
+from nxdt_plugin_lora.errors import BaseIsNoReference
+from nxdt_plugin_lora.updates import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
+
+__all__ = ["changes_base", "check_reference"]
+
+
+def check_reference(model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+    """Let a model pass whose updates are zero, or whose objective does not ask the base at every step. Collective.
+
+    Raises:
+        BaseIsNoReference: it does, and they are not.
+    """
+    if traits_of(assemble.objective(config)).reference == "step" and changes_base(model, engine):
+        raise BaseIsNoReference(objective=config.run.objective.name)
+
+
+def changes_base(model: ParallelModel, engine: ParallelEngine) -> bool:
+    """Whether an update of ``model`` has left its start. Collective."""
+    grown = {
+        f"{path}.{part.grows}"
+        for module in model.local_modules()
+        for path, part in module.named_modules()
+        if isinstance(part, (LowRankUpdate, EmbeddingUpdate, ExpertsUpdate))
+    }
+    own = any(bool(piece_of(p).tensor.any()) for name, p in model.named_parameters() if name in grown)
+    return engine.ranks.any_rank(own)
