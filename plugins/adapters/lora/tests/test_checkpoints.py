@@ -156,6 +156,15 @@ def test_a_base_that_is_elsewhere_now_is_named(run, command, tmp_path, over_a_gr
     assert manifest_of(tuned)[1].step == 4
 
 
+def test_weights_with_trained_norms_are_a_start_as_they_are(run):
+    dora = ("adapter.use_dora=true", "adapter.save_lora_base=true")
+    first = run("first", *dora, "trainer.max_steps=2") / "checkpoints"
+    over = (f"checkpoint.resume_from={first}", "checkpoint.weight_init_only=true")
+    second = run("second", *dora, *over, "model.optim.lr=0.0", "trainer.max_steps=1") / "checkpoints"
+    kept, found = weights_of(first), weights_of(second)
+    assert all(torch.equal(kept[name], found[name]) for name in kept)
+
+
 def test_an_adapter_of_another_base_is_refused(run):
     directory = run("tuned", "trainer.max_steps=2")
     with pytest.raises(AdapterOfAnotherBase, match="NXDT-S091"):
