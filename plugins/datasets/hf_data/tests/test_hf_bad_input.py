@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from itertools import islice
 
 import datasets
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
 
-from nxdt_core.errors import NxdtError
+from nxdt_core.errors import NxdtError, TooFewTokens
 
 GOOD = [[*range(8)]] * 40
 
@@ -40,6 +41,7 @@ def refused(split, code, *words):
         ({"train_dir": "a", "sources": {"x": {"train_dir": "b"}}}, "train_dir"),
         ({"sources": {"x": {}}}, "sources.x"),
         ({"sources": {"x": {"train_dir": "a", "weight": 0.0}}}, "sources.x.weight"),
+        ({"sources": {"x": {"train_dir": "a", "weight": 1e-9}, "y": {"train_dir": "b"}}}, "sources.x.weight"),
         ({"train_dir": "a", "eod_mask_loss": True, "add_eos": False}, "eod_mask_loss"),
     ],
 )
@@ -47,6 +49,11 @@ def test_sections_that_cannot_work_are_refused_by_key(keys, key):
     if "sources" in keys:
         keys = {**keys, "sources": {name: SourceConfig(**source) for name, source in keys["sources"].items()}}
     assert [found for found, _ in HfDataConfig(**keys).check()] == [key]
+
+
+def test_a_small_weight_is_held_to_those_of_what_is_trained_on():
+    sources = {"x": SourceConfig(train_dir="a", weight=1e-5), "y": SourceConfig(val_dir="b", weight=9.0)}
+    assert not [*HfDataConfig(sources=sources).check()]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -159,11 +166,85 @@ def test_a_token_between_those_that_are_looked_at_is_told_when_it_is_read(loader
         train[7]
 
 
-def test_labels_are_looked_at_as_well(loader, saved, tmp_path):
-    labels = [[-100, -100, 3, 4, 5, 6, 7, -1]] * 40
-    refused(
-        lambda: loader(train_dir=saved(tmp_path / "a", GOOD, labels=labels)).split("train"), "NXDT-D210", "token -1"
-    )
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("label", [-1, -101, 5_000])
+@pytest.mark.parametrize("where", [slice(0, 1), slice(298, 300)])
+@pytest.mark.parametrize("packing", [True, False])
+def test_labels_are_looked_at_as_well(loader, saved, tmp_path, streaming, label, where, packing):
+    labels = [[-100, -100, 3, 4, 5, 6, 7, 8] for _ in range(300)]
+    for row in labels[where]:
+        row[6] = label
+    path = saved(tmp_path / "a", [[*range(8)]] * 300, labels=labels)
+    made = loader(train_dir=path, streaming=streaming, shuffle=False, packing=packing)
+    refused(lambda: made.split("train"), "NXDT-D210", f"token {label}", "272 rows")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_labels_of_padding_may_be_any(loader, saved, tmp_path, streaming):
+    path = saved(tmp_path / "a", GOOD, labels=[[*range(7), -1]] * 40, attention_mask=[[1] * 7 + [0]] * 40)
+    read(lambda: loader(val_dir=path, streaming=streaming).split("validation"))
+
+
+LABELLED = {"input_ids": GOOD, "labels": GOOD}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (LABELLED, {"input_ids": GOOD}, ("has 'input_ids'; the first rows", "have 'input_ids', 'labels'")),
+        ({"input_ids": GOOD}, LABELLED, ("has 'input_ids', 'labels'; the first rows", "have 'input_ids'.")),
+        ({"text": ["a"] * 40}, {"input_ids": GOOD}, ("has 'input_ids'; the first rows", "have 'text'")),
+        ({"input_ids": GOOD}, {"text": ["a"] * 40}, ("has 'text'; the first rows", "have 'input_ids'")),
+    ],
+)
+def test_files_of_a_stream_that_differ_in_columns_are_refused_by_name(loader, tmp_path, first, second, words):
+    for name, columns in (("0", first), ("1", second)):
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    stream = loader(train_dir=tmp_path, streaming=True, shuffle=False).split("train")
+    refused(lambda: stream, "NXDT-D216", f"From row 0 on, {tmp_path}/1.parquet", str(tmp_path / "0.parquet"), *words)
+
+
+def test_rows_of_a_file_that_lack_labels_are_refused_with_their_place(loader, tmp_path):
+    lines = [json.dumps({"input_ids": GOOD[0], "labels": GOOD[0]})] * 256 + [json.dumps({"input_ids": GOOD[0]})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    stream = loader(train_dir=tmp_path, streaming=True, shuffle=False).split("train")
+    refused(lambda: stream, "NXDT-D216", "From row 256 on", "a.jsonl")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "packing"),
+    [
+        ({"labels": [[-100] * 8] * 40}, None),
+        ({"labels": [[-100] * 8] * 40}, True),
+        ({"labels": [[5, *[-100] * 7]] * 40}, None),
+        ({"labels": [[-100] * 4 + [5] * 4] * 40, "attention_mask": [[1] * 4 + [0] * 4] * 40}, None),
+        ({"attention_mask": [[0] * 8] * 40}, None),
+    ],
+)
+def test_data_of_which_nothing_is_learnt_is_refused(loader, saved, tmp_path, streaming, columns, packing):
+    path = saved(tmp_path / "a", GOOD, **columns)
+    made = loader(train_dir=path, streaming=streaming, packing=packing)
+    refused(lambda: made.split("train"), "NXDT-D218", "data.train_dir", str(path), "-100", "in each of its rows")
+
+
+def test_a_stream_is_refused_where_nothing_is_learnt_of_its_first_rows(loader, tmp_path):
+    """The bound is counted in rows; a later one that is learnt of does for a stream below it."""
+    unlearnt, learnt = [-100] * 8, [*range(8)]
+    for name, count in (("most", 5000), ("some", 1000)):
+        labels = [unlearnt] * count + [learnt]
+        pq.write_table(pa.table({"input_ids": [learnt] * len(labels), "labels": labels}), tmp_path / f"{name}.parquet")
+    made = loader(train_dir=tmp_path / "most.parquet", val_dir=tmp_path / "some.parquet", streaming=True)
+    refused(lambda: made.split("train"), "NXDT-D218", "in its first 4096 rows")
+    assert len(list(made.split("validation"))) == 1001
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_without_a_token_are_too_few(loader, saved, tmp_path, streaming):
+    table = pa.table({"input_ids": pa.array([[]] * 300, pa.list_(pa.int64()))})
+    datasets.Dataset(table).save_to_disk(tmp_path / "a")
+    made = loader(train_dir=tmp_path / "a", streaming=streaming)
+    refused(lambda: made.split("train"), TooFewTokens.code, "has 0 tokens")
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -81,6 +81,19 @@ def test_a_stream_gives_the_samples_of_the_same_rows_in_memory(
     assert len(found) > 60
 
 
+@pytest.mark.parametrize("kind", ["input_ids", "labels"])
+@pytest.mark.parametrize("first", [0, 256, 300])
+def test_lines_without_a_token_are_empty_documents(loader, contents, tmp_path, documents, kind, first):
+    """JSON does not say of what type the values of an empty list would be."""
+    rows = [[]] * first + documents + [[]] * 256
+    columns = {"input_ids": rows, **({"labels": rows} if kind == "labels" else {})}
+    json_lines(tmp_path / "a.jsonl", columns)
+    json_lines(tmp_path / "b.jsonl", dict.fromkeys(columns, documents))
+    found = (loader(val_dir=tmp_path / name, streaming=True).split("validation") for name in ("a.jsonl", "b.jsonl"))
+    one, other = (one_pass(stream, contents) for stream in found)
+    assert one == other
+
+
 def test_a_directory_that_datasets_saved_is_a_stream_too(loader, contents, tmp_path, documents):
     splits = {name: datasets.Dataset.from_dict({"input_ids": documents}) for name in ("train", "validation")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "a", num_shards={"train": 3, "validation": 1})

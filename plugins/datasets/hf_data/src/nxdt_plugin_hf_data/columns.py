@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nxdt_core.data.tokens import TokenStream
+from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_plugin_hf_data.errors import ColumnMissing, ColumnsDisagree, NullValue, WrongColumnType
 
 __all__ = ["Chunks", "TokenColumn", "TokenColumns", "chosen", "is_tokenised", "text_column", "token_columns"]
@@ -71,6 +72,10 @@ class TokenColumn:
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
 
+_ROWS = 4096
+"""Rows whose labels are looked at together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
     """What a tokenised dataset says of each token."""
@@ -80,6 +85,30 @@ class TokenColumns:
     """Of the same token, not of the next; −100 where it is not learnt. None: every token is."""
     attention_mask: TokenColumn | None = None
     """1 for a token, 0 for padding. None: there is no padding."""
+
+    def learnt(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """[tokens] of the rows from ``begin`` to ``end``, whether each has a label and is no padding."""
+        places = slice(*self.input_ids.offsets[[begin, end]].tolist())
+        learnt = np.ones(places.stop - places.start, bool)
+        if self.labels is not None:
+            learnt &= self.labels.values[places] != IGNORE_INDEX
+        if self.attention_mask is not None:
+            learnt &= self.attention_mask.values[places] != 0
+        return learnt
+
+    def teach(self) -> bool:
+        """Whether anything is learnt of the rows. The label of a row's first token does not count: nothing tells it."""
+        offsets = self.input_ids.offsets
+        if self.labels is None and self.attention_mask is None:
+            return bool(offsets[-1])
+        for begin in range(0, len(self.input_ids), _ROWS):
+            end = min(begin + _ROWS, len(self.input_ids))
+            learnt = self.learnt(begin, end)
+            starts = offsets[begin:end][np.diff(offsets[begin : end + 1]) > 0]
+            learnt[starts - offsets[begin]] = False
+            if learnt.any():
+                return True
+        return False
 
 
 def chosen(names: Sequence[str], text_key: str, path: str) -> list[str]:
@@ -142,6 +171,9 @@ _BATCH = 1024
 
 def _token_column(column: pa.ChunkedArray, name: str, path: str, first: int) -> TokenColumn:
     kind = column.type
+    if pa.types.is_list(kind) and pa.types.is_null(kind.value_type):  # JSON of which no row has a token
+        kind = pa.list_(pa.int64())
+        column = column.cast(kind)
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_list or not pa.types.is_integer(kind.value_type):
         raise WrongColumnType(path=path, column=name, found=str(kind), wanted="a list of integers in each row")

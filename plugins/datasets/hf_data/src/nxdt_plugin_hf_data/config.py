@@ -10,6 +10,9 @@ from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
 
 __all__ = ["HfDataConfig", "SourceConfig"]
 
+_SMALLEST = 1e-5
+"""Share below which the others would be repeated beyond measure until each sample of a source has come."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
@@ -76,11 +79,14 @@ class HfDataConfig:
             yield alone[0], "the sources name the data already; move it into one of them"
         elif not self.sources and not alone:
             yield "train_dir", "no data is named; give a directory that datasets has saved"
+        total = sum(source.weight for source in self.sources.values() if source.train_dir is not None)
         for name, source in self.sources.items():
             if source.train_dir is source.val_dir is source.test_dir is None:
                 yield f"sources.{name}", "it names no data; give it a train_dir, val_dir or test_dir"
             if source.train_dir is not None and source.weight == 0:
                 yield f"sources.{name}.weight", "a weight of 0 takes nothing of it; take its train_dir out"
+            elif source.train_dir is not None and source.weight < _SMALLEST * total:
+                yield f"sources.{name}.weight", f"{source.weight:g} is less than {_SMALLEST:g} of all weights' sum"
         if self.eod_mask_loss and not self.add_eos:
             yield "eod_mask_loss", "there is no end-of-text token to mask; set add_eos to true"
 

@@ -88,7 +88,7 @@ class Cutting:
         if self.packs is not None:
             return self.packs
         low, high = int(lengths.min()), int(lengths.max())
-        if low == high and len(lengths) > 1 and low not in (self.seq_length, self.seq_length + 1):
+        if low == high > 0 and len(lengths) > 1 and low not in (self.seq_length, self.seq_length + 1):
             raise MisfitRows(path=path, found=low, seq_length=self.seq_length)
         return low != high or low not in (self.seq_length, self.seq_length + 1)
 

@@ -85,7 +85,8 @@ def _of_split(path: Path, key: str, split: SplitName) -> Path:
         return path
     names = tuple(sorted(child.name for child in path.iterdir() if (child / _STATE).is_file()))
     if split not in names:
-        raise SplitMissing(key=key, path=str(path), wanted=split, splits=names)
+        advice = f"Name the directory of one split, such as {path / (names or ('train',))[0]}."
+        raise SplitMissing(key=key, path=str(path), wanted=split, splits=names, advice=advice)
     return path / split
 
 

@@ -10,17 +10,20 @@ from nxdt_core.errors.base import listing
 __all__ = [
     "CacheUnwritable",
     "ColumnMissing",
+    "ColumnsDiffer",
     "ColumnsDisagree",
     "DamagedDataset",
     "EmptyData",
     "MisfitRows",
     "MixtureInSequence",
     "NoDataset",
+    "NothingToLearn",
     "NullValue",
     "PaddedDocuments",
     "RowTooLong",
     "RowsDiffer",
     "SplitMissing",
+    "SplitUnclear",
     "TokenOutOfVocabulary",
     "UnknownDataFormat",
     "WrongColumnType",
@@ -54,14 +57,15 @@ class SplitMissing(NxdtError):
 
     code = "NXDT-D202"
     happened = "{key}: {path} holds the splits {names}, and none called {wanted!r}."
-    remedy = "Name the directory of one split, such as {path}/{first}."
+    remedy = "{advice}"
     key: str
     path: str
     wanted: str
     splits: tuple[str, ...]
+    advice: str
 
     def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "names": listing(self.splits), "first": self.splits[0] if self.splits else "train"}
+        return {**super()._view(), "names": listing(self.splits)}
 
 
 class ColumnMissing(NxdtError):
@@ -211,3 +215,45 @@ class RowsDiffer(NxdtError):
     row: int
     found: int
     seq_length: int
+
+
+class ColumnsDiffer(NxdtError):
+    """Rows of a stream that have other columns than its first ones."""
+
+    code = "NXDT-D216"
+    happened = "From row {row} on, {path} has {found}; the first rows, those of {first}, have {expected}."
+    remedy = "Give all files the same columns, or make a source of each kind; what a row lacks is not guessed."
+    path: str
+    row: int
+    columns: tuple[str, ...]
+    first: str
+    wanted: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "found": listing(self.columns), "expected": listing(self.wanted)}
+
+
+class SplitUnclear(NxdtError):
+    """A directory with files of several splits, and one that cannot be told."""
+
+    code = "NXDT-D217"
+    happened = "{key}: names in {path} say of what split a file is, and that of {file} says {found}."
+    remedy = "Name the files that are meant with a pattern, or put those of each split into a directory of its name."
+    key: str
+    path: str
+    file: str
+    splits: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "found": listing(self.splits) or "none"}
+
+
+class NothingToLearn(NxdtError):
+    """Labels or padding that leave nothing to a loss."""
+
+    code = "NXDT-D218"
+    happened = "{key}: nothing is learnt of {path}: {where}, every label is -100, or its token is padding."
+    remedy = "Correct 'labels' and 'attention_mask', or remove 'labels' to learn every token."
+    key: str
+    path: str
+    where: str

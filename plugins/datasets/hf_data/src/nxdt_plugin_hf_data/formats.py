@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nxdt_core.data.compressed import COMPRESSED, UNREADABLE, opened
-from nxdt_core.data.files import JSON_LINES, json_object, near
-from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable
+from nxdt_core.data.files import JSON_LINES, expand, json_object
+from nxdt_core.errors import BadJsonLine, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.columns import chosen
 from nxdt_plugin_hf_data.directories import is_saved, saved_files
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, UnknownDataFormat
+from nxdt_plugin_hf_data.splits import of_split
 
 __all__ = ["Rows", "files_of", "read_rows"]
 
@@ -29,30 +30,42 @@ def files_of(path: Path, key: str, split: SplitName) -> list[Path]:
     """The files that ``path`` names, in the order in which they are read.
 
     Args:
-        path: a directory that datasets has saved; one with files, whose names are sorted; a file; a pattern.
+        path: a directory that datasets has saved; one with files, whose names are sorted; a file; a pattern. Hidden
+            files and what datasets keeps of its own computations are left out of directories and patterns.
         key: of the configuration, for errors.
-        split: which of several splits that datasets has saved in one directory.
+        split: which of several splits that lie in one directory.
 
     Raises:
         DataFileNotFound: nothing lies there, or no file matches.
         EmptyData: a directory has no files of a known format.
         UnknownDataFormat: a file is of none.
         SplitMissing: the directory has splits, none of that name.
+        SplitUnclear: it has files of several splits, and one that cannot be told.
     """
     if is_saved(path):
         return saved_files(path, key=key, split=split)
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.is_file() and _reader(file) is not None)
+        files = (file for file in sorted(path.rglob("*")) if file.is_file() and _reader(file) is not None)
+        found = [file for file in files if not _is_aside(file.relative_to(path))]
         if not found:
             raise EmptyData(key=key, path=f"{path} has no files that end in {_KNOWN}, so it")
-        return found
-    found = [path] if path.is_file() else sorted(path.parent.glob(path.name))
-    if not found:
-        raise DataFileNotFound(key=key, path=str(path), candidates=near(path))
+        return of_split(found, path, key=key, split=split)
+    named = expand([path], key)
+    found = [file for file in named if not _is_cache(file)] or named
     for file in found:
         if _reader(file) is None:
             raise UnknownDataFormat(key=key, path=str(file), known=_KNOWN)
     return found
+
+
+def _is_aside(inside: Path) -> bool:
+    """Whether a file of a directory is hidden, or none of its data."""
+    return _is_cache(inside) or any(part.startswith(".") for part in inside.parts)
+
+
+def _is_cache(path: Path) -> bool:
+    """Whether datasets has written a file to find results of ``map`` and the like again."""
+    return path.name.startswith("cache-") and path.suffix == ".arrow"
 
 
 def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:

@@ -16,7 +16,7 @@ from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_to
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.cutting import Cutting, TextFraming
 from nxdt_plugin_hf_data.directories import Saved, open_saved
-from nxdt_plugin_hf_data.errors import MixtureInSequence
+from nxdt_plugin_hf_data.errors import MixtureInSequence, NothingToLearn
 from nxdt_plugin_hf_data.formats import files_of
 from nxdt_plugin_hf_data.interleave import Blocks, Interleave
 from nxdt_plugin_hf_data.mixture import Mixture
@@ -110,7 +110,11 @@ class HfDataloader:
             return self._of_text(saved, named.text_key, split)
         columns = token_columns(saved.table, saved.path)
         lengths = np.diff(columns.input_ids.offsets)
-        return self._cut(columns, saved.path, saved.content, split, self._cutting.packs_rows_of(lengths, saved.path))
+        packs = self._cutting.packs_rows_of(lengths, saved.path)
+        dataset = self._cut(columns, saved.path, saved.content, split, packs)
+        if not columns.teach():
+            raise NothingToLearn(key=named.key, path=saved.path, where="in each of its rows")
+        return dataset
 
     def _of_text(self, saved: Saved, text_key: str, split: SplitName) -> MapDataset:
         framing = self._framing()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,26 @@ from nxdt_core.data.tokens import encode_documents
 from nxdt_core.errors import DataFileUnreadable, TooFewTokens
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import SplitName
-from nxdt_plugin_hf_data.columns import is_tokenised, text_column, token_columns
+from nxdt_plugin_hf_data.columns import TokenColumns, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.cutting import Cutting, TextFraming
-from nxdt_plugin_hf_data.errors import EmptyData, PaddedDocuments, RowsDiffer, RowTooLong
+from nxdt_plugin_hf_data.errors import (
+    ColumnsDiffer,
+    EmptyData,
+    NothingToLearn,
+    PaddedDocuments,
+    RowsDiffer,
+    RowTooLong,
+)
 from nxdt_plugin_hf_data.formats import read_rows
 from nxdt_plugin_hf_data.rows import row_sample
-from nxdt_plugin_hf_data.vocabulary import check_ids
+from nxdt_plugin_hf_data.vocabulary import check_columns
 
 __all__ = ["FileSource", "FileStream"]
 
 Ids = NDArray[np.integer]
+
+_LOOKED_AT = 4096
+"""Of the first rows with tokens, those among which something must be learnt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +136,27 @@ class FileStream:
         return digest("stream", *files, self._seed, text, self._packs, cutting.seq_length, cutting.packing)
 
     def _look(self) -> bool:
-        """Whether the rows are documents to pack, by the first of them."""
-        cutting = self._source.cutting
-        for path in self._source.files:
-            for _, batch in read_rows(path, self._source.text_key):
+        """Whether the rows are documents to pack, by the first of them, up to where something is learnt."""
+        source, cutting = self._source, self._source.cutting
+        lengths = np.empty(0, np.int64)
+        for path in source.files:
+            for first, batch in read_rows(path, source.text_key):
                 table = pa.Table.from_batches([batch])
-                self._text = not is_tokenised(table)
-                if self._text:
-                    return cutting.packs is not False
-                ids = token_columns(table, str(path)).input_ids
-                check_ids(ids.values[:], cutting.vocab_size, partial(str, path))
-                return cutting.packs_rows_of(np.diff(ids.offsets), str(path))
-        raise EmptyData(key=self._source.key, path=", ".join(map(str, self._source.files[:3])))
+                if not len(lengths):
+                    self._first, self._columns = path, frozenset(table.column_names)
+                    self._text = not is_tokenised(table)
+                    if self._text:
+                        return cutting.packs is not False
+                self._compare(path, first, table)
+                columns = self._checked(path, first, table)
+                lengths = np.append(lengths, np.diff(columns.input_ids.offsets))
+                if columns.teach():
+                    return cutting.packs_rows_of(lengths, str(path))
+                if np.count_nonzero(lengths) >= _LOOKED_AT:
+                    raise self._nothing(f"in its first {len(lengths)} rows")
+        if lengths.any():
+            raise self._nothing("in each of its rows")
+        raise self._too_few(0) if len(lengths) else EmptyData(key=source.key, path=self._names())
 
     def _packed(self) -> Generator[Sample, None, int]:
         """Samples of rows end to end; returns the tokens that are left at the end of the pass."""
@@ -210,19 +229,38 @@ class FileStream:
 
     def _documents(self, path: Path, place: Place, batch: pa.RecordBatch) -> Iterator[Row]:
         table, first = pa.Table.from_batches([batch]), place.row
-        if not is_tokenised(table):
+        self._compare(path, first, table)
+        if self._text:
             framing = self._source.framing()
             texts = text_column(table, self._source.text_key, str(path), first)
             for row, own in zip(count(first), encode_documents(texts, framing.tokenizer), strict=False):
                 if len(own):
                     yield Row(place=replace(place, row=row), path=path, ids=framing.around(own))
             return
-        columns = token_columns(table, str(path), first)
-        check_ids(columns.input_ids.values[:], self._source.cutting.vocab_size, lambda: f"{path} (rows from {first})")
+        columns = self._checked(path, first, table)
         for row in range(batch.num_rows):
             labels, mask = (c.row(row) if c is not None else None for c in (columns.labels, columns.attention_mask))
             ids = columns.input_ids.row(row)
             yield Row(place=replace(place, row=first + row), path=path, ids=ids, labels=labels, mask=mask)
+
+    def _checked(self, path: Path, first: int, table: pa.Table) -> TokenColumns:
+        columns = token_columns(table, str(path), first)
+        check_columns(columns, self._source.cutting.vocab_size, lambda: f"{path} (rows from {first})")
+        return columns
+
+    def _compare(self, path: Path, first: int, table: pa.Table) -> None:
+        """Hold the columns to those of the first rows."""
+        found, wanted = sorted(table.column_names), sorted(self._columns)
+        if found != wanted:
+            raise ColumnsDiffer(
+                path=str(path), row=first, columns=tuple(found), first=str(self._first), wanted=tuple(wanted)
+            )
+
+    def _names(self) -> str:
+        return ", ".join(map(str, self._source.files[:3]))
+
+    def _nothing(self, where: str) -> NothingToLearn:
+        return NothingToLearn(key=self._source.key, path=self._names(), where=where)
 
     def _too_few(self, found: int) -> TooFewTokens:
         length = self._source.cutting.seq_length

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_plugin_hf_data.columns import TokenColumns
 from nxdt_plugin_hf_data.errors import TokenOutOfVocabulary
 
-__all__ = ["Guarded", "check_ids"]
+__all__ = ["Guarded", "check_columns", "check_ids"]
 
 
 class Guarded:
@@ -65,3 +66,10 @@ def check_ids(ids: NDArray[np.integer], limit: int | None, place: Callable[[], s
     lowest, highest = int(ids.min()), int(ids.max())
     if highest >= limit or lowest < 0:
         raise TokenOutOfVocabulary(place=place(), token=highest if highest >= limit else lowest, vocab_size=limit)
+
+
+def check_columns(columns: TokenColumns, limit: int | None, place: Callable[[], str]) -> None:
+    """See to the tokens, and to the labels of those that are learnt, as :func:`check_ids` does."""
+    check_ids(columns.input_ids.values[:], limit, place)
+    if columns.labels is not None:
+        check_ids(columns.labels.values[:][columns.learnt(0, len(columns.input_ids))], limit, place)
