@@ -102,6 +102,19 @@ def test_samples_come_in_the_order_of_the_run():
     assert [one.index for one in shown(dataset, count=2).shown] == [0, 1]
 
 
+class Large(Samples):
+    def __len__(self):
+        return 10**15
+
+    def __getitem__(self, index):
+        return sample([index % 7], [NO])
+
+
+def test_the_first_samples_of_a_large_dataset_cost_no_order_of_all():
+    found = preview(Large(), None, count=3, seed=1, shuffle=True)
+    assert (len(found.shown), found.samples) == (3, 10**15)
+
+
 def test_counts_are_the_datasets_own_where_it_reports():
     found = shown(Reporting(sample(b"ab", [*b"b", NO])))
     assert (found.counted, found.report.records) == (None, 9)
