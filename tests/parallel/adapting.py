@@ -103,7 +103,8 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
         for _ in range(steps)
     ]
     primitives.save_checkpoint(storage, config=config, engine=engine, model=model, optimizer=optimizer, state=state)
-    merge_lora(storage.uri, str(directory.with_name(MERGED)), ranks=engine.ranks, beside=True)
+    target = checkpoint.open_storage(str(directory.with_name(MERGED)))
+    merge_lora(storage, None, target, ranks=engine.ranks, beside=True)
     trained = {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine.shutdown()
     return Went(losses=losses, trained=trained)
