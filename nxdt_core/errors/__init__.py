@@ -101,6 +101,7 @@ from nxdt_core.errors.evaluation import (
     TaskRecordUnscorable,
     TaskSamplesOtherwise,
     TaskUnknown,
+    TaskUnusable,
 )
 from nxdt_core.errors.exchange import (
     ArchitectureUnread,
@@ -370,6 +371,7 @@ __all__ = [
     "TaskRecordUnscorable",
     "TaskSamplesOtherwise",
     "TaskUnknown",
+    "TaskUnusable",
     "TemplateMissing",
     "TemplateNeedsToken",
     "TemplateRefuses",

@@ -15,6 +15,7 @@ __all__ = [
     "TaskRecordUnscorable",
     "TaskSamplesOtherwise",
     "TaskUnknown",
+    "TaskUnusable",
 ]
 
 
@@ -73,6 +74,19 @@ class TaskUnknown(NxdtError):
     def _view(self) -> dict[str, Any]:
         near = f"; it has {listing(self.candidates)}" if self.candidates else ""
         return {**super()._view(), "near": near}
+
+
+class TaskUnusable(NxdtError):
+    """A task whose records or templates the harness cannot use."""
+
+    code = "NXDT-E010"
+    happened = "The harness cannot run {tasks}: {reason}."
+    remedy = (
+        "See that its data are there, or can be fetched from here, and that its templates fit them; the library says "
+        "more with: lm-eval validate --tasks TASK."
+    )
+    tasks: str
+    reason: str
 
 
 class TaskRecordUnscorable(NxdtError):

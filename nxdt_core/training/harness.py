@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from datasets.exceptions import DatasetsError
+from jinja2.exceptions import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -20,7 +22,8 @@ from tqdm import tqdm
 
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.devices import HOST
-from nxdt_core.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown
+from nxdt_core.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown, TaskUnusable
+from nxdt_core.errors.base import listing
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
 
@@ -164,10 +167,14 @@ def run_tasks(loaded: LoadedModel, tasks: Sequence[str], manager: TaskManager, *
         limit: records of each task; None takes all.
 
     Raises:
+        TaskUnusable: the records of a task are not to be had, or its templates do not fit them.
         TaskRecordUnscorable, TaskSamplesOtherwise: a task asks for what cannot be answered.
     """
-    found = simple_evaluate(
-        model=HarnessModel(loaded), tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0
-    )
+    model = HarnessModel(loaded)
+    try:
+        found = simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0)
+    except (OSError, DatasetsError, TemplateError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        raise TaskUnusable(tasks=listing([*tasks]), reason=reason) from error
     figures: dict[str, Any] = found["results"]
     return figures

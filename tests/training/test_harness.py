@@ -192,6 +192,18 @@ def test_what_cannot_be_answered_is_said(row, text, code, words, uri, tmp_path, 
     assert words in said
 
 
+def test_a_task_without_its_records_or_with_a_broken_template_is_told(uri, tmp_path, capsys):
+    words = task(tmp_path, "gone", {}, "output_type: loglikelihood\n")
+    (tmp_path / "rows.json").unlink()
+    assert main(["evaluate", uri, *words]) == 2
+    assert "NXDT-E010] The harness cannot run 'gone': Unable to find" in capsys.readouterr().err
+    words = task(tmp_path, "broken", {"context": "a"}, "output_type: loglikelihood\n")
+    written = (tmp_path / "task.yaml").read_text()
+    (tmp_path / "task.yaml").write_text(written.replace("doc_to_text: context", "doc_to_text: '{{ context'"))
+    assert main(["evaluate", uri, *words]) == 2
+    assert "NXDT-E010] The harness cannot run 'broken': " in capsys.readouterr().err
+
+
 def test_requests_for_several_draws_of_a_text_differ(uri, tmp_path, capsys):
     from lm_eval.api.instance import Instance
 
