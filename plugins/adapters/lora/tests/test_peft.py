@@ -34,6 +34,7 @@ KINDS = {
     "whole-within": ("llama", {"modules_to_save": ["mlp", "lm_head"]}),
     "whole-mixed": ("llama", {"target_modules": ["all-linear", "lm_head"], "modules_to_save": ["0.mlp", "norm"]}),
     "tied": ("tied", {"target_modules": ["embed_tokens", "down_proj"]}),
+    "tied-dora": ("tied", {"target_modules": ["lm_head", "down_proj"], "use_dora": True}),
     "fused": ("gpt2", {"target_modules": ["qkv_proj", "o_proj", "embedding.tokens"]}),
     "fused-dora": ("gpt2", {"target_modules": ["qkv_proj", "up_proj"], "use_dora": True}),
     "all-biases": ("gpt2", {"target_modules": ["qkv_proj"], "lora_bias": "all"}),
@@ -42,7 +43,7 @@ KINDS = {
     "hf": ("hf", {}),
     "hf-experts": ("hf-mixture", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
 }
-UNTIED = ("tied", "fused")
+UNTIED = ("tied", "tied-dora", "fused")
 """Those with an update of one use of a tied matrix."""
 
 

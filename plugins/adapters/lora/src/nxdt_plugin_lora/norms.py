@@ -20,13 +20,13 @@ def take_norms(model: ParallelModel) -> None:
     on every rank for a moment, one at a time."""
     parameters = dict(model.named_parameters())
     updates = {
-        path: part
+        path: (part, module.get_parameter(f"{path.removesuffix('.update')}.weight"))
         for module in model.local_modules()
         for path, part in module.named_modules()
         if isinstance(part, Update) and hasattr(part, _MAGNITUDE)
     }
-    for path, update in updates.items():
-        magnitude, weight = parameters[f"{path}.{_MAGNITUDE}"], parameters[f"{path.removesuffix('.update')}.weight"]
+    for path, (update, weight) in updates.items():
+        magnitude = parameters[f"{path}.{_MAGNITUDE}"]
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         wide = torch.promote_types(whole.dtype, torch.float32)
         norms = torch.linalg.vector_norm(whole, dim=update.inputs, dtype=wide)
