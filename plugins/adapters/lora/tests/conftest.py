@@ -40,6 +40,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {**_SIZES, "name": "mixtral", "num_kv_heads": 2, "ffn_hidden_size": 48, "moe": {"num_experts": 4}},
     "hf": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/qwen2-tiny"},
     "hf-mixture": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/qwen3-moe-tiny"},
+    "hf-shared": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/glm4-moe-tiny"},
 }
 
 

@@ -41,6 +41,11 @@ KINDS = {
     "some-biases": ("gpt2", {"target_modules": ["qkv_proj", "down_proj"], "bias": "lora_only"}),
     "experts": ("mixtral", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
     "hf": ("hf", {}),
+    "tied-whole": ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "hf-all": ("hf-mixture", {}),
+    "hf-dense": ("hf-mixture", {"target_modules": ["layers.1.mlp.gate_proj", "o_proj"], "lora_dropout": 0.05}),
+    "hf-shared": ("hf-shared", {}),
+    "hf-shared-alone": ("hf-shared", {"target_modules": ["shared_experts", "q_proj"]}),
     "hf-experts": ("hf-mixture", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
 }
 UNTIED = ("tied", "tied-dora", "fused")
@@ -94,7 +99,9 @@ def test_peft_opens_an_adapter_of_ours_and_gives_the_same_logits_and_gradients(r
     if any("experts" in name for name in run.trained):
         return  # peft holds two matrices of an expert in one update: its gradients have no counterpart
     own = {name: g for each, tensor in run.peft_tensors.items() for name, g in tensor.write(run.trained[each].grad)}
-    gradients = {_file_name(name): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    gradients = {
+        _file_name(name): p.grad for name, p in theirs.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
     assert own.keys() == gradients.keys()
     for name, gradient in own.items():
         scale = gradients[name].abs().max().clamp(min=1e-3)
@@ -179,7 +186,7 @@ UNREAD = {
     "alpha_pattern": {"q_proj": 2},
     "lora_bias": True,
     "layer_replication": [[0, 2], [1, 2]],
-    "target_parameters": ["mlp.down_proj.weight"],
+    "target_parameters": ["mlp.experts.gate_up_proj"],
     "trainable_token_indices": [1, 2],
     "megatron_config": {"tensor_model_parallel_size": 1},
     "alora_invocation_tokens": [5, 6],
@@ -223,6 +230,48 @@ def test_norms_that_count_rows_which_fill_the_vocabulary_up_have_no_form_in_peft
     run = start("gpt2", {"target_modules": ["embedding.tokens"], "use_dora": True})
     with pytest.raises(NoPeftForm, match="NXDT-L003"):
         written(run, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "said"),
+    [
+        ("mixtral", {"modules_to_save": ["experts"]}, "no experts whole"),
+        ("mixtral", {"modules_to_save": ["0.moe.experts"]}, "no experts whole"),
+        ("mixtral", {"modules_to_save": ["router"]}, "under another name"),
+        ("mixtral", {"modules_to_save": ["layers.1.moe"]}, "NXDT-L003"),
+        ("hf-mixture", {"target_modules": ["gate_proj", "q_proj"]}, "gate_proj and up_proj of an expert as one"),
+        ("mixtral", {"target_modules": ["experts.up_proj"]}, "gate_proj and up_proj of an expert as one"),
+        ("hf-mixture", {"target_modules": ["layers.1.mlp.up_proj"], "use_dora": True}, "takes a layer of that name"),
+        ("tied", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}, "has an update"),
+    ],
+)
+def test_what_peft_would_open_as_something_else_is_refused(start, tmp_path, model, adapter, said):
+    run = start(model, {"target_modules": ["q_proj"], **adapter})
+    with pytest.raises(NoPeftForm, match=said) as raised:
+        written(run, tmp_path / "adapter")
+    assert "merge-lora" in raised.value.do()
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("whole", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=str)
+def test_an_embedding_that_is_the_head_too_trains_whole_in_peft_for_both(start, tmp_path, ids, whole):
+    run = start("tied", {"target_modules": ["q_proj"], "modules_to_save": whole})
+    base = transformers.AutoModelForCausalLM.from_pretrained(run.save_base(tmp_path / "base"), dtype=torch.float32)
+    run.shake()
+    theirs = peft.PeftModel.from_pretrained(base, written(run, tmp_path / "adapter")).eval()
+    torch.testing.assert_close(logits_of(run, ids, 60), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("whole", [["embed_tokens"], ["lm_head"]], ids=str)
+def test_an_adapter_that_trained_the_head_apart_from_the_embedding_is_refused(start, tmp_path, whole):
+    run = start("tied", {"target_modules": ["q_proj"], "modules_to_save": whole})
+    base = transformers.AutoModelForCausalLM.from_pretrained(run.save_base(tmp_path / "base"), dtype=torch.float32)
+    options = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], modules_to_save=whole)
+    peft.get_peft_model(base, options).save_pretrained(tmp_path / "theirs")
+    load = {"load_lora_from_ckpt": True, "lora_save_dir": str(tmp_path / "theirs")}
+    with pytest.raises(AdapterDiffers, match="trained them apart") as raised:
+        start("tied", {"target_modules": ["q_proj"], "modules_to_save": whole, **load})
+    assert "merge_and_unload" in raised.value.do()
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

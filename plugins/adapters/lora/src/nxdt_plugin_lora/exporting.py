@@ -15,7 +15,9 @@ from nxdt_core.errors import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import assemble
 from nxdt_plugin_lora.config import LoraConfig
+from nxdt_plugin_lora.errors import NoPeftForm
 from nxdt_plugin_lora.peft_config import peft_config
+from nxdt_plugin_lora.peft_experts import check_pairs, taken_for_experts
 from nxdt_plugin_lora.peft_files import write_peft
 from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
 from nxdt_plugin_lora.saved import SavedLora, open_saved
@@ -61,7 +63,9 @@ def export_lora(source: str, target: str, *, base_model: str | None = None) -> E
     base = base_model or _began_with(saved)
     config, tensors = describe(assemble.model_builder(saved.config), saved.lora, saved.trained, base=base)
     if config["lora_dropout"] != saved.lora.lora_dropout:
-        _log.warning("adapter_config.json says lora_dropout 0: peft opens no experts with another one")
+        _log.warning(
+            "adapter_config.json says lora_dropout 0: peft opens no experts with another one, nor layers of their names"
+        )
     size_bytes = write_peft(directory, config, tensors, saved.read, base=saved.manifest.facts.base)
     return ExportedLora(
         source=saved.uri,
@@ -78,30 +82,43 @@ def describe(
 ) -> tuple[dict[str, Any], dict[str, PeftTensor]]:
     """The content of ``adapter_config.json``, and what each trained parameter is in the other file.
 
-    With experts among the targets the dropout is 0 there: peft opens no others.
+    With experts among the targets the dropout is 0 there: peft opens no others. Of a model with experts, peft takes
+    every target module that is called as a matrix of theirs for one; layers of that name are target parameters.
 
     Args:
         builder: of the base.
         lora: section of the run.
         trained: shapes of what trains, by name.
         base: name or path of the base, for peft.
+
+    Raises:
+        NoPeftForm: a part of what trains has none.
     """
     tensors = peft_tensors(builder, trained, tables_of(builder))
     adaptable, found = adaptable_names(builder), sources(builder)
-    updated = {each.leaf.base for each in tensors.values() if each.leaf is not None}
-    of_experts = any(not name.endswith(".weight") for name in updated)
+    updates = [each for each in tensors.values() if each.leaf is not None]
+    updated = {each.leaf.base for each in updates if each.leaf is not None}
+    of_experts = {name for name in updated if not name.endswith(".weight")}
+    check_pairs(of_experts)
+    layers = taken_for_experts(found)
+    matrices = {f"{module}.weight" for each in updates for module in each.modules if module in layers}
+    if matrices and lora.use_dora:
+        raise NoPeftForm(parameter=min(matrices), reason="peft takes a layer of that name for an expert, without DoRA")
     config = peft_config(
-        replace(lora, lora_dropout=0.0) if of_experts else lora,
+        replace(lora, lora_dropout=0.0) if of_experts or matrices else lora,
         base=base,
-        targets={module for each in tensors.values() if each.leaf is not None for module in each.modules},
+        targets={module for each in updates for module in each.modules if module not in layers},
         whole={
             module
             for name, each in tensors.items()
             if each.leaf is None and not name.endswith(".bias")
             for module in each.modules
         },
-        modules=[hf.removesuffix(".weight") for each in found if each.name in adaptable for hf in each.hf_names],
+        modules={hf.removesuffix(".weight") for each in found if each.name in adaptable for hf in each.hf_names}
+        - layers,
         transposed=any("transpose" in each.transform for each in found if each.name in updated),
+        tied=any(each.twin is not None for each in tensors.values()),
+        matrices=matrices,
     )
     return config, tensors
 

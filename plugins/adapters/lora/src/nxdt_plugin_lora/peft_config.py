@@ -8,7 +8,7 @@ from typing import Any
 
 from nxdt_plugin_lora.config import LoraConfig
 
-__all__ = ["differences", "peft_config", "unread"]
+__all__ = ["MERGE", "differences", "peft_config", "unread"]
 
 _SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Theirs → ours: what decides on the values of the update."""
@@ -32,11 +32,14 @@ _UNREAD = (
 """Features of peft that change what is computed or trained and are not implemented."""
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the base as it is; most others take the start out of it."""
-_MERGE = "Merge it into the model with peft (merge_and_unload), and start from that model."
+MERGE = "Merge it into the model with peft (merge_and_unload), and start from that model."
+"""What to do where no section here describes what a file has."""
 _CONVERT = (
     "Convert it with peft (save_pretrained(..., path_initial_model_for_weight_conversion=DIR), where DIR is the "
     "adapter as it was before training), or merge it there (merge_and_unload) and start from that model."
 )
+_LAYERS = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
+"""What the names of the layers' weights end in that an adapter of ours has as target parameters."""
 _CONVERTED = ("pissa", "corda", "olora", "lora_ga")
 """What the names of the starts begin with that peft converts."""
 
@@ -49,6 +52,8 @@ def peft_config(
     whole: Iterable[str],
     modules: Iterable[str],
     transposed: bool,
+    tied: bool = False,
+    matrices: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The file's content.
 
@@ -59,6 +64,8 @@ def peft_config(
         whole: modules that train whole.
         modules: all that could have an update.
         transposed: whether the base's matrices lie there as [in, out].
+        tied: whether embedding and head train whole as one matrix.
+        matrices: weights with an update that are targets by their own names.
     """
     return {
         "peft_type": "LORA",
@@ -68,7 +75,9 @@ def peft_config(
         "lora_dropout": config.lora_dropout,
         "bias": config.biases,
         "target_modules": shortened(targets, modules),
+        "target_parameters": sorted(matrices) or None,
         "modules_to_save": sorted(whole) or None,
+        "ensure_weight_tying": tied,
         "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
         "fan_in_fan_out": transposed,
         "inference_mode": True,
@@ -96,8 +105,13 @@ def unread(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What a file's adapter has that no section here describes, and what to do about each."""
     start = theirs.get("init_lora_weights", True)
     if start not in _STARTS:
-        remedy = _CONVERT if str(start).lower().startswith(_CONVERTED) else _MERGE
+        remedy = _CONVERT if str(start).lower().startswith(_CONVERTED) else MERGE
         yield f"init_lora_weights is {start!r}, which is more than a start", remedy
     for name in _UNREAD:
-        if theirs.get(name):
-            yield f"it uses {name}, which is not implemented", _MERGE
+        if theirs.get(name) and not (name == "target_parameters" and _of_layers(theirs[name])):
+            yield f"it uses {name}, which is not implemented", MERGE
+
+
+def _of_layers(parameters: Iterable[str]) -> bool:
+    """Whether they are weights of layers, whose updates are the same under either way to name them."""
+    return all(name.endswith(_LAYERS) for name in parameters)

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from nxdt_core.checkpoint.hf_files import read_json
 from nxdt_core.devices import HOST
 from nxdt_core.errors import WeightsDoNotFit
-from nxdt_plugin_lora.errors import AdapterFileDamaged
+from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
+from nxdt_plugin_lora.peft_config import MERGE
 from nxdt_plugin_lora.peft_names import PeftTensor
 
 __all__ = ["CONFIG", "WEIGHTS", "is_peft", "read_config", "read_peft", "write_peft"]
@@ -61,6 +62,7 @@ def read_peft(
 
     Raises:
         AdapterFileDamaged: a file is missing or broken.
+        AdapterDiffers: embedding and head are one matrix here, and two there.
         WeightsDoNotFit: it holds other tensors than ``tensors`` stand for.
     """
     path = directory / WEIGHTS
@@ -71,6 +73,9 @@ def read_peft(
         raise AdapterFileDamaged(path=str(path), reason=str(error)) from error
     wanted = {part for tensor in tensors.values() for part in tensor.source.hf_names}
     base_layers = {name for name in held if name.endswith(".base_layer.weight")}  # beside embeddings; they are frozen
+    for each in tensors.values():
+        _check_shared(each, held, path)
+    wanted |= {each.twin for each in tensors.values() if each.twin is not None}
     missing, extra = sorted(wanted - held.keys()), sorted(held.keys() - wanted - base_layers)
     if missing or extra:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[])
@@ -83,6 +88,19 @@ def read_peft(
     if wrong:
         raise WeightsDoNotFit(missing=[], extra=[], shapes=wrong)
     return found, metadata.get(_BASE, "")
+
+
+def _check_shared(tensor: PeftTensor, held: Mapping[str, torch.Tensor], path: Path) -> None:
+    """A matrix that two modules share trains in both here; peft may have trained it for one of them."""
+    if tensor.twin is None:
+        return
+    names = (*tensor.source.hf_names, tensor.twin)
+    found = [held[name] for name in names if name in held]
+    if not found:
+        return
+    if len(found) < len(names) or not all(torch.equal(found[0], other) for other in found):
+        said = f"embedding and head share '{tensor.source.name}' here, and it trained them apart"
+        raise AdapterDiffers(where=str(path.parent), differences=[said], remedies=(MERGE,))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -18,6 +18,10 @@ from nxdt_plugin_lora.errors import NoPeftForm
 __all__ = ["Leaf", "PeftTensor", "base_of", "peft_tensors"]
 
 _PREFIX = "base_model.model."
+_HEAD = "lm_head.weight"
+"""Of a head that shares the embedding's weight, which has no tensor of its own."""
+_RENAMED = ".block_sparse_moe."
+"""Part of names in Mixtral's files, which is ``.mlp.`` in memory: peft looks for modules that train whole there."""
 _ROWS = {"transpose": "none", "interleave_transpose": "interleave"}
 """What a transform does to rows alone, where that is another one."""
 _IN_PEFT = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
@@ -45,12 +49,16 @@ class PeftTensor:
     """None for a parameter of the base that trains whole."""
     transposed: bool = False
     """Whether they lie there the other way round."""
+    twin: str | None = None
+    """Name of the same tensor again, where two modules share it."""
 
     def write(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the file."""
         for part in self.source.tensors():
             found = part.of(tensor[part.box.within(part.box.whole(part.parameter_shape))])
             yield part.name, (found.t() if self.transposed else found).contiguous()
+            if self.twin is not None:
+                yield self.twin, found.clone()
 
     def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The parameter, of tensors that ``fetch`` gives by name."""
@@ -80,7 +88,7 @@ def peft_tensors(
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
-        NoPeftForm: an update of a matrix that is several in transformers.
+        NoPeftForm: an update of a matrix that is several in transformers, or weights that peft cannot train whole.
     """
     of_base = {source.name: source for source in sources(builder)}
     of_base |= {user: of_base[owner] for owner, user in builder.plan().tied}
@@ -91,7 +99,7 @@ def peft_tensors(
     for name, shape in shapes.items():
         leaf = leaves[name]
         if leaf is None:
-            found[name] = _whole(of_base[name], updated)
+            found[name] = _whole(of_base[name], updated, dict(builder.plan().tied))
         else:
             source = _named_for(leaf, of_base[leaf.base], dict(builder.plan().tied))
             found[name] = _update(name, shape, leaf, source, table=leaf.base in tables)
@@ -101,13 +109,19 @@ def peft_tensors(
 def _named_for(leaf: Leaf, source: Source, tied: Mapping[str, str]) -> Source:
     """A head that shares the embedding's weight has a module of its own, which no tensor of the base is named for."""
     if leaf.base == tied.get(source.name):
-        return replace(source, hf_names=("lm_head.weight",))
+        return replace(source, hf_names=(_HEAD,))
     return source
 
 
-def _whole(source: Source, updated: set[str]) -> PeftTensor:
+def _whole(source: Source, updated: set[str], tied: Mapping[str, str]) -> PeftTensor:
     """A base parameter; the bias of a layer with an update lies below that layer's ``base_layer``."""
+    if source.transform == "stack":
+        raise NoPeftForm(parameter=source.name, reason="peft trains no experts whole")
+    if any(_RENAMED in name for name in source.hf_names):
+        raise NoPeftForm(parameter=source.name, reason="transformers opens its module under another name")
     owner = source.name.rpartition(".")[0]
+    if source.name in tied:
+        return _shared(source, {owner, tied[source.name].rpartition(".")[0]} & updated)
     modules = tuple(name.rpartition(".")[0] for name in source.hf_names)
     beneath = ".base_layer" if owner in updated else ""
     names = tuple(
@@ -115,6 +129,19 @@ def _whole(source: Source, updated: set[str]) -> PeftTensor:
         for module, name in zip(modules, source.hf_names, strict=True)
     )
     return PeftTensor(source=replace(source, hf_names=names), modules=modules, leaf=None)
+
+
+def _shared(source: Source, updated: set[str]) -> PeftTensor:
+    """An embedding that is the head too: peft keeps a copy for each."""
+    if updated:
+        raise NoPeftForm(parameter=source.name, reason="embedding and head share it, and one of them has an update")
+    names = (*source.hf_names, _HEAD)
+    return PeftTensor(
+        source=replace(source, hf_names=tuple(f"{_PREFIX}{name}" for name in source.hf_names)),
+        modules=tuple(name.rpartition(".")[0] for name in names),
+        leaf=None,
+        twin=f"{_PREFIX}{_HEAD}",
+    )
 
 
 def _update(name: str, shape: tuple[int, ...], leaf: Leaf, source: Source, *, table: bool) -> PeftTensor:
