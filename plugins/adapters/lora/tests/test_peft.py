@@ -44,6 +44,7 @@ KINDS = {
     "tied-whole": ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "hf-all": ("hf-mixture", {}),
     "hf-dense": ("hf-mixture", {"target_modules": ["layers.1.mlp.gate_proj", "o_proj"], "lora_dropout": 0.05}),
+    "hf-dense-alone": ("hf-mixture", {"target_modules": ["layers.1.mlp"]}),
     "hf-shared": ("hf-shared", {}),
     "hf-shared-alone": ("hf-shared", {"target_modules": ["shared_experts", "q_proj"]}),
     "hf-experts": ("hf-mixture", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
