@@ -12,8 +12,9 @@ STAMP := $(VENV)/.installed
 DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 \
 	plugins/datasets/hf_data plugins/datasets/megatron_data plugins/datasets/sft_chat plugins/datasets/text \
 	plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral plugins/objectives/preference
-# Processes that share the files of tests; 0 runs all in one, as a debugger needs it.
-WORKERS ?= 2
+# Processes that share the files of tests: one per core, at most 4, each with one thread (conftest.py). 0 runs all tests
+# in one process, as a debugger needs it.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?=
 
 .PHONY: install demo test test-parallel test-faults test-recipes lint docs wheels bench clean
@@ -34,13 +35,13 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-parallel: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parallel --matrix=full $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/parallel --matrix=full $(PYTEST_ARGS)
 
 test-faults: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --faults=full $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/faults --faults=full $(PYTEST_ARGS)
 
 test-recipes: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/recipes --recipes=full $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/recipes --recipes=full $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

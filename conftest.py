@@ -1,8 +1,18 @@
-"""Fixtures that tests of the core and of plugins share, and the seed of what is sampled."""
+"""The environment of all tests, the fixtures that tests of the core and of plugins share, and the seed of samples.
 
+``make test``, plain ``pytest PATH`` and the workers of pytest-xdist all load this file first, so all run with the same
+settings: one thread per process, unless the caller sets ``OMP_NUM_THREADS``, and text in UTF-8.
+"""
+
+import locale
+import os
 from datetime import date
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
+os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/test_encodings.py tries other encodings
+locale.setlocale(locale.LC_ALL, "")
 
 pytest_plugins = ["nxdt_core.testing.s3_server"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ def main(args: Sequence[str] | None = None) -> int:
         0 · 2 for a mistake of the user, told in two sentences on standard error · 130 after Ctrl-C. A bug is
         raised, so that Python prints its traceback and exits with status 1.
     """
+    _accept_all_characters()
     color = False if os.environ.get("NO_COLOR") else None  # None: colours where a terminal reads them
     try:
         status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)
@@ -86,6 +88,17 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _close_stdout()
     return status if isinstance(status, int) else 0
+
+
+def _accept_all_characters() -> None:
+    """Make standard output and standard error take every character, whatever the locale's encoding is.
+
+    A terminal keeps its encoding and gets escapes for what it cannot show. Files and pipes get UTF-8, the encoding
+    that nxdt reads its YAML, JSON and recipes in.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
 
 
 def _report(error: NxdtError, color: bool | None) -> int:

@@ -5,7 +5,6 @@ first steps.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -40,7 +39,6 @@ def runs(tmp_path_factory, steps):
         command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", f"exp_manager.exp_dir={where}"]
         done = subprocess.run(
             [*command, f"name={name}", *short, *keys],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=240,

@@ -47,7 +47,7 @@ def words(tmp_path, *more):
 
 def environment(**more):
     kept = {name: value for name, value in os.environ.items() if name not in UNSET}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
+    return {**kept, **more}
 
 
 def start(arguments, **more):

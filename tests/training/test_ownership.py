@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -30,9 +29,7 @@ class Child:
         words = [sys.executable, "-m", "nxdt_core", "train", str(file)]
         self._output = file.with_suffix(".out")
         with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT
-            )
+            self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
 
     @property
     def said(self) -> str:

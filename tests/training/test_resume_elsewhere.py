@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc):
 def nxdt(*words, **environment):
     done = subprocess.run(
         [sys.executable, "-m", "nxdt_core", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=240,

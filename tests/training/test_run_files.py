@@ -1,6 +1,5 @@
 """What lies in a run's directory beside figures and checkpoints: logs of each rank, commands, copied files."""
 
-import os
 import re
 import subprocess
 import sys
@@ -75,7 +74,6 @@ def test_what_every_rank_is_warned_of_is_printed_once(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny-sft", *data, *ends, "name=run"],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,

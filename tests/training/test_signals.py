@@ -1,6 +1,5 @@
 """Ctrl-C and SIGTERM: a real process, a checkpoint at a step boundary, and the run goes on from it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -31,7 +30,6 @@ def test_a_signal_saves_and_stops_at_a_step_boundary(small_run, tmp_path, metric
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     wait_for_rows(config.run_dir / "metrics.jsonl", 3, process)
     process.send_signal(number)

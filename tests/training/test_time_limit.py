@@ -1,6 +1,5 @@
 """``trainer.max_time``: stops at a step boundary with a save, and the next start goes on for as long again."""
 
-import os
 import subprocess
 import sys
 
@@ -36,7 +35,6 @@ def test_ranks_of_one_command_stop_at_one_step(small_run, tmp_path):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 143, done.stderr
     assert done.stderr.count("trainer.max_time is over") == 1

@@ -76,7 +76,7 @@ def test_a_killed_command_is_finished_by_the_same_command(
 ) -> None:
     """Killed when some objects are there, whichever they are; those that are whole are not copied again."""
     command = [sys.executable, "-m", "nxdt_core", "checkpoint", "copy", local.uri, s3_uri, "--threads", "1", "--json"]
-    environment = {**os.environ, "AWS_ENDPOINT_URL": s3_server.url, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "AWS_ENDPOINT_URL": s3_server.url}
     child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     while len(list(storage.list())) < objects and child.poll() is None:
         time.sleep(0.01)

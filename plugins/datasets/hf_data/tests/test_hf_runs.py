@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -39,7 +38,6 @@ def train(where, sources, steps, *more):
     )
     done = subprocess.run(
         [*command, *settings, *more],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,

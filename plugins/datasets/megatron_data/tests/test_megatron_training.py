@@ -27,7 +27,7 @@ SMALL = (
     "name=run",
 )
 NXDT = (sys.executable, "-m", "nxdt_core")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ}
 
 
 def losses(directory):

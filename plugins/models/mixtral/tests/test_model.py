@@ -31,8 +31,11 @@ def test_a_window_hides_what_lies_before_it(builder, tokens):
     ids = tokens(1, 12)
     changed = ids.clone()
     changed[0, 5] += 1
-    same = (module(ids) == module(changed)).all(-1)[0].tolist()
-    assert same == [True] * 5 + [False] * 4 + [True] * 3
+    # The changed token changes the sizes of the experts' groups, so kernels may round other rows differently (6e-8).
+    difference = (module(ids) - module(changed)).abs().amax(-1)[0]
+    sees = torch.tensor([False] * 5 + [True] * 4 + [False] * 3)
+    assert difference[~sees].max() < 1e-6
+    assert difference[sees].min() > 1e-3
 
 
 def test_dropout_of_the_mixture_is_in_its_experts_and_not_in_attention(builder, tokens):

@@ -4,7 +4,6 @@ one process."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -26,7 +25,6 @@ def train(where, name, *keys):
     short = (f"name={name}", f"trainer.max_steps={STEPS}", f"model.optim.sched.max_steps={STEPS}")
     done = subprocess.run(
         [*run, *short, "data.global_batch_size=8", "exp_manager.create_checkpoint_callback=false", *keys],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
