@@ -69,7 +69,7 @@ def write_chats(path: Path) -> None:
     """Conversations of skewed lengths, of the words of the shipped ones."""
     random = np.random.default_rng(1)
     words = ["the", "river", "boat", "was", "slow", "and", "cold", "but", "nobody", "asked", "why", "it", "came"]
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for count in random.lognormal(3.4, 0.8, CHATS).astype(int).clip(2, 180):
             text = [" ".join(random.choice(words, size)) for size in (1 + count // 3, 1 + count)]
             roles = zip(("user", "assistant"), text, strict=True)

@@ -85,7 +85,7 @@ def extra_bytes(way: Way, hidden: torch.Tensor, weight: torch.Tensor, labels: to
     way(hidden[:8], weight[:64], labels[:8] % 64).backward()  # what libraries set up when they are first used
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     if profile_of(hidden.device).host:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # forget the highest so far
     else:
         reset_max_memory(hidden.device)
     way(hidden, weight, labels).backward()
@@ -96,7 +96,7 @@ def extra_bytes(way: Way, hidden: torch.Tensor, weight: torch.Tensor, labels: to
 
 def of_process(key: str) -> int:
     """A figure of ``/proc/self/status`` in bytes."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return int(lines[key].split()[0]) * 1024
 
 
