@@ -8,7 +8,7 @@ Sequences of 4,096 tokens, compiled, AdamW fused, clipping.
     8b  Llama 3 8B, weights, gradients and optimizer state in bfloat16, micro-batch 2; alone, since two do not fit
 
 Both are trained by turns in one process; rows give medians over the rounds, the ratio is the median of the paired ones.
-MFU counts the model's own FLOPs (no recomputation, no embedding) against the dense bfloat16 peak of
+MFU is in both conventions of :mod:`nxdt_core.nn.flops`, against the dense bfloat16 peak of
 :mod:`nxdt_core.devices`. Peak memory is of one loop alone, over what the other holds.
 
     python benchmarks/accelerator.py [--shape 1b] [--rounds 5] [--steps 10]
@@ -29,6 +29,7 @@ import torch
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.devices import max_memory_bytes, peak_flops, profile_of, reset_max_memory
+from nxdt_core.nn.flops import token_flops
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.training import assemble, primitives
@@ -128,11 +129,11 @@ def main() -> int:
     for turn in range(options.rounds):
         for name in loops if turn % 2 == 0 else reversed(loops):
             seconds[name].append(timed(loops[name], options.steps, device))
-    flops = assemble.model_builder(config).flops_per_token(shape.sequence)
+    flops = token_flops(assemble.model_builder(config), shape.sequence)
     peak = peak_flops(device, "bfloat16")
     for name, walls in seconds.items():
         rate = batch.input_ids.numel() / statistics.median(walls)
-        mfu = "" if peak is None else f"   MFU {flops * rate / peak:.1%}"
+        mfu = "" if peak is None else f"   MFU {flops.strict * rate / peak:.1%} (PaLM {flops.palm * rate / peak:.1%})"
         print(f"{name:10} {rate:10,.0f} tokens/s{mfu}   peak {peaks[name]:.1f} GiB")
     engine.shutdown()
     if not shape.beside_a_loop:

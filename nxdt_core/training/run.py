@@ -18,6 +18,7 @@ from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.duration import seconds_of
 from nxdt_core.kernel.contexts import ConfigureContext
+from nxdt_core.nn.flops import token_flops
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
 from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
@@ -182,11 +183,12 @@ def _start(
 
 def _metrics(config: ResolvedConfig, console: Console, figures: SaveFigures) -> MetricsWriter:
     policy = assemble.precision(config)
+    flops = token_flops(assemble.model_builder(config), config.run.data.seq_length, assemble.adapters(config))
     return MetricsWriter(
         config.run_dir,
         console,
         every=config.run.trainer.log_every_n_steps,
-        flops_per_token=assemble.model_builder(config).flops_per_token(config.run.data.seq_length),
+        flops=flops,
         compute_dtype=policy.autocast or policy.parameters,
         parameter_norm=config.run.exp_manager.log_parameter_norm,
         more=lambda: figures.row,

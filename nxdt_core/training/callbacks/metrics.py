@@ -15,6 +15,7 @@ import torch
 
 from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.errors import CannotWriteRunDirectory
+from nxdt_core.nn.flops import TokenFlops
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
@@ -39,7 +40,7 @@ class MetricsWriter(pl.Callback):
         run_dir: directory of the two files.
         console: where a person reads along.
         every: steps between two rows.
-        flops_per_token: of forward and backward, for the share of the device's peak.
+        flops: operations per token, for the share of the devices' peak.
         compute_dtype: dtype of the matrix products, which decides the peak.
         parameter_norm: whether a row has the norm of the weights after the step, too.
         more: called for further columns of a row.
@@ -51,7 +52,7 @@ class MetricsWriter(pl.Callback):
         console: Console,
         *,
         every: int,
-        flops_per_token: float,
+        flops: TokenFlops,
         compute_dtype: str,
         parameter_norm: bool = False,
         more: Callable[[], Mapping[str, float | int | None]] = dict,
@@ -59,7 +60,7 @@ class MetricsWriter(pl.Callback):
         self._run_dir = run_dir
         self._console = console
         self._every = max(1, every)
-        self._flops_per_token = flops_per_token
+        self._flops = flops
         self._compute_dtype = compute_dtype
         self._parameter_norm = parameter_norm
         self._more = more
@@ -157,7 +158,8 @@ class MetricsWriter(pl.Callback):
             "skipped_steps": int(scalars.pop("skipped")),
             "lr": module.horizon.lr * result.lr_factor,
             "tokens_per_s": tokens_per_s,
-            "mfu": None if self._peak is None else self._flops_per_token * tokens_per_s / self._peak,
+            "mfu": None if self._peak is None else self._flops.strict * tokens_per_s / self._peak,
+            "mfu_palm": None if self._peak is None else self._flops.palm * tokens_per_s / self._peak,
             "data_wait_s": (waited - self._waited) / steps,
             "step_time_s": seconds / steps,
             "max_memory_bytes": max_memory_bytes(module.engine.device),
