@@ -1,8 +1,8 @@
 # Two commands do all, each with its own set-up, on a machine that has Python 3.11 and pip:
 #   make demo    train a small Llama on real text, stop, resume, generate, plot
 #   make test    all tests
-# Others: install, test-parallel (every layout, where `make test` takes a sample), test-faults (every fault of a save,
-#   likewise; an hour or two), test-recipes (plans every recipe, likewise; minutes), lint, docs, wheels, bench, clean.
+# Others: install, test-full (every case where `make test` takes a sample; hours), its parts test-parallel (layouts),
+#   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +17,7 @@ DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpo
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-parallel test-faults test-recipes lint docs wheels bench clean
+.PHONY: install demo test test-full test-parallel test-faults test-recipes lint docs wheels bench clean
 
 install: $(STAMP)
 
@@ -34,14 +34,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-parallel: $(STAMP)
-	$(BIN)/python -m pytest tests/parallel --matrix=full $(PYTEST_ARGS)
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --samples=all $(PYTEST_ARGS)
 
-test-faults: $(STAMP)
-	$(BIN)/python -m pytest tests/faults --faults=full $(PYTEST_ARGS)
-
-test-recipes: $(STAMP)
-	$(BIN)/python -m pytest tests/recipes --recipes=full $(PYTEST_ARGS)
+test-parallel test-faults test-recipes: $(STAMP)
+	$(BIN)/python -m pytest tests/$(@:test-%=%) --samples=all $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,9 +6,10 @@ settings: one thread per process, unless the caller sets ``OMP_NUM_THREADS``, an
 
 import locale
 import os
-from datetime import date
 
 import pytest
+
+from tests.sampling import DEFAULT, resolve
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
 os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/test_encodings.py tries other encodings
@@ -18,20 +19,16 @@ pytest_plugins = ["nxdt_core.testing.s3_server"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of :func:`tests.sampling.of_matrix`."""
+    """The option of :mod:`tests.sampling`."""
     parser.addoption(
-        "--matrix",
-        default=str(date.today().toordinal()),
-        metavar="full|SEED",
-        help="layouts to run: all, or samples by this seed (default: the date's)",
+        "--samples",
+        type=resolve,
+        default=DEFAULT,
+        metavar="all|today|SEED",
+        help="cases to take of tests that have too many: all, or a sample by the date or a seed (default: 0)",
     )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What to give for the same sample again."""
-    terminalreporter.write_line(f"matrix of layouts: --matrix={terminalreporter.config.getoption('--matrix')}")
-
-
-def pytest_report_header() -> str:
-    """Said here, since the processes that share the tests say nothing of their own."""
-    return f"samples: by the seed {date.today().toordinal()}, the date's, where no option gives another"
+    """Print the option that gives the same sample again."""
+    terminalreporter.write_line(f"samples: --samples={terminalreporter.config.getoption('samples')}")

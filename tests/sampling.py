@@ -1,19 +1,46 @@
-"""How much of a matrix of cases a run of the tests takes."""
+"""Which of many cases a test run takes: all of them, or a sample that a seed decides.
+
+The ``conftest.py`` of the repository adds the option ``--samples``. Its default is a fixed seed, so that one commit
+always gives the same tests.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from datetime import date
 from typing import TypeVar
 
 import pytest
 
-__all__ = ["of_matrix"]
+__all__ = ["DEFAULT", "resolve", "sampled", "takes_all"]
 
 Case = TypeVar("Case")
 
+DEFAULT = "0"
+_ALL, _TODAY = "all", "today"
 
-def of_matrix(config: pytest.Config, cases: Iterable[Case], sample: int) -> list[Case]:
-    """All cases under ``--matrix=full``, else ``sample`` of them, by the seed that the option gives."""
-    wanted = config.getoption("--matrix")
-    return [*cases] if wanted == "full" else random.Random(int(wanted)).sample([*cases], sample)
+
+def resolve(option: str) -> str:
+    """Return ``all`` or the seed that an option means: ``today`` is the number of the date."""
+    return str(date.today().toordinal()) if option == _TODAY else option
+
+
+def takes_all(config: pytest.Config) -> bool:
+    """Return whether the run takes every case."""
+    return bool(config.getoption("samples") == _ALL)
+
+
+def sampled(config: pytest.Config, cases: Iterable[Case], count: int, *, of: str = "") -> list[Case]:
+    """Return all cases under ``--samples=all``, else at most ``count`` of them.
+
+    Args:
+        config: of the run.
+        cases: what can be taken.
+        count: how many to take.
+        of: name of the test, where tests that share cases should take different ones.
+    """
+    known = [*cases]
+    if takes_all(config):
+        return known
+    return random.Random(f"{config.getoption('samples')} {of}").sample(known, min(count, len(known)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,18 +12,10 @@ import pytest
 
 from nxdt_core.testing.s3_server import BUCKET
 from tests.faults.place import Place
+from tests.sampling import sampled
 
 T = TypeVar("T")
 _COUNTS = pytest.StashKey[Counter[str]]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--faults",
-        default=str(date.today().toordinal()),
-        metavar="full|SEED",
-        help="faults of tests/faults to inject: all, or a sample by this seed (default: the date's)",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,28 +27,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     counts = config.stash[_COUNTS]
     if counts:
         parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        terminalreporter.write_line(
-            f"faults: --faults={config.getoption('--faults')}, {counts.total()} injections ({parts})"
-        )
+        terminalreporter.write_line(f"faults: {counts.total()} injections ({parts})")
 
 
 @pytest.fixture
-def full(request: pytest.FixtureRequest) -> bool:
-    """Whether all faults are injected."""
-    return bool(request.config.getoption("--faults") == "full")
-
-
-@pytest.fixture
-def some(request: pytest.FixtureRequest, full: bool) -> Callable[[Sequence[T], int], list[T]]:
+def some(request: pytest.FixtureRequest) -> Callable[[Sequence[T], int], list[T]]:
     """``some(chances, count)``: that many of them, chosen by the seed and the test's name, or all."""
 
-    def choose(chances: Sequence[T], count: int) -> list[T]:
-        if full:
-            return list(chances)
-        chosen = random.Random(f"{request.config.getoption('--faults')} {request.node.name}")
-        return chosen.sample(list(chances), min(count, len(chances)))
-
-    return choose
+    return lambda chances, count: sampled(request.config, chances, count, of=request.node.name)
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """A save that meets a fault, at every call of its store and at every request, on every rank: nothing is lost.
 
-``make test-faults`` injects every fault; otherwise a sample that changes daily, whose seed the summary prints and
-``--faults=SEED`` repeats.
+``make test-faults`` injects every fault, ``make test`` a sample (``--samples``, tests/sampling.py).
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
@@ -17,6 +15,7 @@ from nxdt_core.testing.ranks import RankPool, RanksFailed
 from tests.faults import deaths, survivals
 from tests.faults.injection import CALL_DEATHS, CALLS, REQUEST_DEATHS, REQUESTS, Call, Injection, Request
 from tests.faults.place import Place
+from tests.sampling import sampled
 
 CASES = [
     pytest.param(store, way, world, background, id=f"{store}-{way}-{world}-{'background' if background else 'waiting'}")
@@ -36,9 +35,7 @@ Kinds = Mapping[str, Call] | Mapping[str, Request]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    wanted = metafunc.config.getoption("--faults")
-    chosen = random.Random(f"{wanted} {metafunc.function.__name__}")
-    cases = CASES if wanted == "full" else chosen.sample(CASES, SAMPLE)
+    cases = sampled(metafunc.config, CASES, SAMPLE, of=metafunc.function.__name__)
     metafunc.parametrize(("store", "way", "world", "background"), cases)
 
 

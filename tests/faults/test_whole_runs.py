@@ -17,6 +17,7 @@ from nxdt_core.testing.ranks import RankPool, RanksFailed
 from tests.faults import whole_run
 from tests.faults.deadly import DEATH, ENDPOINT, PLACE
 from tests.faults.place import Place
+from tests.sampling import takes_all
 
 SAMPLE, FULL_SAMPLE = 3, 20
 CASES = [("local", 1), ("local", 2), ("s3", 1), ("s3", 2)]
@@ -26,9 +27,8 @@ Ended = tuple[dict[int, float], dict[str, torch.Tensor]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    wanted = metafunc.config.getoption("--faults")
-    chosen = random.Random(wanted)
-    count = FULL_SAMPLE if wanted == "full" else SAMPLE
+    chosen = random.Random(metafunc.config.getoption("samples"))
+    count = FULL_SAMPLE if takes_all(metafunc.config) else SAMPLE
     cases = [(*CASES[number % len(CASES)], chosen.random(), chosen.random()) for number in range(count)]
     metafunc.parametrize(("store", "world", "who", "moment"), cases, ids=[f"{c[0]}-{c[1]}-{c[3]:.3f}" for c in cases])
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,6 @@ ROOT = Path(__file__).parents[2]
 DISTS = (".", *sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")))
 THIRD_PARTY = "examples/third_party"
 _NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments")
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--models",
-        default=str(date.today().toordinal()),
-        metavar="full|SEED",
-        help="models that tests/packaging trains from their wheels: all, or one by this seed (default: the date's)",
-    )
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,12 +1,13 @@
 """One model's wheel is enough: installed with nothing else of ours, its tiny recipe trains.
 
-By default one of the models, which changes daily; ``--models=full`` takes all.
+One of the models, which ``--samples`` decides; ``--samples=all`` takes all.
 """
 
 import json
-import random
 import tomllib
 from pathlib import Path
+
+from tests.sampling import sampled
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,8 +25,7 @@ RECIPES = tuple(_recipes())
 
 def pytest_generate_tests(metafunc):
     if "recipe" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--models")
-        chosen = RECIPES if wanted == "full" else [random.Random(int(wanted)).choice(RECIPES)]
+        chosen = sampled(metafunc.config, RECIPES, 1)
         metafunc.parametrize(("dist", "recipe"), chosen, ids=[recipe for _, recipe in chosen])
 
 

@@ -16,7 +16,7 @@ from nxdt_core.protocols.plan import ParallelPlan
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, configuration, train
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 BATCH, SEQ, HIDDEN, VOCAB = 3, 7, 10, 50
 PLAN = ParallelPlan(tensor={"head": "vocab_head"})
@@ -53,7 +53,7 @@ SAMPLE = 4
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        layouts = of_matrix(metafunc.config, LAYOUTS, SAMPLE)
+        layouts = sampled(metafunc.config, LAYOUTS, SAMPLE)
         metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
 
 

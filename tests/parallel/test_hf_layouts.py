@@ -1,6 +1,6 @@
 """Models that transformers builds train in every kind of layout as one process trains them.
 
-``--matrix`` says how many families and cases run, as for the matrix of layouts. Families share the processes of a case,
+``--samples`` decides which families and cases run (tests/sampling.py). Families share the processes of a case,
 whose imports of transformers cost more than the training.
 """
 
@@ -13,7 +13,7 @@ from nxdt_core.testing.ranks import process_group
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, train
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 DENSE = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
 SPARSE = ("qwen3-moe", "olmoe", "glm4-moe")
@@ -44,9 +44,9 @@ CASES = {
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", of_matrix(metafunc.config, CASES, 1))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, 1))
     if "families" in metafunc.fixturenames:
-        metafunc.parametrize("families", [tuple(of_matrix(metafunc.config, FAMILIES, 2))], ids="-".join)
+        metafunc.parametrize("families", [tuple(sampled(metafunc.config, FAMILIES, 2))], ids="-".join)
 
 
 def train_each(families: tuple[str, ...], layout: Layout) -> dict[str, Report]:

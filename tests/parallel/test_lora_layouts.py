@@ -1,13 +1,13 @@
 """LoRA trains in every kind of layout as one process trains it, and what is frozen has neither gradients nor state.
 
-``--matrix`` says how many of the cases, as for the matrix of layouts.
+``--samples`` decides which of the cases run (tests/sampling.py).
 """
 
 from tests.parallel.adapting import KINDS, numbers_of
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import train
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 STEPS = 6
 TP2, TP2_SP, PP2, EP2 = Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2, ep=2)
@@ -57,7 +57,7 @@ SAMPLE = 4
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
 
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, case):

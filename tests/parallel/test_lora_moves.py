@@ -1,6 +1,6 @@
 """An adapter that was saved in one layout goes on in another, and merges there, as one run of one process does.
 
-``--matrix`` says how many of the cases, as for the matrix of layouts.
+``--samples`` decides which of the cases run (tests/sampling.py).
 """
 
 import pytest
@@ -10,7 +10,7 @@ from nxdt_core import checkpoint
 from tests.parallel.adapting import MERGED, go_on, numbers_of
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.parity import TOLERANCES
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 ONE, DP2, TP2, PP2 = Layout(), Layout(dp=2), Layout(tp=2), Layout(pp=2)
 ZERO3, EP2 = Layout(dp=2, zero=3), Layout(dp=2, ep=2)
@@ -39,7 +39,7 @@ BEFORE, AFTER = 3, 3
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
 
 
 @pytest.fixture(scope="module")

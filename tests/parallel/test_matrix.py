@@ -1,7 +1,6 @@
 """Every layout trains as one process does, on real processes, and each rank holds its share and no more.
 
-``pytest tests/parallel --matrix=full`` runs all of it (``make test-parallel``); otherwise a sample that changes daily,
-whose seed the summary prints and ``--matrix=SEED`` repeats.
+``make test-parallel`` runs all of it, ``make test`` a sample (``--samples``, tests/sampling.py).
 """
 
 import torch
@@ -10,7 +9,7 @@ from tests.parallel.matrix.judgement import computed_wrong, held_in_excess
 from tests.parallel.matrix.layouts import LAYOUTS
 from tests.parallel.matrix.parity import TOLERANCES
 from tests.parallel.matrix.training import train
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 CASES = [(layout, numbers) for layout in LAYOUTS for numbers in TOLERANCES]
 SAMPLE = 8
@@ -18,7 +17,7 @@ SAMPLE = 8
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        cases = of_matrix(metafunc.config, CASES, SAMPLE)
+        cases = sampled(metafunc.config, CASES, SAMPLE)
         metafunc.parametrize(
             ("layout", "numbers"), cases, ids=[f"{layout.name}-{numbers}" for layout, numbers in cases]
         )

@@ -1,12 +1,12 @@
 """A Mistral, whose window is shorter than a context parallel rank's chunk, trains in every layout as in one process.
 
-``--matrix`` says how many of the cases, as for the matrix of layouts.
+``--samples`` decides which of the cases run (tests/sampling.py).
 """
 
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import train
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 MISTRAL = {
     "name": "mistral",
@@ -39,7 +39,7 @@ SAMPLE = 3
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        layouts = of_matrix(metafunc.config, LAYOUTS, SAMPLE)
+        layouts = sampled(metafunc.config, LAYOUTS, SAMPLE)
         metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
 
 

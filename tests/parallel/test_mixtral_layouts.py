@@ -1,13 +1,13 @@
 """Mixtrals of every kind of router train in every kind of layout as one process trains them, and report the same of
 their experts.
 
-``--matrix`` says how many of the cases, as for the matrix of layouts.
+``--samples`` decides which of the cases run (tests/sampling.py).
 """
 
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import train
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 _SIZES = {
     "name": "mixtral",
@@ -94,7 +94,7 @@ FIGURES = {"expert_load_max", "expert_load_layer_max", "expert_load_min", "dropp
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
 
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, case):

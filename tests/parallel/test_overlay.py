@@ -1,6 +1,6 @@
 """The real command line on four processes, tensor and pipeline parallel: its loss curve lies on that of one process.
 
-The plot is kept as ``nxdt_experiments/overlay/loss.png``. ``--matrix=full`` trains the whole recipe, else its
+The plot is kept as ``nxdt_experiments/overlay/loss.png``. ``--samples=all`` trains the whole recipe, else its
 first steps.
 """
 
@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.sampling import takes_all
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "nxdt_experiments" / "overlay"
@@ -27,7 +29,7 @@ def rows(run, file):
 
 @pytest.fixture(scope="module")
 def steps(request):
-    return 40 if request.config.getoption("--matrix") == "full" else 10
+    return 40 if takes_all(request.config) else 10
 
 
 @pytest.fixture(scope="module")

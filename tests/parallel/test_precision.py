@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parallel.precision_run import place, train
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 STRATEGY = "distributed_strategy."
 LAYOUTS = {
@@ -48,7 +48,7 @@ SAMPLE = 10
 
 def pytest_generate_tests(metafunc):
     if "precision" in metafunc.fixturenames:
-        metafunc.parametrize(("precision", "layout"), of_matrix(metafunc.config, CASES, SAMPLE))
+        metafunc.parametrize(("precision", "layout"), sampled(metafunc.config, CASES, SAMPLE))
 
 
 @pytest.fixture(scope="module")

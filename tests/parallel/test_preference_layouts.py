@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.parallel.preferring import FLOAT64, STEPS, STRATEGY, differences, follow
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 ZERO3 = f"{STRATEGY}zero_stage=3"
 TP2 = f"{STRATEGY}tensor_model_parallel_size=2"
@@ -48,12 +48,12 @@ SAMPLE = 3
 
 def pytest_generate_tests(metafunc):
     if "of_experts" in metafunc.fixturenames:
-        cases = of_matrix(metafunc.config, product(EXPERTS, ("dpo", "orpo")), SAMPLE)
+        cases = sampled(metafunc.config, product(EXPERTS, ("dpo", "orpo")), SAMPLE)
         metafunc.parametrize(("of_experts", "objective"), cases)
     if "adapted" in metafunc.fixturenames:
-        metafunc.parametrize("adapted", of_matrix(metafunc.config, LAYOUTS, SAMPLE))
+        metafunc.parametrize("adapted", sampled(metafunc.config, LAYOUTS, SAMPLE))
     if "layout" in metafunc.fixturenames:
-        cases = of_matrix(metafunc.config, product(LAYOUTS, ("dpo", "orpo")), SAMPLE)
+        cases = sampled(metafunc.config, product(LAYOUTS, ("dpo", "orpo")), SAMPLE)
         metafunc.parametrize(("layout", "objective"), cases)
 
 

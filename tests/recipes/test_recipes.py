@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from functools import cache
 
@@ -16,6 +15,7 @@ from nxdt_core.protocols.model import HFExchange
 from nxdt_core.training import assemble
 from nxdt_core.training.plan import plan
 from tests.recipes.published import PUBLISHED, WEIGHTS
+from tests.sampling import sampled
 
 KERNEL = Kernel.start()
 SUMMARIES = {recipe.name: recipe.summary for recipe in list_recipes(KERNEL)}
@@ -135,8 +135,7 @@ def test_a_large_model_has_the_published_shapes(model):
 
 def pytest_generate_tests(metafunc):
     if "planned" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--recipes")
-        metafunc.parametrize("planned", LARGE if wanted == "full" else random.Random(int(wanted)).sample(LARGE, SAMPLE))
+        metafunc.parametrize("planned", sampled(metafunc.config, LARGE, SAMPLE))
 
 
 def test_a_large_recipe_fits_the_devices_that_it_names(planned):

@@ -1,6 +1,6 @@
 """A run that stops goes on from the command line as if it had not: in another layout, and from another store.
 
-``--matrix`` says how many layouts are tried, as for the matrix of layouts.
+``--samples`` decides which layouts are tried (tests/sampling.py).
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
 from nxdt_core.testing.s3_server import ENVIRONMENT
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 from tests.training.small import SMALL
 
 STRATEGY = "distributed_strategy."
@@ -31,7 +31,7 @@ HALF, WHOLE = 8, 16
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        metafunc.parametrize("layout", of_matrix(metafunc.config, AFTER, 1))
+        metafunc.parametrize("layout", sampled(metafunc.config, AFTER, 1))
 
 
 def nxdt(*words, **environment):
