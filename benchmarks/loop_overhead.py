@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.training import assemble, train
 
 CLOCK = Path(__file__).with_name("step_clock.py")
@@ -87,14 +86,7 @@ def bare_step_ms(config: ResolvedConfig, steps: int) -> float:
         model.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
     )
     dataset = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
-    data = config.run.data
-    loader = GlobalBatchLoader(
-        dataset,
-        global_batch_size=data.global_batch_size,
-        micro_batch_size=data.micro_batch_size,
-        seed=1,
-        shuffle=data.shuffle,
-    )
+    loader = assemble.batches(config, engine, dataset)
     model.train()
     ticks = []
     for _, (batch,) in zip(range(steps), loader, strict=False):

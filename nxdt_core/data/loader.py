@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Generator, Iterator
 from typing import Any
 
+from torch import distributed
+
 from nxdt_core.data.prefetch import run_ahead
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.data.sources import MapSource, Position, Slicing, StreamSource
-from nxdt_core.errors import BadBatchSize, DataChanged
+from nxdt_core.errors import BadBatchSize, DataChanged, DataRankMissing
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
 
@@ -29,7 +31,7 @@ class GlobalBatchLoader:
         micro_batch_size: samples of one forward pass on one rank.
         seed: decides the order, together with the number of the epoch.
         shuffle: whether map-style samples are taken in a random order, another one each epoch.
-        dp_rank, dp_size: which of the data-parallel ranks this is.
+        dp_rank, dp_size: which of the data-parallel ranks this is; may be left out in a single process.
         drop_last: leave out the last global batch of a single pass where it is not full. (A repeating loader has
             none such.) Otherwise it is filled up with samples without loss tokens to whole micro-batches, equally
             many on each rank.
@@ -39,6 +41,7 @@ class GlobalBatchLoader:
             read from that many threads at once, others from one.
 
     Raises:
+        DataRankMissing: a process group of several processes exists, and no rank was passed.
         BadBatchSize: the global batch is not a multiple of micro-batch size x ranks.
         EmptyDataset: the dataset has no samples.
     """
@@ -51,12 +54,16 @@ class GlobalBatchLoader:
         micro_batch_size: int,
         seed: int,
         shuffle: bool,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         drop_last: bool = False,
         repeat: bool = True,
         num_workers: int = 0,
     ) -> None:
+        if dp_rank is None and dp_size is None:
+            dp_rank, dp_size = _only_rank()
+        elif dp_rank is None or dp_size is None:
+            raise ValueError("pass dp_rank and dp_size together")
         if min(global_batch_size, micro_batch_size, dp_size) < 1 or global_batch_size % (micro_batch_size * dp_size):
             raise BadBatchSize(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp_size=dp_size)
         if not 0 <= dp_rank < dp_size:
@@ -141,3 +148,14 @@ class GlobalBatchLoader:
                 raise DataChanged(aspect=aspect, saved=state[key], found=found)
         self._position = Position(samples=int(state["consumed_samples"]), stream=state.get("stream"))
         self._loaded = True
+
+
+def _only_rank() -> tuple[int, int]:
+    """Return rank and size of a single process.
+
+    Raises:
+        DataRankMissing: there are several.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise DataRankMissing(world_size=distributed.get_world_size())
+    return 0, 1

@@ -6,6 +6,7 @@ processes, and threads share one dataset, one set of open files and one way to f
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ def run_ahead(jobs: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
         for job in jobs:
             yield job()
         return
+    ending = sys.is_finalizing  # held here: the globals of modules are cleared before the last generators end
     pool = ThreadPoolExecutor(workers, thread_name_prefix="nxdt-data")
     begun: deque[Future[T]] = deque()
     try:
@@ -39,4 +41,5 @@ def run_ahead(jobs: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
             begun.extend(pool.submit(job) for job in islice(jobs, 1))
             yield result
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        if not ending():
+            pool.shutdown(wait=True, cancel_futures=True)

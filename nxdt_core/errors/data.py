@@ -18,6 +18,7 @@ __all__ = [
     "DataFileNotFound",
     "DataFileUnreadable",
     "DataNeedsTokenizer",
+    "DataRankMissing",
     "EmptyDataset",
     "EmptyTextFile",
     "JsonTextMissing",
@@ -143,6 +144,18 @@ class BadBatchSize(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "unit": self.micro_batch_size * self.dp_size}
+
+
+class DataRankMissing(NxdtError):
+    """A loader in one of several processes that was not given the process's share of the data."""
+
+    code = "NXDT-D025"
+    happened = "GlobalBatchLoader has no dp_rank and dp_size, and this is one of {world_size} processes of a group."
+    remedy = (
+        "Build the loader with nxdt_core.training.assemble.batches(config, engine, dataset), or pass dp_rank and "
+        "dp_size of engine.rank_info (0 and 1 where all processes read the same samples)."
+    )
+    world_size: int
 
 
 class DataChanged(NxdtError):

@@ -103,6 +103,11 @@ class TorchModel:
         return self._stages.added
 
     @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read different samples."""
+        return self._mesh.sizes.dp
+
+    @property
     def precision(self) -> PrecisionPolicy:
         """The dtypes that it trains in."""
         return self._numerics.precision

@@ -74,6 +74,11 @@ class ParallelModel(Protocol):
         """Parameters of the whole model that adapters added."""
         ...
 
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read different samples: :attr:`RankInfo.dp_size`."""
+        ...
+
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Forward and backward over this rank's micro-batches of one global batch. Gradients come out
         reduced, and are those of the loss divided by the global weight."""

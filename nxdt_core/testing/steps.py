@@ -20,8 +20,8 @@ def take_steps(
     global_batch_size: int,
     micro_batch_size: int = 1,
     seed: int,
-    rank: int = 0,
-    size: int = 1,
+    rank: int | None = None,
+    size: int | None = None,
     state: dict[str, Any] | None = None,
     workers: int = 0,
 ) -> tuple[list[list[Batch]], dict[str, Any]]:

@@ -11,10 +11,11 @@ from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat_keys import ChatKeys
+from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors import NoMasterWeights, SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.dataloader import DataContext, Dataloader
+from nxdt_core.protocols.dataloader import DataContext, Dataloader, IterableDataset, MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
 from nxdt_core.protocols.model import ModelBuilder
@@ -24,6 +25,7 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = [
     "adapters",
+    "batches",
     "chat_keys",
     "dataloader",
     "engine",
@@ -87,6 +89,33 @@ def dataloader(
         shuffle=data.shuffle,
     )
     return cast(Dataloader, _construct(config, "data", context))
+
+
+def batches(
+    config: ResolvedConfig, engine: ParallelEngine, dataset: MapDataset | IterableDataset, *, repeat: bool = True
+) -> GlobalBatchLoader:
+    """Return the loader of this rank's micro-batches: its data-parallel share of each of the run's global batches.
+
+    Args:
+        config: the run; its ``data`` section has the sizes.
+        engine: says which share is this rank's; need not be started.
+        dataset: one split of the data.
+        repeat: True for training: shuffled where the configuration says so, without an end. False is one pass in the
+            data's own order, for validation.
+    """
+    data, place = config.run.data, engine.rank_info
+    return GlobalBatchLoader(
+        dataset,
+        global_batch_size=data.global_batch_size,
+        micro_batch_size=data.micro_batch_size,
+        seed=config.run.seed,
+        shuffle=data.shuffle and repeat and not config.run.trainer.overfit_batches,
+        dp_rank=place.dp_rank,
+        dp_size=place.dp_size,
+        drop_last=repeat,
+        repeat=repeat,
+        num_workers=data.num_workers,
+    )
 
 
 def chat_keys(config: ResolvedConfig) -> ChatKeys:

@@ -16,7 +16,7 @@ from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors import LengthUnknown, NoTrainingData, ReferenceNeedsLength, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
-from nxdt_core.protocols.engine import RankInfo
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import assemble
@@ -124,7 +124,7 @@ class NxdtDataModule(pl.LightningDataModule):
         trainer: Any = self.trainer
         self._refer()
         assert self._train is not None
-        loader = self._loader(self._train, repeat=True)
+        loader = assemble.batches(self.config, trainer.strategy.engine, self._train)
         position = trainer.lightning_module.train_state.data
         if position:
             loader.load_state_dict(position)
@@ -134,7 +134,10 @@ class NxdtDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> list[TrainLoader]:
         """One pass over each set; empty where the configuration names no validation data."""
         self._refer()
-        return [TrainLoader(self._loader(dataset, repeat=False)) for dataset in self._validation.values()]
+        trainer: Any = self.trainer
+        engine: ParallelEngine = trainer.strategy.engine
+        sets = self._validation.values()
+        return [TrainLoader(assemble.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """``batch`` as it is: micro-batches go to the device one at a time."""
@@ -183,23 +186,3 @@ class NxdtDataModule(pl.LightningDataModule):
         if not isinstance(dataset, MapDataset):
             raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
         return first_batches(dataset, share, self.config.run.data.global_batch_size)
-
-    def _loader(self, dataset: Dataset, *, repeat: bool) -> GlobalBatchLoader:
-        data, rank = self.config.run.data, self._rank_info()
-        return GlobalBatchLoader(
-            dataset,
-            global_batch_size=data.global_batch_size,
-            micro_batch_size=data.micro_batch_size,
-            seed=self.config.run.seed,
-            shuffle=data.shuffle and repeat and not self.config.run.trainer.overfit_batches,
-            dp_rank=rank.dp_rank,
-            dp_size=rank.dp_size,
-            drop_last=repeat,
-            repeat=repeat,
-            num_workers=data.num_workers,
-        )
-
-    def _rank_info(self) -> RankInfo:
-        trainer: Any = self.trainer
-        info: RankInfo = trainer.strategy.engine.rank_info
-        return info

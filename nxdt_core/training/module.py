@@ -191,8 +191,7 @@ class NxdtModule(pl.LightningModule):
             self.objective,
             self.schedule,
             self.train_state,
-            max_norm=self.config.run.trainer.gradient_clip_val or None,
-            dp_size=self.engine.rank_info.dp_size,
+            max_norm=self.config.run.trainer.gradient_clip_val,
             apply=counted.step,
         )
         self.train_state.data = batch.position

@@ -1,4 +1,4 @@
-"""Core primitives: the step and what surrounds it, for a loop of one's own. Needs no Lightning.
+"""Core primitives: the step and what surrounds it, for a custom training loop. Needs no Lightning.
 
 A whole training loop::
 
@@ -7,7 +7,8 @@ A whole training loop::
     model = initialize_parallel_model(config, engine)
     optimizer = initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
-    for micro_batches in loader:
+    dataset = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
+    for micro_batches in assemble.batches(config, engine, dataset):
         result = train_step(model, optimizer, micro_batches, objective, schedule, state, max_norm=1.0)
 """
 
@@ -120,7 +121,6 @@ def train_step(
     state: TrainState,
     *,
     max_norm: float | None = None,
-    dp_size: int = 1,
     apply: Callable[[], object] | None = None,
 ) -> StepResult:
     """Forward, backward, clipping, update: one optimizer step on one global batch; advances ``state``.
@@ -134,21 +134,20 @@ def train_step(
         objective: the loss.
         schedule: factor on the learning rate by step.
         state: counters, changed in place.
-        max_norm: clip the global gradient norm to this; None measures only.
-        dp_size: ranks that read different samples, for the counters.
+        max_norm: clip the global gradient norm to this; None and 0 measure only.
         apply: called instead of ``optimizer.step``, by a loop that counts updates itself and ends in it.
     """
     factor = schedule(state.step)
     optimizer.begin_step(state.step)
     optimizer.set_lr_factor(factor)
     loss = model.run_train(micro_batches, objective)
-    grad_norm = optimizer.clip_grad_norm(max_norm)
+    grad_norm = optimizer.clip_grad_norm(max_norm or None)
     optimizer.reject_unless_finite(loss.loss, grad_norm)
     (apply or optimizer.step)()
     state.step += 1
     state.updates += any(group["lr"] != 0 for group in optimizer.inner.param_groups)
-    state.consumed_samples += dp_size * sum(batch.samples for batch in micro_batches)
-    state.consumed_tokens += dp_size * sum(batch.input_ids.numel() for batch in micro_batches)
+    state.consumed_samples += model.data_ranks * sum(batch.samples for batch in micro_batches)
+    state.consumed_tokens += model.data_ranks * sum(batch.input_ids.numel() for batch in micro_batches)
     return StepResult(loss=loss, grad_norm=grad_norm, lr_factor=factor)
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.references import LogProbs, Referenced, weighted_labels
 from nxdt_core.devices import HOST
 from nxdt_core.errors import ReferenceLost, ReferenceNeedsAdapter
@@ -26,6 +25,7 @@ from nxdt_core.nn.updates import updates_off
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
+from nxdt_core.training import assemble
 from nxdt_core.training.run_files import run_dir_explained
 
 __all__ = ["check_base_frozen", "compute_log_probs", "with_base", "with_reference"]
@@ -82,17 +82,7 @@ def compute_log_probs(
 ) -> LogProbs:
     """Log-probabilities of the labels that count, of every sample; equal on all ranks. Collective."""
     place, data = engine.rank_info, config.run.data
-    loader = GlobalBatchLoader(
-        dataset,
-        global_batch_size=data.global_batch_size,
-        micro_batch_size=data.micro_batch_size,
-        seed=0,
-        shuffle=False,
-        dp_rank=place.dp_rank,
-        dp_size=place.dp_size,
-        repeat=False,
-        num_workers=data.num_workers,
-    )
+    loader = assemble.batches(config, engine, dataset, repeat=False)
     own = data.global_batch_size // place.dp_size
     found: dict[int, NDArray[np.float32]] = {}
     steps = range(-(-len(dataset) // data.global_batch_size))

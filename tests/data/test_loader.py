@@ -11,9 +11,11 @@ from itertools import islice
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.errors import BadBatchSize, DataChanged, EmptyDataset
+from nxdt_core.errors import BadBatchSize, DataChanged, DataRankMissing, EmptyDataset
+from nxdt_core.testing.ranks import RankPool, process_group
 
 
 def loader(dataset, global_batch=8, micro_batch=2, **keywords):
@@ -52,7 +54,7 @@ def test_a_dataset_smaller_than_the_global_batch_repeats_within_it(by_index, nam
 
 
 def test_a_step_is_this_ranks_micro_batches(by_index):
-    (batches,) = islice(loader(by_index(30), 12, 3, dp_size=2), 1)
+    (batches,) = islice(loader(by_index(30), 12, 3, dp_rank=0, dp_size=2), 1)
     assert [tuple(batch.input_ids.shape) for batch in batches] == [(3, 4), (3, 4)]
     assert batches[0].input_ids.dtype == torch.int64
 
@@ -211,7 +213,26 @@ def test_a_state_of_other_data_is_refused_naming_both(by_index, change, saved, f
 def test_batch_sizes_that_do_not_divide_are_refused(by_index, sizes):
     global_batch, micro_batch, dp_size = sizes
     with pytest.raises(BadBatchSize, match="does not divide"):
-        loader(by_index(30), global_batch, micro_batch, dp_size=dp_size)
+        loader(by_index(30), global_batch, micro_batch, dp_rank=0, dp_size=dp_size)
+
+
+def in_one_of_several_processes(dataset):
+    with process_group():
+        with pytest.raises(DataRankMissing, match="one of 2 processes") as refused:
+            loader(dataset)
+        whole = next(iter(loader(dataset, dp_rank=0, dp_size=1)))
+        own = next(iter(loader(dataset, dp_rank=dist.get_rank(), dp_size=2)))
+    return refused.value.code, len(whole), len(own)
+
+
+def test_in_one_of_several_processes_a_loader_must_be_given_its_rank(by_index):
+    assert RankPool(2).run(in_one_of_several_processes, by_index(30)) == [("NXDT-D025", 4, 2)] * 2
+
+
+@pytest.mark.parametrize("half", [{"dp_rank": 0}, {"dp_size": 2}])
+def test_rank_and_number_of_ranks_are_given_together(by_index, half):
+    with pytest.raises(ValueError, match="dp_rank and dp_size"):
+        loader(by_index(30), **half)
 
 
 def test_a_rank_outside_the_group_is_refused(by_index):

@@ -78,9 +78,7 @@ def follow(
     batches = iter(GlobalBatchLoader(dataset, shuffle=True, **cut))
     for _ in range(STEPS):
         taken = with_base(next(batches), model_) if reference == "step" else next(batches)
-        step = primitives.train_step(
-            model_, optimizer, taken, loss, schedule, state, dp_size=place.dp_size, apply=look_and_apply
-        )
+        step = primitives.train_step(model_, optimizer, taken, loss, schedule, state, apply=look_and_apply)
         found.append({"loss": step.loss.loss, "norm": step.grad_norm, **step.loss.metrics})
     for taken in GlobalBatchLoader(dataset, shuffle=False, repeat=False, **cut):
         judged = model_.run_eval(with_base(taken, model_) if reference == "step" else taken, loss)

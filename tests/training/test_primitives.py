@@ -21,14 +21,7 @@ def loop(config, steps, state=None, *, storage=None):
     if storage is not None:
         manifest = checkpoint.latest(storage, warn=print)
         primitives.load_checkpoint(storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state)
-    data = config.run.data
-    loader = GlobalBatchLoader(
-        assemble.dataloader(config, assemble.tokenizer(config)).split("train"),
-        global_batch_size=data.global_batch_size,
-        micro_batch_size=data.micro_batch_size,
-        seed=config.run.seed,
-        shuffle=data.shuffle,
-    )
+    loader = assemble.batches(config, engine, assemble.dataloader(config, assemble.tokenizer(config)).split("train"))
     if state.data:
         loader.load_state_dict(state.data)
     objective, schedule = assemble.objective(config), assemble.schedule(config)

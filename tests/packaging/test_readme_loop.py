@@ -1,0 +1,36 @@
+"""The README's training loop trains on one global batch, however many ranks share it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nxdt_core.testing.ranks import RankPool
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+(LOOP,) = (code for code in PROGRAMS if "train_step" in code)
+
+
+def steps_of_the_loop():
+    """Run the README's program; return loss, gradient norm and rows of each step, and the counters at its end."""
+    seen = []
+
+    def note(step, loss):
+        rows = [tuple(row.tolist()) for batch in names["micro_batches"] for row in batch.input_ids]
+        seen.append((loss, float(names["result"].grad_norm), rows))
+
+    names = {"print": note}
+    exec(LOOP, names)
+    return seen, names["state"].to_dict()
+
+
+def test_ranks_share_the_global_batch_of_one_process():
+    ((alone, counted),) = RankPool(1).run(steps_of_the_loop, timeout_s=120)
+    (first, *_), (second, *_) = shared = RankPool(2).run(steps_of_the_loop, timeout_s=240)
+    for (loss, norm, rows), one, other in zip(alone, first, second, strict=True):
+        assert len(set(rows)) == len(rows)
+        assert not set(one[2]) & set(other[2])
+        assert one[2] + other[2] == rows
+        assert one[:2] == other[:2] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
+    assert [state for _, state in shared] == [counted, counted]
