@@ -39,11 +39,21 @@ class ChecksItself(Protocol):
 
 @runtime_checkable
 class ReadsHFConfig(Protocol):
-    """The dataclass of a model can be filled from a Hugging Face ``config.json`` (``model.model_config``)."""
+    """The dataclass of a model can be filled from a Hugging Face ``config.json`` (``model.model_config``).
+
+    ``nxdt checkpoint import`` calls it, too. ``config_to_hf`` of the model's builder is its inverse
+    (:class:`nxdt_core.protocols.model.HFExchange`).
+
+    Example::
+
+        @classmethod
+        def from_hf(cls, hf):
+            return {"hidden_size": hf["hidden_size"], "rope.theta": hf.get("rope_theta", 10_000.0)}
+    """
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Values by key; keys that the user gives win.
+        """Return values by key, dotted for a section within the section; keys that the user gives win.
 
         Raises:
             NxdtError: the file asks for something that the model does not do.

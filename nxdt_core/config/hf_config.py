@@ -77,7 +77,8 @@ def merge_hf_values(given: Node, composition: Composition, hf: HFConfig) -> tupl
         return given, [hf.problem]
     if not issubclass(cls, ReadsHFConfig):
         message = f"{composition.label('model')} reads no Hugging Face configuration."
-        return given, [ComponentFinding(**place, message=message, advice="Give its keys in the section model.")]
+        advice = f"Give its keys in the section model, or add the class method from_hf(hf) to {cls.__qualname__}."
+        return given, [ComponentFinding(**place, message=message, advice=advice)]
     try:
         values = cls.from_hf(hf.values)
     except NxdtError as error:

@@ -10,7 +10,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -85,19 +85,18 @@ class ModelBuilder(Protocol):
 
 @runtime_checkable
 class HFExchange(Protocol):
-    """Optional for a builder: read and write Hugging Face directories."""
+    """Optional for a builder: read and write Hugging Face directories.
+
+    The way back, from a ``config.json`` to the section's dataclass, is the class method ``from_hf`` of that dataclass
+    (:class:`nxdt_core.config.ReadsHFConfig`): the configuration is read before torch is imported.
+    """
 
     hf_architectures: ClassVar[tuple[str, ...]]
     hf_ignored: ClassVar[tuple[str, ...]]
     """Patterns of tensors that a directory may hold although no parameter takes them, such as tables of old exports."""
 
-    @classmethod
-    def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate ``config.json`` into keys of the section's dataclass; unsupported features raise."""
-        ...
-
     def config_to_hf(self) -> dict[str, Any]:
-        """Translate the section's dataclass into a ``config.json``."""
+        """Translate the section's dataclass into a ``config.json``; its ``from_hf`` reads what this writes."""
         ...
 
     def hf_key_map(self) -> Sequence[KeyMap]:

@@ -71,10 +71,6 @@ class ToyBuilder:
     def flops_per_token(self, sequence_length: int) -> float:
         return 0.0
 
-    @classmethod
-    def config_from_hf(cls, hf_config: dict) -> dict:
-        return hf_config
-
     def config_to_hf(self) -> dict:
         return {"architectures": ["Toy"]}
 

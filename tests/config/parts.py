@@ -55,6 +55,13 @@ class TinyConfig:
 
 
 @dataclass(kw_only=True)
+class PlainConfig:
+    """A model that reads no ``config.json``."""
+
+    hidden_size: PositiveInt = 8
+
+
+@dataclass(kw_only=True)
 class LinesConfig:
     """A dataloader."""
 
@@ -109,6 +116,7 @@ def nxdt_model_builders():
             name="tiny", target="tiny:Builder", config=f"{__name__}:TinyConfig", hf_architectures=("TinyForCausalLM",)
         ),
         ModelComponent(name="bare", target="tiny:Bare"),
+        ModelComponent(name="plain", target="tiny:Plain", config=f"{__name__}:PlainConfig"),
     ]
 
 

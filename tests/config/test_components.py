@@ -262,6 +262,13 @@ def test_a_hugging_face_config_that_does_not_serve_is_one_row(report, good, tmp_
     assert row.format(path=path) in found
 
 
+def test_the_author_of_a_model_that_reads_no_hugging_face_config_learns_what_to_add(report, good, tmp_path):
+    hf_json(tmp_path, model_type="tiny", hidden_size=64)
+    (found,) = report(good.replace("name: tiny\n  hidden_size: 32\n", "name: plain\n  model_config: config.json\n"))
+    assert "reads no Hugging Face configuration" in found
+    assert "add the class method from_hf(hf) to PlainConfig" in found
+
+
 def test_a_saved_configuration_needs_no_hugging_face_file(kernel, load, good, tmp_path):
     hf_json(tmp_path, model_type="tiny", hidden_size=64, num_hidden_layers=7)
     saved = load(good.replace("  hidden_size: 32\n", "  model_config: config.json\n")).to_dict()

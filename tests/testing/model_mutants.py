@@ -5,7 +5,7 @@ Not collected by name: ``test_model_mutants.py`` runs this file and expects fail
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.nn import functional
 from nxdt_core.nn.attention import CausalAttention
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.testing.model_contract import ModelContract
-from tests.testing.small_model import HEADS, ROWS, WIDTH, Layer, Small, SmallBuilder
+from tests.testing.small_model import HEADS, ROWS, WIDTH, Layer, Small, SmallBuilder, SmallConfig
 
 PLAN = SmallBuilder().plan()
 MUTANTS: list[type[SmallBuilder]] = [SmallBuilder]
@@ -196,8 +196,46 @@ class HasNoNameForTheHead(SmallBuilder):
 
 
 @builder
-class DoesNotReadWhatItWrites(SmallBuilder):
+class NamesAnotherArchitecture(SmallBuilder):
     hf_architectures = ("OtherForCausalLM",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsNothing:
+    eps: float = 1e-5
+
+
+@builder
+class CannotBeRead(SmallBuilder):
+    config_type = ReadsNothing
+
+
+class ReadsTheSizesAlone(SmallConfig):
+    @classmethod
+    def from_hf(cls, hf):
+        return {}
+
+
+@builder
+class ForgetsAValueOnReading(SmallBuilder):
+    config_type = ReadsTheSizesAlone
+
+
+@builder
+class ForgetsAValueOnWriting(SmallBuilder):
+    def config_to_hf(self):
+        return super().config_to_hf() | {"eps": 1e-5}
+
+
+class ReadsAnotherKey(SmallConfig):
+    @classmethod
+    def from_hf(cls, hf):
+        return {"epsilon": hf["eps"]}
+
+
+@builder
+class ReadsKeysThatItDoesNotHave(SmallBuilder):
+    config_type = ReadsAnotherKey
 
 
 def under_contract(mutant: type[SmallBuilder]) -> type[ModelContract]:

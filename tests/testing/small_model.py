@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,18 +62,30 @@ class Small(nn.Module):
         return self.head(self.norm(hidden))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SmallConfig:
+    eps: float = 1e-5
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return {"eps": hf["eps"]}
+
+
 class SmallBuilder:
     model: type[nn.Module] = Small
+    config_type: type = SmallConfig
     vocab_size = ROWS
     max_sequence_length: int | None = PLACES
     hf_architectures: tuple[str, ...] = ("SmallForCausalLM",)
     hf_ignored: tuple[str, ...] = ()
 
     def __init__(self, config: Any = None) -> None:
-        self.config = config
+        self.config = config or self.config_type(eps=1e-3)
 
     def build(self) -> nn.Module:
-        return self.model()
+        made = self.model()
+        made.norm.eps = self.config.eps
+        return made
 
     def plan(self) -> ParallelPlan:
         return ParallelPlan(
@@ -101,12 +115,8 @@ class SmallBuilder:
     def flops_per_token(self, sequence_length: int) -> float:
         return 6.0 * (2 * 4 * WIDTH * WIDTH + WIDTH * ROWS) + 12.0 * 2 * WIDTH * sequence_length
 
-    @classmethod
-    def config_from_hf(cls, hf_config: dict[str, Any]) -> dict[str, Any]:
-        return {"num_layers": hf_config["n_layers"]}
-
     def config_to_hf(self) -> dict[str, Any]:
-        return {"architectures": ["SmallForCausalLM"], "n_layers": 2, "vocab_size": ROWS}
+        return {"architectures": ["SmallForCausalLM"], "eps": self.config.eps}
 
     def hf_key_map(self) -> list[KeyMap]:
         names = [f"{part}.{kind}" for part in PARTS for kind in ("weight", "bias")]

@@ -41,7 +41,11 @@ CAUGHT_BY = {
     "ForgetsTheHead": "test_operations_follow_from_the_weights",
     "GivesTwoOneName": "test_a_directory_has_every_parameter_once_and_comes_back",
     "HasNoNameForTheHead": "test_a_directory_has_every_parameter_once_and_comes_back",
-    "DoesNotReadWhatItWrites": "test_its_config_json_is_read_back",
+    "NamesAnotherArchitecture": "test_its_config_json_names_an_architecture_that_it_reads",
+    "CannotBeRead": "test_its_config_json_is_read_back",
+    "ForgetsAValueOnReading": "test_its_config_json_is_read_back",
+    "ForgetsAValueOnWriting": "test_its_config_json_is_read_back",
+    "ReadsKeysThatItDoesNotHave": "test_its_config_json_is_read_back",
 }
 
 

@@ -1,6 +1,8 @@
 """The sections of the YAML that belong to this plugin's components. No torch here: `nxdt config check` reads it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,6 +13,11 @@ class BigramConfig:
     """Rows of the embedding."""
     hidden_size: int = 64
     """Width of the embedding."""
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of these keys from a Hugging Face ``config.json``: the inverse of ``BigramBuilder.config_to_hf``."""
+        return {"vocab_size": hf["vocab_size"], "hidden_size": hf["hidden_size"]}
 
 
 @dataclass(frozen=True, kw_only=True)

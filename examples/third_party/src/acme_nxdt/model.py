@@ -1,9 +1,13 @@
 """A bigram model: the next token from this one alone."""
 
+from dataclasses import asdict
+from typing import Any
+
 import torch
 
 from acme_nxdt.config import BigramConfig
 from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan
 
 
@@ -51,3 +55,17 @@ class BigramBuilder:
     def flops_per_token(self, sequence_length: int) -> float:
         """Six for each weight of the output projection: two forward, four backward."""
         return 6.0 * self.config.hidden_size * self.config.vocab_size
+
+    # Hugging Face directories: optional
+
+    hf_architectures = ("BigramForCausalLM",)
+    hf_ignored = ()
+
+    def config_to_hf(self) -> dict[str, Any]:
+        """The ``config.json``: the inverse of ``BigramConfig.from_hf``."""
+        return {"architectures": ["BigramForCausalLM"], "model_type": "bigram", **asdict(self.config)}
+
+    def hf_key_map(self) -> list[KeyMap]:
+        """Names of the tensors there."""
+        names = ("embed_tokens.weight", "lm_head.weight")
+        return [KeyMap(name=name, hf_names=(f"bigram.{name}",)) for name in names]

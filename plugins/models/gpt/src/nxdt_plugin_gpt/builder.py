@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from nxdt_core.errors import BadModelConfig
@@ -69,11 +69,6 @@ class GPTBuilder:
         layer = c.hidden_size * (2 * query_width + 2 * kv_width + (3 if c.gated else 2) * c.ffn_size)
         weights = c.num_layers * layer + c.vocab_rows * c.hidden_size
         return 6.0 * weights + 12.0 * c.num_layers * query_width * sequence_length
-
-    @classmethod
-    def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """As :func:`nxdt_plugin_gpt.hf.config_from_hf`."""
-        return hf.config_from_hf(hf_config)
 
     def config_to_hf(self) -> dict[str, Any]:
         """As :func:`nxdt_plugin_gpt.hf.config_to_hf`."""

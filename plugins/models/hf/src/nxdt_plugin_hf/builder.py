@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -74,11 +74,6 @@ class HFBuilder:
     def flops_per_token(self, sequence_length: int) -> float:
         """As :meth:`nxdt_plugin_hf.facts.ModelFacts.flops_per_token`."""
         return self.facts.flops_per_token(sequence_length)
-
-    @classmethod
-    def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The same values, in the section's key for them."""
-        return {"hf_config": dict(hf_config)}
 
     def config_to_hf(self) -> dict[str, Any]:
         """What transformers would write."""

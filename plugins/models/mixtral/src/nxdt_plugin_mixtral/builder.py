@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from nxdt_core.errors import BadModelConfig
@@ -116,11 +116,6 @@ class MixtralBuilder:
         weights = c.hidden_size * (attention + sparse + dense + c.vocab_size)
         seen = sequence_length if c.sliding_window is None else min(c.sliding_window, sequence_length)
         return 6.0 * weights + 12.0 * c.num_layers * query_width * seen
-
-    @classmethod
-    def config_from_hf(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """As :func:`nxdt_plugin_mixtral.hf.config_from_hf`."""
-        return hf.config_from_hf(hf_config)
 
     def config_to_hf(self) -> dict[str, Any]:
         """As :func:`nxdt_plugin_mixtral.hf.config_to_hf`."""
