@@ -155,7 +155,13 @@ from nxdt_core.errors.neuronx import (
     NeuronxUnreadable,
     PickleRefused,
 )
-from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, ParameterGroupEmpty
+from nxdt_core.errors.optimizers import (
+    HiddenObjectiveState,
+    HiddenOptimizerState,
+    ImpureSchedule,
+    OptimizerNeedsWholeParameters,
+    ParameterGroupEmpty,
+)
 from nxdt_core.errors.ownership import OwnershipLost, StoreInUse
 from nxdt_core.errors.pipeline import (
     LayersDoNotDivide,
@@ -286,8 +292,11 @@ __all__ = [
     "HFUnsupported",
     "HeadNotLinear",
     "HeadsDoNotDivide",
+    "HiddenObjectiveState",
+    "HiddenOptimizerState",
     "ImportPlaceTaken",
     "ImpossibleCombination",
+    "ImpureSchedule",
     "JsonTextMissing",
     "KeyMapIncomplete",
     "LaunchEnvironmentIncomplete",

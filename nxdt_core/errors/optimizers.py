@@ -6,7 +6,13 @@ from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
 
-__all__ = ["OptimizerNeedsWholeParameters", "ParameterGroupEmpty"]
+__all__ = [
+    "HiddenObjectiveState",
+    "HiddenOptimizerState",
+    "ImpureSchedule",
+    "OptimizerNeedsWholeParameters",
+    "ParameterGroupEmpty",
+]
 
 
 class ParameterGroupEmpty(NxdtError):
@@ -44,3 +50,56 @@ class OptimizerNeedsWholeParameters(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return super()._view() | {"count": len(self.parameters), "cut": listing(self.parameters, 3)}
+
+
+class HiddenOptimizerState(NxdtError):
+    """An optimizer with attributes that change from step to step and are in no checkpoint; a warning."""
+
+    code = "NXDT-T022"
+    happened = (
+        "Optimizer '{name}' ({dist}) changes {changed} at each step. No checkpoint keeps this, so that a "
+        "resumed run may differ from an uninterrupted one."
+    )
+    remedy = (
+        "Keep it as tensors or numbers in optimizer.state[parameter], which checkpoints save, or compute it from the "
+        "state; a mere cache needs nothing."
+    )
+    name: str
+    dist: str
+    attributes: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return super()._view() | {"changed": listing(self.attributes, 4)}
+
+
+class ImpureSchedule(NxdtError):
+    """A learning-rate schedule that gives one step two values; a warning."""
+
+    code = "NXDT-T023"
+    happened = (
+        "Learning-rate schedule '{name}' ({dist}) gives step {step} the factor {first!r}, and {second!r} when it is "
+        "asked again. A resumed run then differs from an uninterrupted one."
+    )
+    remedy = "Compute the factor from the step alone: no counter, clock or random number."
+    name: str
+    dist: str
+    step: int
+    first: float
+    second: float
+
+
+class HiddenObjectiveState(NxdtError):
+    """An objective with attributes that change from step to step; a warning."""
+
+    code = "NXDT-T024"
+    happened = (
+        "Objective '{name}' ({dist}) changes {changed} at each step. No checkpoint keeps this, so that a "
+        "resumed run may differ from an uninterrupted one."
+    )
+    remedy = "Compute the loss from the logits and the batch alone; a mere cache needs nothing."
+    name: str
+    dist: str
+    attributes: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return super()._view() | {"changed": listing(self.attributes, 4)}

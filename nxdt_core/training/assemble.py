@@ -22,6 +22,7 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.training.hidden_state import check_schedule
 
 __all__ = [
     "adapters",
@@ -154,8 +155,10 @@ def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
 
 
 def schedule(config: ResolvedConfig) -> LRSchedule:
-    """The learning-rate curve."""
-    return cast(LRSchedule, _construct(config, "lr_scheduler", schedule_horizon(config)))
+    """Return the learning-rate schedule; one that is no function of the step is a warning."""
+    horizon, component = schedule_horizon(config), config.selected("lr_scheduler").component
+    check_schedule(_construct(config, "lr_scheduler", horizon), component, max_steps=horizon.max_steps)
+    return cast(LRSchedule, _construct(config, "lr_scheduler", horizon))
 
 
 def storage(config: ResolvedConfig) -> CheckpointStorage:

@@ -19,6 +19,7 @@ from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOp
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble, primitives
+from nxdt_core.training.hidden_state import watch_objective
 from nxdt_core.training.managed_save import ManagedSave
 from nxdt_core.training.misfit import misfit_explained
 from nxdt_core.training.reference import check_base_frozen, with_base
@@ -112,6 +113,7 @@ class NxdtModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer."""
         self.optimizer = primitives.initialize_parallel_optimizer(self.config, self.engine, self.model)
+        watch_objective(self.objective, self.optimizer.inner, self.config.selected("objective").component)
         return self.optimizer.inner
 
     def load_resumed(self) -> None:

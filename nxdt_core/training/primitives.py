@@ -37,6 +37,7 @@ from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble
 from nxdt_core.training.frozen import base_digest, without_base
+from nxdt_core.training.hidden_state import watch_optimizer
 from nxdt_core.training.saved_weights import round_to_bfloat16, take_masters
 from nxdt_core.training.state import TrainState, capture_rng, restore_rng
 from nxdt_core.training.versions import versions_of
@@ -104,12 +105,14 @@ def initialize_parallel_optimizer(
 ) -> ParallelOptimizer:
     """Build the configured optimizer over ``model`` with the configuration's decay rules."""
     selected = config.selected("optimizer")
-    return engine.initialize_optimizer(
+    optimizer = engine.initialize_optimizer(
         model,
         selected.component.load_target(),
         selected.config,
         decay_norms=config.run.model.do_layer_norm_weight_decay,
     )
+    watch_optimizer(optimizer.inner, selected.component)
+    return optimizer
 
 
 def train_step(

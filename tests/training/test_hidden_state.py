@@ -1,0 +1,98 @@
+"""A run warns, once, of components with state that no checkpoint keeps."""
+
+from dataclasses import MISSING, fields
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from nxdt_core.config import load
+from nxdt_core.training import assemble, primitives, train
+from nxdt_core.training.state import TrainState
+
+PARTS = Path(__file__).with_name("hidden_parts.py")
+SHORT = ("trainer.max_steps=4", "exp_manager.create_checkpoint_callback=false")
+OPTIMIZERS = {
+    "Counting": "'taken'",
+    "Slow": "'copies.weights[0]'",
+    "InGroups": "param_groups[0]['k']",
+    "UnderAName": "state['all']",
+    "OwnGenerator": "'generator'",
+}
+
+
+@pytest.fixture
+def own_run(small_run):
+    """The small run with sections of its own in place of the recipe's, and the components of ``hidden_parts.py``."""
+
+    def make(*, optim=None, sched=None, objective=None, name="run"):
+        values = small_run(*SHORT, name=name).to_dict()
+        values["plugins"] = {"local": [str(PARTS)]}
+        values["model"]["optim"] = {"name": "sgd", "lr": 1e-3, "sched": sched or {"name": "constant"}} | (optim or {})
+        values["objective"] = objective or values["objective"]
+        return load(values)
+
+    return make
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "nxdt_core.training.hidden_state"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_with_state_elsewhere_is_told_once(own_run, caplog, name):
+    train(own_run(optim={"name": name}))
+    (found,) = warnings(caplog)
+    assert found.startswith(f"[NXDT-T022] Optimizer '{name}' (local) changes ")
+    assert OPTIMIZERS[name] in found
+
+
+@pytest.mark.parametrize("name", ["counted", "timed", "drawn"])
+def test_a_schedule_that_depends_on_more_than_the_step_is_told_once(own_run, caplog, name):
+    train(own_run(sched={"name": name}))
+    (found,) = warnings(caplog)
+    assert found.startswith(f"[NXDT-T023] Learning-rate schedule '{name}' (local) gives step 0 the factor ")
+
+
+def test_an_objective_that_changes_is_told_once(own_run, caplog):
+    train(own_run(objective={"name": "tracking"}))
+    (found,) = warnings(caplog)
+    assert found.startswith("[NXDT-T024] Objective 'tracking' (local) changes 'mean'")
+
+
+def test_nothing_is_said_of_what_is_saved_or_constant(own_run, caplog):
+    train(own_run(optim={"name": "Plain"}, sched={"name": "pure"}))
+    assert warnings(caplog) == []
+
+
+def test_only_the_first_steps_are_looked_at(own_run):
+    config = own_run(optim={"name": "Looked"})
+    engine = assemble.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine)
+    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    dataset = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
+    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    looks = []
+    for micro_batches in islice(assemble.batches(config, engine, dataset), 5):
+        primitives.train_step(model, optimizer, micro_batches, objective, schedule, state)
+        looks.append(optimizer.inner.looked_at.count)
+    assert looks == [1, 2, 3, 3, 3]
+
+
+def builtin(kind, own_run):
+    """Name of each built-in component, and values for the keys that its section must have."""
+    for component in own_run().kernel.registry.all(kind):
+        if component.plugin == "builtin":
+            declared = fields(component.load_config())
+            needed = {each.name for each in declared if each.default is MISSING and each.default_factory is MISSING}
+            needed |= {"warmup_steps"} & {each.name for each in declared}
+            yield {"name": component.record.name, **dict.fromkeys(needed, 2)}
+
+
+def test_no_built_in_optimizer_or_schedule_is_suspected(own_run, caplog):
+    for optim in builtin("optimizer", own_run):
+        train(own_run(optim=optim, name=optim["name"]))
+    for sched in builtin("lr_scheduler", own_run):
+        assemble.schedule(own_run(sched=sched))
+    assert warnings(caplog) == []
