@@ -30,6 +30,7 @@ RENAMED = {
 _STRATEGY = "model_alignment_strategy"
 _PARTS = ("sft", "dpo", "orpo", "peft")
 _LENGTH, _ENCODER_LENGTH = "data.seq_length", "model.encoder_seq_length"
+_SAMPLER = "data.dataloader_type"
 _PRECISION = "precision.type"
 _SCHEDULE = "model.optim.sched"
 _SCHEDULE_END = f"{_SCHEDULE}.max_steps"
@@ -46,6 +47,7 @@ def from_nxdt(draft: Draft, kernel: Kernel) -> None:
     _name_data(draft)
     _leave_out_unread(draft)
     name_model(draft)
+    _order(draft)
     _tokenizer(draft)
     _precision(draft)
     _lengths(draft)
@@ -174,6 +176,15 @@ def _curve(draft: Draft) -> None:
         f"with warm-up it is more than the {end} steps of the run, so that {there}; 0 spreads the fall over the run"
     )
     draft.change(constant, max(0, end - warmup - 1), reason)
+
+
+def _order(draft: Draft) -> None:
+    """Set ``data.shuffle`` to what the kind of NxD Training's sampler stands for."""
+    kind = draft.value(_SAMPLER)
+    if kind in ("single", "cyclic"):
+        draft.drop(_SAMPLER, "renamed", f"data.shuffle: {str(kind == 'cyclic').lower()}")
+        order = "in their order" if kind == "single" else "in another random order each pass"
+        draft.put("data.shuffle", kind == "cyclic", f"dataloader_type: {kind} takes the samples {order}")
 
 
 def _tokenizer(draft: Draft) -> None:

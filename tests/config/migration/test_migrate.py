@@ -180,6 +180,8 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("gpt", "model.hidden_dropout", "added", "", "default"),
         ("gpt", "model.activations_checkpoint_recompute", "added", "", "where no module is named"),
         ("gpt", "trainer.gradient_clip_val", "added", "", "not clipped"),
+        ("gpt", "data.dataloader_type", "renamed", "", "data.shuffle: false"),
+        ("gpt", "data.shuffle", "added", "", "takes the samples in their order"),
         ("gpt", "data.train_dir", "ignored", "", "does not read it"),
         ("gpt", "model.rope_theta", "ignored", "", "do not read it"),
         ("gpt", "exp_manager.create_early_stopping_callback", "ignored", "", "never reads it"),
@@ -215,6 +217,8 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("nnm", "async_checkpointing", "renamed", "checkpoint.async_save", ""),
         ("nnm", "model.seed", "renamed", "seed", ""),
         ("nnm", "model.data.train_ds", "ignored", "", "fine_tuning"),
+        ("nnm", "model.data.dataloader_type", "renamed", "", "data.shuffle: false"),
+        ("nemo", "model.data.dataloader_type", "renamed", "", "data.shuffle: false"),
     ],
 )  # fmt: skip
 def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, target, said):

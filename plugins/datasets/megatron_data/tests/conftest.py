@@ -58,3 +58,33 @@ def megatron():
     for name in ("indexed_dataset", "gpt_dataset", "blended_megatron_dataset_builder", "helpers"):
         importlib.import_module(f"megatron.core.datasets.{name}")
     return sys.modules["megatron.core.datasets"]
+
+
+class Tokenizer:
+    """What Megatron-Core asks of one."""
+
+    eod, pad, unique_identifiers, vocab_size = 7, -1, {"class": "test"}, 259
+
+
+@pytest.fixture
+def built_by_megatron(megatron, tmp_path):
+    """Returns Megatron-Core's datasets of the three splits of a file, in samples of 16 tokens with the seed 11."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    def build(prefix, split, **options):
+        config = GPTDatasetConfig(
+            random_seed=11,
+            sequence_length=16,
+            blend=([str(prefix)], None),
+            split=split,
+            path_to_cache=str(tmp_path / "cache"),
+            tokenizer=Tokenizer(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            **options,
+        )
+        return BlendedMegatronDatasetBuilder(GPTDataset, [None] * 3, lambda: True, config).build()
+
+    return build

@@ -63,35 +63,12 @@ def test_the_sample_index_is_that_of_megatron_core(megatron, drop_last, extra):
             np.testing.assert_array_equal(ours.samples, theirs)
 
 
-class Tokenizer:
-    """What Megatron-Core asks of one."""
-
-    eod, pad, unique_identifiers = 7, -1, {"class": "test"}
-
-    def __init__(self, vocab_size=259):
-        self.vocab_size = vocab_size
-
-
-def theirs(megatron, prefix, split, cache, seq_length=16, **options):
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-
-    keys = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, **options}
-    config = GPTDatasetConfig(
-        random_seed=11, sequence_length=seq_length, blend=([str(prefix)], None), split=split, path_to_cache=str(cache),
-        tokenizer=Tokenizer(), **keys,
-    )  # fmt: skip
-    return BlendedMegatronDatasetBuilder(GPTDataset, [None] * 3, lambda: True, config).build()
-
-
 @pytest.mark.parametrize("extra", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_every_sample_of_every_split_is_that_of_megatron_core(megatron, by_hand, sequences, tmp_path, drop_last, extra):
+def test_every_sample_of_every_split_is_that_of_megatron_core(built_by_megatron, by_hand, sequences, drop_last, extra):
     prefix, split = by_hand("corpus", sequences), "70,20,10"
-    wanted = theirs(
-        megatron, prefix, split, tmp_path / "cache",
-        drop_last_partial_validation_sequence=drop_last, add_extra_token_to_sequence=extra,
-    )  # fmt: skip
+    keys = {"drop_last_partial_validation_sequence": drop_last, "add_extra_token_to_sequence": extra}
+    wanted = built_by_megatron(prefix, split, **keys)
     source = IndexedTokens(prefix)
     for which, part in enumerate(split_bounds(read_shares(split), len(source))):
         drop = drop_last or which != 1

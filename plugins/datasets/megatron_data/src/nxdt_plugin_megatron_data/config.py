@@ -44,11 +44,9 @@ class MegatronDataConfig:
         bool, NoEffect("the last batch of a validation is always filled up with samples that count for nothing")
     ] = False
     """Fill up the last batch of a validation."""
-    dataloader_type: Annotated[
-        Literal["single", "cyclic"],
-        NoEffect("each pass takes the samples in another random order; data.shuffle: false takes Megatron-Core's"),
-    ] = "single"
-    """How NxD Training orders samples."""
+    dataloader_type: Literal["single", "cyclic"] | None = None
+    """NxD Training's key for the order of training samples. ``single`` is ``data.shuffle: false``, the order of
+    Megatron-Core; ``cyclic`` is ``data.shuffle: true``, another random order each pass."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """What cannot work whatever the files hold, as (key, message)."""
