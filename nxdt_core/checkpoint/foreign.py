@@ -43,10 +43,13 @@ class ForeignCheckpoint(Protocol):
         model and its tokenizer; None where the checkpoint does not say, and the user has to name a configuration."""
         ...
 
-    def listing(self, builder: ModelBuilder) -> Listing:
+    def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
         """What can be imported into the model of ``builder``: of each tensor its section and our global name
         (``("model", "layers.0.mlp.up_proj.weight")``, ``("optim", "<parameter>/exp_avg")``), dtype and whole shape;
         its box is the whole. Tied parameters are listed once, under their owner. Reads no more than headers.
+
+        With ``weights_only``, the section ``"optim"`` is left out. Without it, optimizer state that was saved and is
+        not whole is an error, never left out.
 
         Raises:
             WeightsDoNotFit: names or shapes are not those of the model.

@@ -52,8 +52,8 @@ class HFCheckpoint:
                 return {**keys, "data.tokenizer.library": library, "data.tokenizer.model": str(self._path / name)}
         return keys
 
-    def listing(self, builder: ModelBuilder) -> Listing:
-        """Every parameter, from the headers of the files."""
+    def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
+        """Return every parameter, from the headers of the files; such a directory has weights alone."""
         self._sources = {source.name: source for source in sources(builder)}
         with HFWeights(self._path) as weights:
             weights.check(list(self._sources.values()), exchange_of(builder).hf_ignored)

@@ -45,7 +45,7 @@ def load_foreign_into(
 
     def look() -> None:
         found = open_foreign(path)[1]
-        opened.append((found, found.listing(builder)))
+        opened.append((found, found.listing(builder, weights_only=True)))
 
     together(ranks, look, where=str(path))
     found, listing = opened[0]

@@ -11,6 +11,8 @@ __all__ = [
     "NeuronxMisfit",
     "NeuronxRanksMissing",
     "NeuronxReplicasDiffer",
+    "NeuronxStateUnread",
+    "NeuronxStepUnknown",
     "NeuronxUnfinished",
     "NeuronxUnreadable",
     "PickleRefused",
@@ -104,3 +106,28 @@ class NeuronxFileDamaged(NxdtError):
     remedy = "Copy the file again from where it was saved, or take another checkpoint of that run."
     path: str
     reason: str
+
+
+class NeuronxStateUnread(NxdtError):
+    """An optimizer's state that is missing, incomplete, or of a form that cannot be merged."""
+
+    code = "NXDT-S087"
+    happened = "The optimizer's state of '{path}' cannot be imported: {reason}."
+    remedy = (
+        "Copy missing files beside the others. To import the weights of model/ alone, without the optimizer's state "
+        "and its float32 master weights, add --weights-only."
+    )
+    path: str
+    reason: str
+
+
+class NeuronxStepUnknown(NxdtError):
+    """An optimizer's state without the number of steps that the run had done."""
+
+    code = "NXDT-S088"
+    happened = "'{path}' does not say how many steps were done: it has no user_content.pt, and its name has no 'step='."
+    remedy = (
+        "Copy user_content.pt beside model/, or name the directory as NxD Training does "
+        "(run--step=100-consumed_samples=6400.ckpt). To import the weights alone, add --weights-only."
+    )
+    path: str

@@ -55,6 +55,7 @@ def import_foreign(
     config: str | None = None,
     overrides: Sequence[str] = (),
     format: str | None = None,
+    weights_only: bool = False,
     ranks: RankAgreement | None = None,
 ) -> Imported:
     """Commit a foreign checkpoint as one of ours, from which runs start and ``nxdt generate`` speaks.
@@ -67,6 +68,7 @@ def import_foreign(
         config: YAML file or ``recipe:NAME`` of the model; None takes what the source says of itself.
         overrides: ``key.path=value`` each, over ``config`` or what the source says.
         format: name of the format; None recognises it.
+        weights_only: leave out the optimizer's state; without it, state that is not whole is an error.
         ranks: that divide the tensors; None for a process that is alone.
 
     Raises:
@@ -91,7 +93,7 @@ def import_foreign(
     listed: list[Listing] = []
 
     def list_tensors() -> Listing:
-        listed.append(found.listing(assemble.model_builder(run)))
+        listed.append(found.listing(assemble.model_builder(run), weights_only=weights_only))
         return listed[0]
 
     def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:

@@ -17,6 +17,8 @@ from nxdt_core.errors import (
     NeuronxMisfit,
     NeuronxRanksMissing,
     NeuronxReplicasDiffer,
+    NeuronxStateUnread,
+    NeuronxStepUnknown,
     NeuronxUnfinished,
     NeuronxUnreadable,
     WeightsDoNotFit,
@@ -49,11 +51,13 @@ def builder_of(model: Any, **changed: Any) -> ModelBuilder:
     return built
 
 
-def imported(directory: Path, builder: ModelBuilder) -> dict[str, dict[str, torch.Tensor]]:
+def imported(
+    directory: Path, builder: ModelBuilder, *, weights_only: bool = False
+) -> dict[str, dict[str, torch.Tensor]]:
     """By section and name."""
     name, found = open_foreign(directory)
     assert name == "neuronx"
-    listing = found.listing(builder)
+    listing = found.listing(builder, weights_only=weights_only)
     sections: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optim": {}}
     for (section, tensor_name), tensor in zip(listing, found.read(list(listing)), strict=True):
         held = listing[section, tensor_name]
@@ -144,25 +148,98 @@ def shift_masters(content: Any) -> None:
         (lambda content: content.clear(), "no param_groups"),
     ],
 )
-def test_state_that_cannot_be_told_apart_is_left_out_with_a_reason(
+def test_state_that_cannot_be_told_apart_is_an_error_unless_weights_alone_are_wanted(
     written: Any, caplog: pytest.LogCaptureFixture, damage: Callable[[Any], object], told: str
 ) -> None:
     directory, builder, state = written()
     for dp in range(2):
         edit(directory / f"optim/dp_rank_{dp:02d}_tp_rank_00_pp_rank_00.pt", damage)
+    refused(directory, builder, told)
     with caplog.at_level(logging.WARNING):
-        found = imported(directory, builder)
+        found = imported(directory, builder, weights_only=True)
     assert found["optim"] == {}
     assert torch.equal(found["model"]["norm.weight"], state["model.norm.weight"])
-    assert [record for record in caplog.messages if "is left out" in record]
+    assert [record for record in caplog.messages if "master weights included, is not read" in record]
     assert re.search(told, caplog.text)
 
 
-def test_shares_of_one_data_parallel_rank_alone_are_no_state(written: Any, caplog: pytest.LogCaptureFixture) -> None:
+def refused(directory: Path, builder: ModelBuilder, told: str) -> None:
+    """See that an import of all says what is wrong with the state, and what imports the weights."""
+    with pytest.raises(NeuronxStateUnread, match=told) as caught:
+        imported(directory, builder)
+    assert "--weights-only" in caught.value.do()
+
+
+def test_shares_of_one_data_parallel_rank_alone_are_no_state(written: Any) -> None:
     """As NxD Training 1.6 leaves them (wrap_with_zero is in none of its configurations)."""
     directory, builder, _ = written(shares=1, masters=False)
-    assert imported(directory, builder)["optim"] == {}
-    assert "do not make up" in caplog.text
+    refused(directory, builder, "do not make up .* of one data-parallel rank only")
+    assert imported(directory, builder, weights_only=True)["optim"] == {}
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("dp_rank_01_tp_rank_00_pp_rank_01.pt", "optim/dp_rank_01_tp_rank_00_pp_rank_01.pt is missing"),
+        ("dp_rank_00_tp_rank_01_pp_rank_00.pt", "optim/dp_rank_00_tp_rank_01_pp_rank_00.pt is missing"),
+        ("dp_rank_01_*.pt", "do not make up"),
+        ("*_tp_rank_01_*.pt", "optim/dp_rank_00_tp_rank_01_pp_rank_00.pt is missing"),
+        ("*_pp_rank_01.pt", "optim/dp_rank_00_tp_rank_00_pp_rank_01.pt is missing"),
+        ("*", "optim/ has no dp_rank_"),
+    ],
+)
+def test_lost_files_of_the_optimizer_are_an_error_unless_weights_alone_are_wanted(
+    written: Any, lost: str, told: str
+) -> None:
+    directory, builder, state = written(weights=torch.bfloat16)
+    for path in (directory / "optim").glob(lost):
+        path.unlink()
+    refused(directory, builder, told)
+    found = imported(directory, builder, weights_only=True)
+    assert found["optim"] == {}
+    assert torch.equal(found["model"]["norm.weight"], state["model.norm.weight"].bfloat16())
+
+
+def test_state_in_another_form_is_not_taken_for_none(written: Any) -> None:
+    """As NxD Core saves it with ``use_zero1_dcp``."""
+    directory, builder, _ = written(dp=0, markers=())
+    (directory / "user_content.pt").unlink()
+    (directory / "optim/.metadata").touch()
+    refused(directory, builder, "optim/ has no dp_rank_")
+
+
+def test_what_the_converter_of_nxd_wrote_has_no_state(written: Any) -> None:
+    directory, builder, state = written(dp=0, markers=())
+    (directory / "user_content.pt").unlink()
+    (directory / "optim").rmdir()
+    found = imported(directory, builder)
+    assert found["optim"] == {}
+    assert torch.equal(found["model"]["norm.weight"], state["model.norm.weight"])
+
+
+def test_weights_alone_are_the_master_weights_where_the_state_is_whole(written: Any) -> None:
+    directory, builder, state = written(weights=torch.bfloat16)
+    found = imported(directory, builder, weights_only=True)
+    assert found["optim"] == {}
+    assert torch.equal(found["model"]["norm.weight"], state["model.norm.weight"])
+
+
+def test_state_without_the_number_of_steps_is_an_error(written: Any) -> None:
+    directory, builder, _ = written()
+    nameless = directory.rename(directory.with_name("last.ckpt"))
+    assert imported(nameless, builder)["optim"]
+    (nameless / "user_content.pt").unlink()
+    with pytest.raises(NeuronxStepUnknown, match="how many steps") as caught:
+        imported(nameless, builder)
+    assert "--weights-only" in caught.value.do()
+    assert imported(nameless, builder, weights_only=True)["optim"] == {}
+
+
+def test_the_file_of_the_scheduler_is_not_needed(written: Any) -> None:
+    """Schedules are computed from the step."""
+    directory, builder, _ = written()
+    assert not (directory / "scheduler.pt").exists()
+    assert imported(directory, builder)["optim"]
 
 
 def test_rows_that_pad_the_vocabulary_are_taken_away(tmp_path: Path) -> None:
@@ -204,12 +281,26 @@ def test_missing_ranks_are_named(written: Any) -> None:
         open_foreign(directory)
 
 
-def test_a_missing_last_rank_is_noticed_by_the_shapes(written: Any) -> None:
+@pytest.mark.parametrize("lost", ["*_tp_rank_01_*.pt", "*_pp_rank_01.pt"])
+def test_a_missing_last_rank_is_named_by_the_optimizer_or_noticed_by_the_shapes(written: Any, lost: str) -> None:
     directory, builder, _ = written()
-    for pp in range(2):
-        (directory / f"model/dp_rank_00_tp_rank_01_pp_rank_{pp:02d}.pt").unlink()
+    for path in (directory / "model").glob(lost):
+        path.unlink()
+    with pytest.raises(NeuronxRanksMissing, match="2 tensor-parallel by 2 pipeline ranks"):
+        open_foreign(directory)
+    for path in (directory / "optim").iterdir():
+        path.unlink()
     with pytest.raises((NeuronxMisfit, WeightsDoNotFit)):
-        imported(directory, builder)
+        imported(directory, builder, weights_only=True)
+
+
+def test_files_of_ranks_of_another_layout_are_noticed(written: Any) -> None:
+    directory, builder, _ = written()
+    for folder in ("model", "optim"):
+        for path in (directory / folder).glob("*_tp_rank_01_*.pt"):
+            path.with_name(path.name.replace("tp_rank_01", "tp_rank_02")).write_bytes(path.read_bytes())
+    with pytest.raises((NeuronxMisfit, WeightsDoNotFit)):
+        imported(directory, builder, weights_only=True)
 
 
 def test_expert_parallel_ranks_are_refused(written: Any) -> None:
@@ -233,7 +324,7 @@ def test_copies_that_differ_are_refused(written: Any, name: str, cut: dict[str, 
     directory, builder, _ = written(dp=0, **cut)
     edit(directory / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", lambda own: own[name][-1:].add_(1))
     with pytest.raises(NeuronxReplicasDiffer, match="differ"):
-        imported(directory, builder)
+        imported(directory, builder, weights_only=True)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +346,7 @@ def test_what_cannot_be_merged_is_told_with_the_tensor(
     for path in sorted((directory / "model").glob("*_pp_rank_00.pt"))[:ranks]:
         edit(path, change)
     with pytest.raises((NeuronxMisfit, WeightsDoNotFit), match=told):
-        imported(directory, builder)
+        imported(directory, builder, weights_only=True)
 
 
 def test_a_tied_head_on_the_last_stage_is_taken_once(tmp_path: Path) -> None:
@@ -275,7 +366,7 @@ def test_a_tied_head_on_the_last_stage_is_taken_once(tmp_path: Path) -> None:
 def test_tensors_are_read_when_they_are_asked_for_and_alone(written: Any) -> None:
     directory, builder, state = written(xser=True, masters=False, dp=0)
     _, found = open_foreign(directory)
-    listing = found.listing(builder)
+    listing = found.listing(builder, weights_only=True)
     for path in (directory / "model").glob("*_pp_rank_00.pt.tensors/*"):
         path.unlink()
     (norm,) = found.read([("model", "norm.weight")])

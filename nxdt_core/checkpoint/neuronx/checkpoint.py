@@ -18,7 +18,7 @@ from nxdt_core.checkpoint.neuronx.merge import Merger, Stages
 from nxdt_core.checkpoint.neuronx.optimizer import MASTER, OptimizerState, Unmergeable, read_optimizer
 from nxdt_core.checkpoint.neuronx.unpickle import read_pt
 from nxdt_core.checkpoint.neuronx.xser import RankFile
-from nxdt_core.errors import NeuronxUnreadable, WeightsDoNotFit
+from nxdt_core.errors import NeuronxStateUnread, NeuronxStepUnknown, NeuronxUnreadable, WeightsDoNotFit
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box
@@ -37,8 +37,8 @@ _PADDING = 128
 class NeuronxCheckpoint:
     """A :class:`~nxdt_core.checkpoint.foreign.ForeignCheckpoint`, of ``model_source: hf``.
 
-    Weights are the fp32 master weights where these were saved. Of the optimizer's state what cannot be merged is left
-    out, with a warning that says why.
+    Weights are the fp32 master weights where these were saved. Without the optimizer's state, which includes them, it
+    can be listed with ``weights_only`` alone.
 
     Raises:
         NeuronxUnreadable: the directory is none, or has expert-parallel ranks.
@@ -50,7 +50,8 @@ class NeuronxCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._layout = find_layout(path)
-        self.step = _told_step(path)
+        self._step = _told_step(path)
+        self.step = self._step or 0
         samples = _SAMPLES.search(path.name)
         self.consumed_samples = int(samples[1]) if samples else 0
         self._reads: dict[Place, Callable[[], torch.Tensor]] = {}
@@ -59,10 +60,12 @@ class NeuronxCheckpoint:
         """None: the model's configuration is a file elsewhere, which the run's configuration names."""
         return None
 
-    def listing(self, builder: ModelBuilder) -> Listing:
+    def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
         """See :class:`~nxdt_core.checkpoint.foreign.ForeignCheckpoint`.
 
         Raises:
+            NeuronxStateUnread: the optimizer's state is missing or cannot be merged; not with ``weights_only``.
+            NeuronxStepUnknown: nothing says how many steps were done; not with ``weights_only``.
             WeightsDoNotFit: names or shapes are not those of the model.
             NeuronxMisfit: shards do not make up a tensor.
             PickleRefused: a pickle names something that could run code.
@@ -72,13 +75,15 @@ class NeuronxCheckpoint:
         if heads is None:
             raise NeuronxUnreadable(path=path, reason="the model's plan has no attention heads to merge")
         weights = self._weights()
-        optimizer = self._optimizer(weights)
+        optimizer = self._optimizer(weights, weights_only)
         merger = Merger(heads, path)
         found = {"weights": merger.merge(weights)}
         if optimizer is not None:
             found |= {name: merger.merge(stages) for name, stages in optimizer.families.items()}
         model = found.pop("weights")
         model = found.pop(MASTER, model)
+        if weights_only:
+            found.clear()
         wanted = sources(builder)
         self._check_names(wanted, model, exchange_of(builder).hf_ignored)
         listing: dict[Place, Held] = {}
@@ -114,12 +119,18 @@ class NeuronxCheckpoint:
             )
         return stages
 
-    def _optimizer(self, weights: Stages) -> OptimizerState | None:
+    def _optimizer(self, weights: Stages, weights_only: bool) -> OptimizerState | None:
+        path = str(self._layout.directory)
         try:
-            return read_optimizer(self._layout, weights)
+            state = read_optimizer(self._layout, weights)
         except Unmergeable as reason:
-            _log.warning("The optimizer's state in '%s' is left out: %s.", self._layout.directory / "optim", reason)
+            if not weights_only:
+                raise NeuronxStateUnread(path=path, reason=str(reason)) from reason
+            _log.warning("The optimizer's state of '%s', master weights included, is not read: %s.", path, reason)
             return None
+        if state is not None and self._step is None and not weights_only:
+            raise NeuronxStepUnknown(path=path)
+        return state
 
     def _check_names(self, wanted: Sequence[Source], model: Mapping[str, Leaf], ignored: tuple[str, ...]) -> None:
         names = {name for source in wanted for name in source.hf_names}
@@ -152,12 +163,12 @@ def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
     return Held(dtype=str(dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
 
 
-def _told_step(path: Path) -> int:
-    """Steps that were done, from what the trainer saved of itself, or else from the directory's name."""
+def _told_step(path: Path) -> int | None:
+    """Return the number of steps done, as user_content.pt or the directory's name has it; None if neither does."""
     content = path / "user_content.pt"
     told = read_pt(content) if content.is_file() else {}
     step = told.get("global_step") if isinstance(told, dict) else None
     named = _STEP.search(path.name)
     if type(step) is int and step >= 0:
         return step
-    return int(named[1]) if named else 0
+    return int(named[1]) if named else None

@@ -24,6 +24,9 @@ __all__ = ["NeuronxLayout", "find_layout", "is_neuronx"]
 
 _RANK = re.compile(r"dp_rank_(\d{2,})(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 
+_OF_RUNS = ("checkpoint", "done", "optim", "user_content.pt")
+"""What NxD's converter does not write."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeuronxLayout:
@@ -34,6 +37,8 @@ class NeuronxLayout:
     pp: int
     optimizer_dp: int
     """Data-parallel ranks that wrote a share of the optimizer's state; 0 where there is none."""
+    of_run: bool
+    """Whether a run saved it. NxD's converter leaves neither markers nor anything but ``model/``."""
 
     def model_file(self, tp: int, pp: int) -> Path:
         """Weights of a rank."""
@@ -68,13 +73,15 @@ def find_layout(path: Path) -> NeuronxLayout:
     ranks = _ranks(path / "model")
     if any(expert for _, expert, _, _ in ranks):
         raise NeuronxUnreadable(path=str(path), reason="its experts are spread over expert-parallel ranks")
-    tp, pp = (1 + max(rank[at] for rank in ranks) for at in (2, 3))
+    optimizer = _ranks(path / "optim")
+    tp, pp = (1 + max(rank[at] for rank in (*ranks, *optimizer)) for at in (2, 3))
     wanted = [f"model/{_name(0, t, p)}" for p in range(pp) for t in range(tp)]
     missing = [name for name in wanted if not (path / name).is_file()]
     if missing:
         raise NeuronxRanksMissing(path=str(path), tp=tp, pp=pp, files=missing)
-    optimizer_dp = max((1 + dp for dp, _, _, _ in _ranks(path / "optim")), default=0)
-    return NeuronxLayout(directory=path, tp=tp, pp=pp, optimizer_dp=optimizer_dp)
+    optimizer_dp = max((1 + dp for dp, _, _, _ in optimizer), default=0)
+    of_run = any((path / name).exists() for name in _OF_RUNS)
+    return NeuronxLayout(directory=path, tp=tp, pp=pp, optimizer_dp=optimizer_dp, of_run=of_run)
 
 
 def _is_one(path: Path) -> bool:

@@ -33,7 +33,7 @@ _ROUNDING = 2.0**-7
 
 
 class Unmergeable(Exception):
-    """Why state cannot be merged, in words; the weights can be imported without it."""
+    """Why state cannot be merged; the weights can be imported without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,14 @@ class _Rank:
 
 
 def read_optimizer(layout: NeuronxLayout, weights: Stages) -> OptimizerState | None:
-    """The optimizer's state beside ``weights``, or None where none was saved.
+    """Return the optimizer's state beside ``weights``, or None for a model that NxD's converter wrote.
 
     Raises:
-        Unmergeable: it is there, and cannot be told apart or is not whole.
+        Unmergeable: a run saved it, and it is missing, not whole, or cannot be told apart.
         PickleRefused, NeuronxFileDamaged: a file of it cannot be read.
     """
+    if not layout.optimizer_dp and layout.of_run:
+        raise Unmergeable("a run saved it, but optim/ has no dp_rank_…_tp_rank_…_pp_rank_….pt")
     if not layout.optimizer_dp:
         return None
     ranks = [[_rank(layout, tp, pp, weights[pp][tp]) for tp in range(layout.tp)] for pp in range(layout.pp)]

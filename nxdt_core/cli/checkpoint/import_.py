@@ -24,12 +24,14 @@ __all__ = ["import_"]
     examples=(
         "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b",
         "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b --config my_run.yaml",
+        "nxdt checkpoint import a--step=100.ckpt checkpoints/a --config my_run.yaml --weights-only",
     ),
 )
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--config", metavar="CONFIG", help="YAML file or recipe:NAME of the model, where SRC shall not say it.")
 @click.option("--format", "format_", help="Format of SRC, where it shall not be guessed.")
+@click.option("--weights-only", is_flag=True, help="Leave out the optimizer's state, also where it is not whole.")
 @as_json
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
@@ -39,6 +41,7 @@ def import_(
     target: str,
     config: str | None,
     format_: str | None,
+    weights_only: bool,
     json_output: bool,
     overrides: tuple[str, ...],
 ) -> None:
@@ -46,6 +49,7 @@ def import_(
 
     SRC is a directory. DST is what checkpoint.uri says: a directory, or an address of an installed store; it must hold
     no checkpoint yet. A run starts from the weights with checkpoint.resume_from=DST checkpoint.weight_init_only=true.
+    Where SRC has optimizer state that is not whole, nothing is imported unless --weights-only is given.
     Memory holds one tensor at a time. Under torchrun or srun the processes divide the tensors.
     """
     from nxdt_core.training.foreign import import_foreign
@@ -53,7 +57,13 @@ def import_(
     ctx.exit(
         on_all_ranks(
             lambda ranks: import_foreign(
-                source, target, config=config, overrides=overrides, format=format_, ranks=ranks
+                source,
+                target,
+                config=config,
+                overrides=overrides,
+                format=format_,
+                weights_only=weights_only,
+                ranks=ranks,
             ),
             lambda imported: _report(imported, json_output),
         )
