@@ -35,6 +35,8 @@ class Completion:
         self.given = given
         self.links: list[tuple[str, AliasOf | DefaultsTo]] = []
         self.pairs: list[Pair] = []
+        self.unset: set[str] = set()
+        """Keys that cannot be null and say ``null`` for "not set", as files of NeMo do."""
         self.known: list[str] = []
         """Every key path of the schema, for suggestions."""
         self.tree = self._section(root, given, path)
@@ -60,7 +62,8 @@ class Completion:
         self.known.append(path)
         has_default = any(each.default is not REQUIRED or each.marks for each in declared)
         if node is not None and node.value is None and has_default and not any(each.optional for each in declared):
-            node = None  # `null` for a key that cannot be null says "not set", as files of NeMo do
+            self.unset.add(path)
+            node = None
         if key.section is not None and (node is None or node.value is None or isinstance(node.value, dict)):
             absent = node is None or node.value is None
             if key.optional and absent:
@@ -86,7 +89,7 @@ class Completion:
             if isinstance(mark, AliasOf):
                 groups.setdefault(mark.key, [mark.key]).append(path)
         for target, members in groups.items():
-            given = [path for path in members if self.given.find(path) is not None]
+            given = [path for path in members if self.given.find(path) is not None and path not in self.unset]
             # Files say `dirpath: null` for "not set"; that does not contradict a value.
             given = [path for path in given if self.given.plain(path) is not None] or given[:1]
             for path in members:

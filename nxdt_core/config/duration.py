@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 
-__all__ = ["FORMS", "seconds_of"]
+from nxdt_core.config.marks import PositiveInt
 
-FORMS = "'days:hours:minutes:seconds', or a mapping of days, hours, minutes and seconds, above zero"
+__all__ = ["FORMS", "Duration", "seconds_of"]
+
+Duration = PositiveInt | str | Mapping[str, int]
+"""The type of a key that is a length of time."""
+
+FORMS = "seconds, 'days:hours:minutes:seconds', or a mapping of days, hours, minutes and seconds, above zero"
 
 _UNITS = ("days", "hours", "minutes", "seconds")
 
 
-def seconds_of(value: str | Mapping[str, int]) -> float:
-    """Seconds of ``00:00:30:00`` or ``{minutes: 30}``.
+def seconds_of(value: Duration) -> float:
+    """Return the seconds of ``1800``, ``00:00:30:00`` or ``{minutes: 30}``.
 
     Raises:
-        ValueError: it is neither, or not above zero.
+        ValueError: it is none of these, or not above zero.
     """
+    if isinstance(value, int):
+        value = {"seconds": value}
     if isinstance(value, str):
         parts = value.split(":")
         if len(parts) != len(_UNITS) or not all(part.isdecimal() for part in parts):

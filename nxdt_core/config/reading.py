@@ -115,7 +115,7 @@ class _Reader:
             try:
                 read.append(key.shape.read(self.locator.resolve(located, key.shape)))
             except Mismatch as mismatch:
-                hint = _hint(to_plain(node), key.shape)
+                hint = _hint(to_plain(node), key.shape, path)
                 found = mismatch.found if located is node else describe_value(to_plain(node))
                 self._wrong(path, node, found, key.shape.describe(), hint)
                 return [_INVALID for _ in keys]
@@ -187,17 +187,26 @@ def _unresolved(node: Node) -> bool:
     return any(_unresolved(child) for child in children)
 
 
-def _hint(value: Any, shape: Shape) -> str:
-    """What to write instead, where it is plain what was meant."""
+_SHARES = {
+    "trainer.val_check_interval": "A number with a decimal point is a share of a pass in Lightning; here"
+    " trainer.check_val_every_n_epoch: 1 validates after each pass."
+}
+"""Keys whose floats mean something else in Lightning than the same number as an integer → what to write."""
+
+
+def _hint(value: Any, shape: Shape, path: str) -> str:
+    """Return what to write instead, where it is clear what was meant."""
     members = getattr(shape, "members", (shape,))
     kinds = {member.type for member in members if isinstance(member, Scalar)}
+    if isinstance(value, float) and path in _SHARES:
+        return _SHARES[path]
     if kinds & {int, float} and _boundless(value):
         return "It must be finite."
     if isinstance(value, str) and kinds & {int, float, bool}:
         return "Write it without quotes." if _number_like(value) else ""
     if isinstance(value, float) and int in kinds and value.is_integer():
         return f"Write {int(value)}."
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds and int not in kinds:
         return f"Write it in quotes: '{value}'."
     if isinstance(value, str) and any(isinstance(member, Items) for member in members):
         return f"Write a list: [{value}]."

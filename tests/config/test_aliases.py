@@ -57,6 +57,14 @@ def test_a_null_alias_does_not_contradict(load, good):
     assert config.checkpoint_uri == "memory://x"
 
 
+NOT_NULL = [key for key, *_ in ALIASES if key not in ("exp_manager.checkpoint_callback_params.dirpath",)]
+
+
+@pytest.mark.parametrize("key", NOT_NULL)
+def test_null_for_an_alias_says_that_it_is_not_set(load, good, key):
+    assert load(good, f"{key}=null").to_dict() == load(good).to_dict()
+
+
 def test_values_are_compared_after_interpolation(load, report, good):
     assert load(good, "model.encoder_seq_length=${multiply:8,8}")
     assert len(report(good, "model.encoder_seq_length=${multiply:8,9}")) == 1
@@ -74,13 +82,21 @@ def test_an_unsupported_value_is_told_once_where_it_was_written(report, good):
     assert row.endswith("Allowed: false. [NXDT-C015]")
 
 
-@pytest.mark.parametrize("text", ["00:00:30:00", "{minutes: 30}", "{seconds: 1800}"])
-def test_a_time_between_checkpoints_is_read_in_both_forms(load, good, text):
+@pytest.mark.parametrize("text", ["00:00:30:00", "{minutes: 30}", "{seconds: 1800}", "1800"])
+def test_a_time_between_checkpoints_is_read_in_all_its_forms(load, good, text):
     config = load(good, f"exp_manager.checkpoint_callback_params.train_time_interval={text}")
     assert seconds_of(config.run.checkpoint.train_time_interval) == 1800
 
 
-@pytest.mark.parametrize("text", ["30", "half", "00:30", "00:00:00:00", "{weeks: 1}", "{minutes: 0}"])
+@pytest.mark.parametrize("key", ["trainer.max_time", "exp_manager.max_time_per_run"])
+def test_a_time_limit_is_read_in_seconds(load, good, key):
+    assert seconds_of(load(good, f"{key}=3600").run.trainer.max_time) == 3600
+
+
+NO_TIMES = ("0", "-5", "0.5", "true", "half", "00:30", "00:00:00:00", "{weeks: 1}", "{minutes: 0}")
+
+
+@pytest.mark.parametrize("text", NO_TIMES)
 def test_a_time_that_is_none_is_told_where_it_was_written(report, good, text):
     key = "exp_manager.checkpoint_callback_params.train_time_interval"
     (row,) = report(good, f"{key}={text}")

@@ -41,8 +41,6 @@ def _to_nxdt(draft: Draft, kernel: Kernel) -> None:
         draft.drop(path, "unsupported" if asks else "unneeded", reason)
     for path, reason in LOSES_NOTHING.items():
         draft.drop(path, "unneeded", reason)
-    if isinstance(draft.value("trainer.val_check_interval"), float):
-        draft.drop("trainer.val_check_interval", "unsupported", "validation is counted in optimizer steps here")
     if draft.value("trainer.max_epochs") not in (None, -1) and draft.value("trainer.max_steps"):
         draft.drop("trainer.max_epochs", "unneeded", "trainer.max_steps ends the run, as it does there")
     from_nxdt(draft, kernel)

@@ -30,6 +30,7 @@ RENAMED = {
 _STRATEGY = "model_alignment_strategy"
 _PARTS = ("sft", "dpo", "orpo", "peft")
 _LENGTH, _ENCODER_LENGTH = "data.seq_length", "model.encoder_seq_length"
+_SAVE_INTERVAL = "exp_manager.checkpoint_callback_params.every_n_train_steps"
 _SAMPLER = "data.dataloader_type"
 _PRECISION = "precision.type"
 _SCHEDULE = "model.optim.sched"
@@ -51,6 +52,7 @@ def from_nxdt(draft: Draft, kernel: Kernel) -> None:
     _tokenizer(draft)
     _precision(draft)
     _lengths(draft)
+    _intervals(draft)
     _curve(draft)
     _recompute(draft)
     _experts(draft)
@@ -163,6 +165,14 @@ def _lengths(draft: Draft) -> None:
         draft.moved[draft.settings[_ENCODER_LENGTH].source] = _LENGTH
         why = f"batches have {_LENGTH} ({batch}) tokens; NxD Training stops where the two differ"
         draft.drop(_ENCODER_LENGTH, "ignored", why)
+
+
+def _intervals(draft: Draft) -> None:
+    """Counts that mean something else there than the same number here."""
+    if isinstance(draft.value("trainer.val_check_interval"), float):
+        draft.drop("trainer.val_check_interval", "unsupported", "validation is counted in optimizer steps here")
+    if draft.value(_SAVE_INTERVAL) == 0:
+        draft.drop(_SAVE_INTERVAL, "unneeded", "0 counts no steps")
 
 
 def _curve(draft: Draft) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from nxdt_core.config.duration import Duration
 from nxdt_core.config.marks import NoEffect, PositiveInt, Range
 
 __all__ = ["CheckpointConfig", "StorageSection"]
@@ -29,8 +29,8 @@ class CheckpointConfig:
     """Where checkpoints lie: a path or ``scheme://…``; ``null`` means ``<run directory>/checkpoints``."""
     every_n_train_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints; ``null`` saves at the end of the run only."""
-    train_time_interval: str | Mapping[str, int] | None = None
-    """Time between two checkpoints: ``days:hours:minutes:seconds``, or a mapping such as ``{minutes: 30}``."""
+    train_time_interval: Duration | None = None
+    """Time between two checkpoints: seconds, ``days:hours:minutes:seconds``, or a mapping such as ``{minutes: 30}``."""
     permanent_every_n_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints that are never deleted."""
     ephemeral_every_n_steps: PositiveInt | None = None

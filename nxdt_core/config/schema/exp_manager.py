@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from nxdt_core.config.duration import Duration
 from nxdt_core.config.marks import (
     AliasOf,
     DefaultsTo,
@@ -50,7 +51,7 @@ class CheckpointCallbackParams:
     """Text after a checkpoint's name."""
     enable_version_counter: Annotated[bool, NoEffect("checkpoints are named after their step")] = False
     """Count up names that exist."""
-    train_time_interval: Annotated[str | Mapping[str, int] | None, AliasOf("checkpoint.train_time_interval")] = None
+    train_time_interval: Annotated[Duration | None, AliasOf("checkpoint.train_time_interval")] = None
     """``checkpoint.train_time_interval``."""
     every_n_epochs: NonNegativeInt | None = None
     """Passes over the training data between two checkpoints, as steps; ``null`` or 0 counts
@@ -219,9 +220,9 @@ class ExpManagerConfig:
     """NVIDIA's fault tolerance."""
     fault_tolerance: Mapping[str, Any] | None = None
     """Its options."""
-    max_time_per_run: Annotated[str | Mapping[str, int] | None, AliasOf("trainer.max_time")] = None
+    max_time_per_run: Annotated[Duration | None, AliasOf("trainer.max_time")] = None
     """``trainer.max_time``."""
-    max_time: Annotated[str | Mapping[str, int] | None, AliasOf("trainer.max_time")] = None
+    max_time: Annotated[Duration | None, AliasOf("trainer.max_time")] = None
     """``trainer.max_time``."""
     seconds_to_sleep: Annotated[float, NoEffect("ranks meet at a barrier")] = 5
     """Wait of the other ranks for rank 0."""

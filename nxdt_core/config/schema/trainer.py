@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from nxdt_core.config.duration import Duration
 from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, XlaOnly
 
 __all__ = ["TrainerConfig"]
@@ -55,9 +56,10 @@ class TrainerConfig:
     """Steps before which early stopping does not stop the run."""
     min_epochs: NonNegativeInt | None = None
     """Passes over the training data before which early stopping does not stop the run."""
-    max_time: str | Mapping[str, int] | None = None
-    """Time after which this start of the run saves and stops, as for SIGTERM: ``days:hours:minutes:seconds``, or a
-    mapping such as ``{hours: 3, minutes: 50}``. Each start counts anew; leave room for a save below a job's limit."""
+    max_time: Duration | None = None
+    """Time after which this start of the run saves and stops, as for SIGTERM: seconds, ``days:hours:minutes:seconds``,
+    or a mapping such as ``{hours: 3, minutes: 50}``. It counts from each start; leave time for a save before the job's
+    limit."""
     check_val_every_n_epoch: PositiveInt | None = None
     """Passes over the training data between two validations; ``null`` counts steps by ``val_check_interval``."""
     num_sanity_val_steps: int = 0

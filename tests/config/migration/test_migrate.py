@@ -216,6 +216,9 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("nnm", "model.zero_use_master_weight", "renamed", "", "precision.type"),
         ("nnm", "async_checkpointing", "renamed", "checkpoint.async_save", ""),
         ("nnm", "model.seed", "renamed", "seed", ""),
+        ("nnm", "exp_manager.checkpoint_callback_params.train_time_interval", "renamed",
+         "checkpoint.train_time_interval", ""),
+        ("nnm", "exp_manager.checkpoint_callback_params.every_n_train_steps", "unneeded", "", "0 counts no steps"),
         ("nnm", "model.data.train_ds", "ignored", "", "fine_tuning"),
         ("nnm", "model.data.dataloader_type", "renamed", "", "data.shuffle: false"),
         ("nemo", "model.data.dataloader_type", "renamed", "", "data.shuffle: false"),
@@ -251,7 +254,8 @@ def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, tar
         ("megatron mixtral", {"model.name": "mixtral", "model.moe.sinkhorn_tol": None, "model.num_kv_heads": 32,
                               "data.tokenizer.library": "huggingface", "model.moe.capacity_factor": 2.0}),
         ("nemo", {"precision.type": "mixed_precision", "model.activation": "swiglu", "data.seq_length": 1024}),
-        ("nnm", {"precision.type": "mixed_precision", "model.name": "llama", "seed": 4321}),
+        ("nnm", {"precision.type": "mixed_precision", "model.name": "llama", "seed": 4321,
+                 "checkpoint.train_time_interval": 36000}),
     ],
 )  # fmt: skip
 def test_the_file_has_the_values_that_the_report_tells(migrated, name, values):

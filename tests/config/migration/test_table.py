@@ -37,7 +37,7 @@ SAMPLES: dict[str, Any] = {
     "exp_manager.create_mlflow_logger": True,
     "exp_manager.mlflow_logger_kwargs": {},
     "exp_manager.summary_writer_kwargs": {},
-    "exp_manager.checkpoint_callback_params.train_time_interval": "00:01:00:00",
+    "exp_manager.checkpoint_callback_params.train_time_interval": 36000,
     "exp_manager.checkpoint_callback_params.dirpath": "/checkpoints/x",
     "model.model_config": None,
     "model.activation": "geglu",
