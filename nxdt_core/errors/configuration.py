@@ -137,9 +137,13 @@ class UnknownKey(ConfigProblem):
     remedy = "{near}"
     candidates: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
+    unneeded: str | None = None
+    """Of a key of NeMo: why nothing here stands for it."""
 
     def _view(self) -> dict[str, Any]:
-        if self.candidates:
+        if self.unneeded:
+            near = f"It is a key of NeMo: {self.unneeded}. Leave it out."
+        elif self.candidates:
             near = f"Did you mean {' or '.join(repr(name) for name in self.candidates)}?"
         else:
             near = f"Known here: {listing(self.known)}." if self.known else "The component takes no keys."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nxdt_core.config.foreign_keys import LLAMA_NAMES
 from nxdt_core.config.migration.draft import Draft
 from nxdt_core.config.migration.render import TO_SET
 
@@ -71,8 +72,8 @@ def _take_as_llama_shaped(draft: Draft, name: str) -> None:
     draft.drop("model.apply_query_key_layer_scaling", "unneeded", "its two factors cancel out")
     if name == "llama":
         draft.drop("model.sliding_window_size", "unneeded", "null says that it is not set")
-    draft.move("model.position_freq_base", "model.rope_theta")
-    draft.move("model.kv_channels", "model.head_dim")
+    for old, new in LLAMA_NAMES.items():
+        draft.move(old, new)
     if draft.value("model.head_dim", 0) is None:
         draft.drop("model.head_dim", "unneeded", "null says that it is not set")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nxdt_core.config.foreign_keys import LOSES_NOTHING, LOST, MOVED, NNM_MOVED
 from nxdt_core.config.migration.draft import Draft
-from nxdt_core.config.migration.nemo_keys import LOSES_NOTHING, LOST, MOVED, NNM_MOVED
 from nxdt_core.config.migration.nxdt import from_nxdt
 from nxdt_core.kernel import Kernel
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nxdt_core.config.alignment import data_of
+from nxdt_core.config.foreign_keys import RENAMED
 from nxdt_core.config.migration.draft import Draft
 from nxdt_core.config.migration.incumbent import (
     DATA_READERS,
@@ -19,13 +20,7 @@ from nxdt_core.config.migration.models import name_model
 from nxdt_core.config.migration.spellings import drop_dead_keys, spell_as_today
 from nxdt_core.kernel import Kernel
 
-__all__ = ["RENAMED", "from_nxdt", "stage_ends"]
-
-RENAMED = {
-    f"distributed_strategy.{old}": "distributed_strategy.kv_replicator"
-    for old in ("kv_shared_group_size", "kv_size_multiplier")
-}
-"""Keys of NxD Training that the schema does not take under this name."""
+__all__ = ["from_nxdt", "stage_ends"]
 
 _STRATEGY = "model_alignment_strategy"
 _PARTS = ("sft", "dpo", "orpo", "peft")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from nxdt_core.config.alignment import SECTION, TARGETS, target_of
 from nxdt_core.config.extensions import FLAGS
+from nxdt_core.config.foreign_keys import RENAMED, why_unneeded
 from nxdt_core.config.keys import Key, keys_of
 from nxdt_core.config.marks import AliasOf, NoEffect, XlaOnly
 from nxdt_core.config.migration.incumbent import (
@@ -19,8 +20,6 @@ from nxdt_core.config.migration.incumbent import (
     UNDONE,
     incumbent_keys,
 )
-from nxdt_core.config.migration.nemo_keys import LOSES_NOTHING, LOST
-from nxdt_core.config.migration.nxdt import RENAMED
 from nxdt_core.config.migration.render import dump
 from nxdt_core.config.migration.spellings import core_keys, legacy_keys
 from nxdt_core.config.node import join
@@ -134,7 +133,7 @@ def _alignment_status(key: str, declared: dict[str, list[tuple[str, Key]]], kern
 
 
 def _unread(key: str, kernel: Kernel) -> str:
-    known = UNDONE.get(key) or LOSES_NOTHING.get(key) or LOST.get(key, ("", ()))[0]
+    known = UNDONE.get(key) or why_unneeded(key)
     if known:
         return known
     readers = [name for name, keys in DATA_READERS.items() if key.removeprefix("data.") in keys]

@@ -1,11 +1,26 @@
-"""Keys of NeMo 1.x and neuronx-nemo-megatron: where each is in NxD Training's schema, or what is lost without it."""
+"""Keys that other frameworks, or older files of NxD Training, name differently, and what is lost without the rest.
+
+Migrations move them; reading a file directly names the key to write instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["LOSES_NOTHING", "LOST", "MOVED", "NNM_MOVED"]
+__all__ = ["LLAMA_NAMES", "LOSES_NOTHING", "LOST", "MOVED", "NNM_MOVED", "RENAMED", "current_name", "why_unneeded"]
+
+RENAMED: Mapping[str, str] = {
+    "distributed_strategy.kv_shared_group_size": "distributed_strategy.kv_replicator",
+    "distributed_strategy.kv_size_multiplier": "distributed_strategy.kv_replicator",
+}
+"""Keys of NxD Training that the schema does not take under this name."""
+
+LLAMA_NAMES: Mapping[str, str] = {
+    "model.position_freq_base": "model.rope_theta",
+    "model.kv_channels": "model.head_dim",
+}
+"""Keys of NxD Training's ``megatron`` models → of the plugins for Llama, Mistral and Mixtral."""
 
 _STRATEGY = (
     "tensor_model_parallel_size",
@@ -148,3 +163,17 @@ LOST: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "data.shuffle_documents": ("documents are always shuffled", (None, True)),
 }
 """The same of what asks for something unless it has one of these values."""
+
+
+def current_name(key: str, known: Collection[str]) -> str | None:
+    """Return the key among ``known`` that says what ``key`` says elsewhere; None if there is none."""
+    for names in (RENAMED, NNM_MOVED, MOVED, LLAMA_NAMES):
+        key = names.get(key, key)
+        if key in known:
+            return key
+    return None
+
+
+def why_unneeded(key: str) -> str | None:
+    """Return why nothing here stands for a key of NeMo or neuronx-nemo-megatron; None for any other key."""
+    return LOSES_NOTHING.get(key) or LOST.get(key, (None,))[0]
