@@ -39,9 +39,9 @@ __all__ = ["migrate"]
 def migrate(source: Path, framework: str, output: Path, report: Path | None, force: bool, json_output: bool) -> None:
     """Write a configuration of NxD Training, NeMo 1.x or neuronx-nemo-megatron anew for nxdt, and report every key.
 
-    Order and comments stay. Each key is mapped, renamed, changed, unneeded, ignored (the other framework never read
-    it) or unsupported; what leaving out would change is added. The values and paths that are still to be set are
-    listed at the end. A file of another framework is refused.
+    Order and comments stay. Each key is mapped, renamed, changed, unneeded, off (unset or switched off), ignored (the
+    other framework never read it) or unsupported. What leaving out would change is added. The values and paths that
+    are still to be set are listed at the end. A file of another framework is refused.
     """
     from nxdt_core.config.migration import migrate as migrated
     from nxdt_core.config.migration import report_json, report_markdown

@@ -142,6 +142,7 @@ LOST: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         ("_self_", ["_self_"]),
     ),
     "restore_from_path": ("a .nemo archive is not read; convert it, then set checkpoint.resume_from", _NONE),
+    "model.restore_from_path": ("a .nemo archive is not read; convert it, then set checkpoint.resume_from", _NONE),
     "model.rampup_batch_size": ("the global batch has one size", (None, [])),
     "model.fp8": (_FP8, _NONE),
     "model.fsdp": ("set distributed_strategy.zero_stage: 3", _NONE),

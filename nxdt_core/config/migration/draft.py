@@ -12,8 +12,9 @@ from nxdt_core.config.node import Node, to_plain
 
 __all__ = ["Draft", "Row", "Setting", "Verdict", "read_draft"]
 
-Verdict = Literal["mapped", "renamed", "changed", "added", "unneeded", "ignored", "unsupported"]
-"""``unneeded``: nothing is lost without it. ``ignored``: the framework that the file is of never read it.
+Verdict = Literal["mapped", "renamed", "changed", "added", "unneeded", "off", "ignored", "unsupported"]
+"""``unneeded``: nothing is lost without it. ``off``: it is unset, switched off, or says what holds
+here anyway. ``ignored``: the framework that the file is of never read it.
 ``unsupported``: it asks for something that is not done here."""
 
 
@@ -77,6 +78,10 @@ class Draft:
     def has(self, section: str) -> bool:
         """Whether the key, or anything below it, is there."""
         return bool(self.below(section))
+
+    def asks(self, section: str) -> bool:
+        """Whether the key, or anything below it, has a value that switches something on or chooses something."""
+        return any(self.settings[path].value not in (None, False, 0, "", [], {}) for path in self.below(section))
 
     def remark(self, path: str, reason: str) -> None:
         """Say something about a key that stays as it is."""

@@ -71,11 +71,11 @@ def _take_as_llama_shaped(draft: Draft, name: str) -> None:
         draft.drop(f"model.{key}", "unneeded", f"every {name} is so")
     draft.drop("model.apply_query_key_layer_scaling", "unneeded", "its two factors cancel out")
     if name == "llama":
-        draft.drop("model.sliding_window_size", "unneeded", "null says that it is not set")
+        draft.drop("model.sliding_window_size", "off", "null says that it is not set")
     for old, new in LLAMA_NAMES.items():
         draft.move(old, new)
     if draft.value("model.head_dim", 0) is None:
-        draft.drop("model.head_dim", "unneeded", "null says that it is not set")
+        draft.drop("model.head_dim", "off", "null says that it is not set")
 
 
 def _drop_kept_values(draft: Draft) -> None:

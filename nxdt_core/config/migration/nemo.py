@@ -6,7 +6,8 @@ from typing import Any
 
 from nxdt_core.config.foreign_keys import LOSES_NOTHING, LOST, MOVED, NNM_MOVED
 from nxdt_core.config.migration.draft import Draft
-from nxdt_core.config.migration.nxdt import from_nxdt
+from nxdt_core.config.migration.nxdt import take_nxdt_keys
+from nxdt_core.config.migration.peft import take_peft
 from nxdt_core.kernel import Kernel
 
 __all__ = ["from_nemo", "from_nnm"]
@@ -34,16 +35,28 @@ def _to_nxdt(draft: Draft, kernel: Kernel) -> None:
     draft.put("model_source", "megatron", "its models are Megatron's")
     for path, target in MOVED.items():
         draft.move(path, target)
+    take_peft(draft)
+    _fine_tuning(draft)
     _optimizer(draft)
     _architecture(draft)
     for path, (reason, neutral) in LOST.items():
         asks = [key for key in draft.below(path) if draft.value(key) not in neutral]
-        draft.drop(path, "unsupported" if asks else "unneeded", reason)
+        draft.drop(path, "unsupported" if asks else "off", reason)
     for path, reason in LOSES_NOTHING.items():
         draft.drop(path, "unneeded", reason)
     if draft.value("trainer.max_epochs") not in (None, -1) and draft.value("trainer.max_steps"):
         draft.drop("trainer.max_epochs", "unneeded", "trainer.max_steps ends the run, as it does there")
-    from_nxdt(draft, kernel)
+    take_nxdt_keys(draft, kernel)
+
+
+def _fine_tuning(draft: Draft) -> None:
+    """Drop the data sets that only fine-tuning reads, and say so where the file asks for it."""
+    asks = draft.value("data.fine_tuning") or (draft.has("data.train_ds") and not draft.has("data.data_prefix"))
+    for name in ("train_ds", "validation_ds", "test_ds"):
+        if asks:
+            draft.drop(f"data.{name}", "unsupported", "set data.name: sft-chat and its train_files and val_files")
+        else:
+            draft.drop(f"data.{name}", "off", "only data.fine_tuning: true reads it")
 
 
 def _optimizer(draft: Draft) -> None:

@@ -20,7 +20,7 @@ from nxdt_core.config.migration.models import name_model
 from nxdt_core.config.migration.spellings import drop_dead_keys, spell_as_today
 from nxdt_core.kernel import Kernel
 
-__all__ = ["from_nxdt", "stage_ends"]
+__all__ = ["from_nxdt", "stage_ends", "take_nxdt_keys"]
 
 _STRATEGY = "model_alignment_strategy"
 _PARTS = ("sft", "dpo", "orpo", "peft")
@@ -33,8 +33,13 @@ _SCHEDULE_END = f"{_SCHEDULE}.max_steps"
 
 
 def from_nxdt(draft: Draft, kernel: Kernel) -> None:
-    """Turn a draft of NxD Training's keys into one of this schema."""
+    """Turn a draft of a file of NxD Training into one of this schema."""
     _find_searched(draft)
+    take_nxdt_keys(draft, kernel)
+
+
+def take_nxdt_keys(draft: Draft, kernel: Kernel) -> None:
+    """Turn a draft whose keys are NxD Training's, each in its own place, into one of this schema."""
     for path, setting in list(draft.settings.items()):
         if setting.value == "None":
             draft.change(path, None, "YAML reads None as text; null is meant")
@@ -196,7 +201,7 @@ def _tokenizer(draft: Draft) -> None:
     section = "data.tokenizer"
     for path in draft.below(section):
         if draft.value(path) is None:
-            draft.drop(path, "unneeded", "null says that it is not set")
+            draft.drop(path, "off", "null says that it is not set")
     library, kind = f"{section}.library", f"{section}.type"
     if draft.value(library) == "megatron":
         if "/" in str(draft.value(kind)):

@@ -16,6 +16,7 @@ _MEANINGS: dict[Verdict, str] = {
     "changed": "kept with another value",
     "added": "not in the file; written since leaving it out would mean something else here",
     "unneeded": "left out; nothing is lost without it",
+    "off": "left out; it is unset, switched off, or says what holds here anyway",
     "ignored": "left out; the framework that the file is of did not read it",
     "unsupported": "left out; it asks for something that is not done here",
 }

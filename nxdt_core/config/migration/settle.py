@@ -49,6 +49,8 @@ def settle(draft: Draft, framework: str, kernel: Kernel, directory: Path) -> tup
             return problems
         for problem in refused:
             verdict, reason = _judgement(problem, framework)
+            if verdict == "unsupported" and not draft.asks(problem.key):
+                verdict = "off"
             draft.drop(problem.key, verdict, reason)
 
 

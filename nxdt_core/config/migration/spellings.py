@@ -50,7 +50,7 @@ def spell_as_today(draft: Draft) -> None:
             continue
         if draft.value(path) is None:
             draft.moved[draft.settings[path].source] = alias.key
-            draft.drop(path, "unneeded", "null says that it is not set")
+            draft.drop(path, "off", "null says that it is not set")
         else:
             draft.move(path, alias.key, _CHECKPOINT if alias.key.startswith("checkpoint.") else "")
     for part, (section, name) in TARGETS.items():

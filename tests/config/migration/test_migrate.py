@@ -37,6 +37,7 @@ FILES = {
     "mistral": (HERE / "files/nxdt_megatron_mistral.yaml", "nxdt"),
     "nemo": (HERE / "files/nemo_gpt.yaml", "nemo"),
     "nnm": (HERE / "files/nnm_llama.yaml", "nnm"),
+    "nnm lora": (HERE / "files/nnm_llama_lora.yaml", "nnm"),
 }
 HF_LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
             "num_hidden_layers": 32, "hidden_size": 4096, "model_type": "llama",
@@ -107,7 +108,8 @@ def test_every_key_of_the_file_is_in_the_report_with_its_line(migrated, name):
         assert f"{entry.key.rpartition('.')[2]}:" in lines[entry.line - 1], entry
     for path, _ in parse_yaml(source.read_text(), "")[0].leaves():
         assert any(path == entry.key or path.startswith(f"{entry.key}.") for entry in rows), path
-    assert all(entry.reason for entry in rows if entry.verdict in ("unneeded", "ignored", "unsupported", "changed"))
+    explained = ("unneeded", "off", "ignored", "unsupported", "changed")
+    assert all(entry.reason for entry in rows if entry.verdict in explained)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -219,7 +221,14 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("nnm", "exp_manager.checkpoint_callback_params.train_time_interval", "renamed",
          "checkpoint.train_time_interval", ""),
         ("nnm", "exp_manager.checkpoint_callback_params.every_n_train_steps", "unneeded", "", "0 counts no steps"),
-        ("nnm", "model.data.train_ds", "ignored", "", "fine_tuning"),
+        ("nnm", "model.data.train_ds", "off", "", "fine_tuning"),
+        ("nnm lora", "model.data.fine_tuning", "off", "", "fine-tuning"),
+        ("nnm lora", "model.peft.peft_scheme", "renamed", "", "adapter.name: lora"),
+        ("nnm lora", "model.peft.restore_from_path", "off", "", "nothing is loaded"),
+        ("nnm lora", "model.peft.lora_tuning.adapter_dim", "renamed", "adapter.lora_rank", ""),
+        ("nnm lora", "model.peft.lora_tuning.norm_type", "unneeded", "", "no norm"),
+        ("nnm lora", "adapter.lora_alpha", "added", "", "alpha is adapter_dim there"),
+        ("nnm lora", "adapter.target_modules", "added", "", "default there"),
         ("nnm", "model.data.dataloader_type", "renamed", "", "data.shuffle: false"),
         ("nemo", "model.data.dataloader_type", "renamed", "", "data.shuffle: false"),
     ],
@@ -256,6 +265,9 @@ def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, tar
         ("nemo", {"precision.type": "mixed_precision", "model.activation": "swiglu", "data.seq_length": 1024}),
         ("nnm", {"precision.type": "mixed_precision", "model.name": "llama", "seed": 4321,
                  "checkpoint.train_time_interval": 36000}),
+        ("nnm lora", {"data.name": "megatron-data", "data.shuffle": False, "model.name": "llama",
+                      "adapter": {"name": "lora", "lora_rank": 8, "lora_alpha": 8, "lora_dropout": 0.0,
+                                  "target_modules": ["qkv_proj"]}}),
     ],
 )  # fmt: skip
 def test_the_file_has_the_values_that_the_report_tells(migrated, name, values):
@@ -403,6 +415,70 @@ def test_megatrons_tokenizer_without_files_is_fetched(installed, tmp_path):
     tree = parse_yaml(migrate(source, tmp_path / "out.yaml", "nxdt", installed).text, "")[0]
     assert tree.plain("data.tokenizer") == {"library": "huggingface", "type": "gpt2"}
     assert tree.plain("model.vocab_size") == 50257
+
+
+def adapter_of(installed, tmp_path, peft):
+    """The section of the adapter that a file of NeMo with ``peft`` becomes, and what the report says of its keys."""
+    done = migrate(with_section(tmp_path, "nemo", "model.peft", peft), tmp_path / "out.yaml", "nemo", installed)
+    verdicts = {row.key.removeprefix("model.peft."): row.verdict for row in done.rows if "peft" in row.key}
+    return parse_yaml(done.text, "")[0].plain("adapter"), verdicts
+
+
+def test_modules_and_scale_of_a_lora_of_nemo_are_kept(installed, tmp_path):
+    lora = "{target_modules: [attention, mlp_fc2], adapter_dim: 32, alpha: 64, dropout: 0.1, weight_tying: true}"
+    peft = f"{{peft_scheme: lora, lora_tuning: {lora}, ia3_tuning: {{x: 1}}}}"
+    found, verdicts = adapter_of(installed, tmp_path, peft)
+    wanted = {"name": "lora", "lora_rank": 32, "lora_alpha": 64, "lora_dropout": 0.1}
+    assert found == {**wanted, "target_modules": ["qkv_proj", "o_proj", "down_proj"]}
+    assert verdicts["lora_tuning.weight_tying"] == "unsupported"
+    assert verdicts["ia3_tuning"] == "off"
+
+
+@pytest.mark.parametrize(
+    ("peft", "verdict"),
+    [
+        ("{peft_scheme: null, lora_tuning: {adapter_dim: 8}}", "off"),
+        ("{peft_scheme: ptuning, p_tuning: {virtual_tokens: 10}}", "unsupported"),
+    ],
+)
+def test_what_is_not_lora_is_no_adapter(installed, tmp_path, peft, verdict):
+    found, verdicts = adapter_of(installed, tmp_path, peft)
+    assert found is None
+    assert set(verdicts.values()) == {verdict}
+
+
+def test_names_that_nxd_training_searches_for_stay_where_nemo_has_them(installed, tmp_path):
+    source = with_section(tmp_path, "nemo", "model.other", "{lora_rank: 4, context_parallel_size: 2}")
+    done = migrate(source, tmp_path / "out.yaml", "nemo", installed)
+    assert row(done, "model.other").verdict == "unsupported"
+    assert "adapter" not in done.text
+
+
+def test_fine_tuning_is_reported_where_the_file_asks_for_it(installed, tmp_path):
+    source = with_section(tmp_path, "nnm", "model.data.fine_tuning", "true")
+    done = migrate(source, tmp_path / "out.yaml", "nnm", installed)
+    for key in ("model.data.fine_tuning", "model.data.train_ds"):
+        assert row(done, key).verdict == "unsupported"
+        assert "data.name: sft-chat" in row(done, key).reason
+
+
+@pytest.mark.parametrize("name", ["nemo", "nnm", "nnm lora"])
+def test_nothing_that_is_unset_or_off_is_called_unsupported(migrated, name):
+    lost = [each for each in migrated[name].rows if each.verdict == "unsupported"]
+    assert [each.key for each in lost if yaml.safe_load(each.value) in (None, False, 0, "", [])] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [("null", "off"), ("false", "off"), ("0", "off"), ("[]", "off"), ("''", "off"), ("{enabled: false}", "off"),
+     ("true", "unsupported"), ("3", "unsupported"), ("x", "unsupported"), ("{enabled: true}", "unsupported")],
+)  # fmt: skip
+def test_an_unknown_key_is_unsupported_where_it_asks_for_something(installed, tmp_path, text, verdict):
+    source = with_section(tmp_path, "nemo", "model.some_new_switch", text)
+    done = migrate(source, tmp_path / "out.yaml", "nemo", installed)
+    (found,) = [each for each in done.rows if each.key.startswith("model.some_new_switch")]
+    assert found.verdict == verdict
+    assert ("some_new_switch" in done.text) == (verdict == "unsupported")
 
 
 @pytest.mark.parametrize("name", ["nemo", "nnm"])
