@@ -6,6 +6,7 @@ import pytest
 
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.builtins.schedules.records import SCHEDULES
+from nxdt_core.protocols.lr_scheduler import ScheduleHorizon
 
 OPTIMIZERS_THERE = """
 adamw adamw_fp32OptState sgd adam adadelta adamax adagrad rmsprop rprop novograd adafactor
@@ -16,6 +17,7 @@ StepLR ExponentialLR
 """
 REQUIRED = {"NoamAnnealing": "d_model: 8", "NoamHoldAnnealing": "warmup_steps: 3", "StepLR": "step_size: 5"}
 REQUIRED |= {"ExponentialLR": "gamma: 0.9"}
+ENDLESS = ("constant", "NoamAnnealing", "StepLR", "ExponentialLR")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS_THERE.split())
@@ -77,9 +79,38 @@ def test_a_curve_longer_than_the_run_is_told(load, good, record):
     def notes(steps):
         return load(good, f"model.optim.sched={{name: {record.name}, max_steps: {steps}{extra}}}").notes
 
-    assert told in notes(101)
-    for steps in (100, 99):
-        assert not [note for note in notes(steps) if "curve" in note]
+    ends = record.name not in ENDLESS
+    idle = f"model.optim.sched.max_steps: no effect, since the schedule {record.name} does not read it"
+    assert (told in notes(101)) == ends
+    assert (idle in notes(101)) == (idle in notes(99)) == (not ends)
+    assert not [note for note in notes(100) if "max_steps" in note]
+
+
+@pytest.mark.parametrize("record", [each for each in SCHEDULES if each.name not in ENDLESS], ids=lambda each: each.name)
+def test_a_schedule_shorter_than_the_run_is_noted_with_the_rate_that_remains(load, good, record):
+    extra = f", {REQUIRED[record.name]}" if record.name in REQUIRED else ""
+    config = load(good, f"model.optim.sched={{name: {record.name}, max_steps: 60, min_lr: 1e-4{extra}}}")
+    noted = (
+        "model.optim.sched.max_steps: the curve ends at step 60, and the run later, as trainer.max_steps is 100; "
+        "the learning rate then stays at min_lr, 0.0001"
+    )
+    assert noted in config.notes
+    section = config.selected("lr_scheduler")
+    factor = section.component.load_target()(section.config, ScheduleHorizon(max_steps=60, lr=1e-3))
+    assert [factor(step) for step in range(61, 100)] == pytest.approx([0.1] * 39)
+
+
+def test_a_warmup_longer_than_a_run_that_ends_before_its_schedule_is_noted(load, good):
+    notes = load(good, "model.optim.sched={name: CosineAnnealing, warmup_steps: 150, max_steps: 200}").notes
+    assert notes[0] == (
+        "model.optim.sched.warmup_steps: the rate only rises, since trainer.max_steps is 100"
+        " and warm-up takes 150 steps"
+    )
+
+
+def test_a_schedule_without_an_end_warms_up_beyond_max_steps_of_the_schedule(load, good):
+    (note,) = load(good, "model.optim.sched={name: constant, warmup_steps: 50, max_steps: 40}").notes
+    assert note.startswith("model.optim.sched.max_steps: no effect")
 
 
 PARTS = [

@@ -158,7 +158,9 @@ def test_the_default_of_such_a_key_is_not_noted(load, good):
             ["model.optim.sched={name: CosineAnnealing, warmup_steps: 50, max_steps: 40}"],
             [
                 "model.optim.sched.warmup_steps: the rate only rises, since model.optim.sched.max_steps is 40"
-                " and warm-up takes 50 steps"
+                " and warm-up takes 50 steps",
+                "model.optim.sched.max_steps: the curve ends at step 40, and the run later, as trainer.max_steps is"
+                " 100; the learning rate then stays at min_lr, 0",
             ],
         ),
         (["model.optim.sched={name: CosineAnnealing, warmup_steps: 99}"], []),

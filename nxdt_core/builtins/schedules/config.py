@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from nxdt_core.config.marks import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
 
@@ -28,6 +28,8 @@ _OF_THE_CURVE = PartOf("model.optim.sched.max_steps")
 class WarmupConfig:
     """Warm-up, then the full rate for ever."""
 
+    reads_max_steps: ClassVar[bool] = False
+    """Whether ``max_steps`` ends the schedule; a plugin's schedule without this attribute is taken to read it."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up; the first one already learns."""
 
@@ -36,6 +38,7 @@ class WarmupConfig:
 class AnnealingConfig(WarmupConfig):
     """Warm-up, then down to ``min_lr`` at ``max_steps``."""
 
+    reads_max_steps: ClassVar[bool] = True
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end (absolute, not a share)."""
 
@@ -76,6 +79,7 @@ class PolynomialConfig(HoldConfig):
 class NoamConfig(AnnealingConfig):
     """The curve of the first transformer; ``lr`` is a factor on it, and not the peak."""
 
+    reads_max_steps: ClassVar[bool] = False
     d_model: PositiveInt
     """Width of the model, whose root divides the rate."""
 
@@ -94,6 +98,7 @@ class NoamHoldConfig(HoldConfig):
 class StepConfig:
     """Stairs: the rate is multiplied by ``gamma`` every ``step_size`` steps."""
 
+    reads_max_steps: ClassVar[bool] = False
     step_size: PositiveInt
     """Optimizer steps of one stair."""
     gamma: Annotated[float, Range(0.0, None)] = 0.1
@@ -104,6 +109,7 @@ class StepConfig:
 class ExponentialConfig:
     """The rate is multiplied by ``gamma`` at every step."""
 
+    reads_max_steps: ClassVar[bool] = False
     gamma: Annotated[float, Range(0.0, None)]
     """Factor from one step to the next."""
 

@@ -29,7 +29,7 @@ def find_notes(checked: Checked, composition: Composition, legacy: Iterable[tupl
         elif xla is not None and not reads_xla:
             reasons.setdefault(f"the engine {engine_name!r} does not read the XLA runtime's settings", []).append(path)
     notes = [_line(paths, reason) for reason, paths in reasons.items()]
-    return (*notes, *find_idle(checked))
+    return (*notes, *find_idle(checked, composition.classes))
 
 
 def _line(paths: list[str], reason: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from nxdt_core.config.keys import keys_of
 from nxdt_core.config.marks import NoEffect
@@ -19,6 +19,8 @@ _ZERO, _ZERO_STAGE = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
 _KV_HEADS, _KV_REPLICATOR = "model.num_kv_heads", f"{_STRATEGY}.kv_replicator"
 _GRANULARITY = "model.activations_checkpoint_granularity"
 _RECOMPUTE = "model.activations_checkpoint_recompute"
+_SCHEDULE = "model.optim.sched"
+_WARMUP, _HORIZON, _LAST = f"{_SCHEDULE}.warmup_steps", f"{_SCHEDULE}.max_steps", "trainer.max_steps"
 
 _READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
     TP: (f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.pad_heads", _KV_REPLICATOR),
@@ -28,8 +30,8 @@ _READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
 """Size of a dimension → settings that only a size above 1 reads."""
 
 
-def find_idle(checked: Checked) -> Iterator[str]:
-    """A line for each reason that makes settings idle."""
+def find_idle(checked: Checked, classes: Mapping[str, type]) -> Iterator[str]:
+    """Yield a line for each reason that makes settings idle; ``classes`` are those of the components' sections."""
     manager = "exp_manager"
     yield from _switched_off(checked, f"{manager}.ema.enable", f"{manager}.ema", EmaConfig)
     stopping = f"{manager}.create_early_stopping_callback"
@@ -43,8 +45,9 @@ def find_idle(checked: Checked) -> Iterator[str]:
     if checked.values.get(_RECOMPUTE) and checked.values.get(_GRANULARITY, "") is None:
         yield from _lines([_RECOMPUTE], f"{_GRANULARITY} is not set")
     yield from _waiting_stages(checked)
-    yield from _warmup(checked)
-    yield from _unfinished_curve(checked)
+    ends = getattr(classes.get(_SCHEDULE), "reads_max_steps", True)
+    yield from _warmup(checked, ends=ends)
+    yield from _other_end(checked) if ends else _endless(checked)
 
 
 def _switched_off(checked: Checked, switch: str, section: str, cls: type) -> Iterator[str]:
@@ -91,19 +94,37 @@ def _waiting_stages(checked: Checked) -> Iterator[str]:
         )
 
 
-def _warmup(checked: Checked) -> Iterator[str]:
-    warmup, horizon = "model.optim.sched.warmup_steps", "model.optim.sched.max_steps"
-    steps = checked.numbers(warmup, horizon)
-    if steps is not None and 0 < steps[1] <= steps[0]:
-        yield f"{warmup}: the rate only rises, since {horizon} is {steps[1]} and warm-up takes {steps[0]} steps"
+def _warmup(checked: Checked, *, ends: bool) -> Iterator[str]:
+    """Yield a note of a warm-up that is not over when the schedule or the run ends, whichever is first."""
+    found = checked.numbers(_WARMUP, _HORIZON, _LAST)
+    if found is None:
+        return
+    warmup, horizon, last = found
+    end = _HORIZON if ends and horizon <= last else _LAST
+    steps = horizon if end == _HORIZON else last
+    if 0 < steps <= warmup:
+        yield f"{_WARMUP}: the rate only rises, since {end} is {steps} and warm-up takes {warmup} steps"
 
 
-def _unfinished_curve(checked: Checked) -> Iterator[str]:
-    """A curve that is longer than the run."""
-    horizon, last = "model.optim.sched.max_steps", "trainer.max_steps"
-    steps = checked.numbers(horizon, last)
-    if steps is not None and steps[0] > steps[1]:
-        yield f"{horizon}: the curve ends at step {steps[0]}, and the run before that, as {last} is {steps[1]}"
+def _other_end(checked: Checked) -> Iterator[str]:
+    """Yield a note of a schedule that is longer or shorter than the run."""
+    steps = checked.numbers(_HORIZON, _LAST)
+    if steps is None or steps[0] == steps[1]:
+        return
+    horizon, last = steps
+    if horizon > last:
+        yield f"{_HORIZON}: the curve ends at step {horizon}, and the run before that, as {_LAST} is {last}"
+        return
+    floor = checked.numbers(f"{_SCHEDULE}.min_lr")
+    rate = "" if floor is None else f"; the learning rate then stays at min_lr, {floor[0]:g}"
+    yield f"{_HORIZON}: the curve ends at step {horizon}, and the run later, as {_LAST} is {last}{rate}"
+
+
+def _endless(checked: Checked) -> Iterator[str]:
+    """Yield a note of a length that is set for a schedule without an end."""
+    steps = checked.numbers(_HORIZON, _LAST)
+    if steps is not None and steps[0] != steps[1]:
+        yield from _lines([_HORIZON], f"the schedule {checked.values.get(f'{_SCHEDULE}.name')} does not read it")
 
 
 def _asks(checked: Checked, key: str) -> bool:
