@@ -14,6 +14,9 @@ def drawn_bins(lengths: NDArray[np.int64], capacity: int, *, seed: int) -> list[
     """Bins of items by first-fit decreasing, where ``seed`` draws which of several equally long ones shares a bin with
     which others: neighbours in a file are often alike.
 
+    The bins are in the order of their first items, and so are the items of a bin: without shuffling a run reads them
+    in about the order of the files, and not the fullest or longest first.
+
     Args:
         lengths: [items], or [items, rows] of bins of several rows.
         capacity: of a bin, or of each of its rows.
@@ -23,7 +26,8 @@ def drawn_bins(lengths: NDArray[np.int64], capacity: int, *, seed: int) -> list[
         return []
     drawn = Permutation(len(lengths), seed=seed, epoch=0).take(np.arange(len(lengths), dtype=np.int64))
     fit = first_fit_decreasing if lengths.ndim == 1 else first_fit_in_rows
-    return [drawn[places] for places in fit(lengths[drawn], capacity)]
+    bins = [np.sort(drawn[places]) for places in fit(lengths[drawn], capacity)]
+    return sorted(bins, key=lambda items: int(items[0]))
 
 
 def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[NDArray[np.int64]]:

@@ -46,6 +46,14 @@ def test_a_seed_draws_who_shares_a_bin_with_whom():
     assert len(shared[0] & shared[2]) < 5
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+def test_drawn_bins_and_their_items_are_in_the_order_of_the_items(rows):
+    lengths = np.random.default_rng(0).integers(1, 20, 200 if rows is None else (200, rows))
+    found = [content.tolist() for content in drawn_bins(lengths, 20, seed=1)]
+    assert found == sorted(map(sorted, found))
+    assert sorted(item for content in found for item in content) == list(range(200))
+
+
 def test_a_hundred_thousand_skewed_lengths_leave_little_room():
     lengths = np.random.default_rng(0).lognormal(5.5, 0.9, 100_000).astype(np.int64).clip(16, 4096)
     found = first_fit_decreasing(lengths, 4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -295,6 +296,16 @@ def test_texts_that_spell_special_tokens_are_refused_unless_allowed(token, load,
     with pytest.raises(SpecialTokenInText, match=r"chats\.jsonl:2, message 1: .* spells the special token"):
         load(path)
     assert tokenizer.encode(token)[0] in load(path, special_tokens_in_text=True)[1].input_ids.tolist()
+
+
+def test_packed_sequences_are_in_the_order_of_their_first_records(load, write, tokenizer):
+    records = [{"input": f"Number {n}?", "output": f"{n} " * (n % 7 + 1)} for n in range(40)]
+    dataset = load(write(*records), packing=True)
+    texts = [tokenizer.spell(dataset[index].input_ids.tolist()) for index in range(len(dataset))]
+    found = [[int(number) for number in re.findall(r"Number (\d+)", text)] for text in texts]
+    assert found == sorted(map(sorted, found))
+    assert len(found) > 3
+    assert found[0][0] == 0
 
 
 def test_calls_and_tools_that_spell_special_tokens_are_refused(load, write, call):
