@@ -51,6 +51,7 @@ def evaluate(
 
     FILES hold conversations, as training takes them, whose last message is the wanted answer; or texts, `prompt` and
     `answer`. They are JSONL, JSON, Arrow or Parquet.
+    Fields that nothing uses are counted, or refused where the run had `data.unused_fields: refuse`.
     The likeliest answer is compared: share of exact matches, and ROUGE. Tasks are those of lm-evaluation-harness.
     """
     from nxdt_core.errors import NothingToJudge
@@ -71,17 +72,19 @@ def evaluate(
 def _records(
     loaded: LoadedModel, files: tuple[str, ...], *, limit: int | None, max_new_tokens: int, show: int
 ) -> dict[str, Any]:
+    from nxdt_core.data.unused_fields import UnusedFields
     from nxdt_core.training.continuation import Sampling
     from nxdt_core.training.evaluate import evaluate as ask
     from nxdt_core.training.evaluate import questions, scores
 
-    asked = list(questions(files, loaded.tokenizer, loaded.chat_keys, limit=limit))
+    unused = UnusedFields(loaded.chat_keys.unused_fields)
+    asked = list(questions(files, loaded.tokenizer, loaded.chat_keys, limit=limit, unused=unused))
     answers = []
     for answer in ask(loaded, asked, Sampling(max_new_tokens=max_new_tokens)):
         answers.append(answer)
         if len(answers) <= show:
             click.echo(f"{answer.question.place}\n  wanted: {answer.question.wanted}\n  given:  {answer.given}")
-    return {"records": len(answers), **scores(answers)}
+    return {"records": len(answers), "unused": unused.counts, **scores(answers)}
 
 
 def _tasks(tasks: tuple[str, ...], path: str | None, limit: int | None) -> Callable[[LoadedModel], dict[str, Any]]:
@@ -99,7 +102,11 @@ def _tasks(tasks: tuple[str, ...], path: str | None, limit: int | None) -> Calla
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    lines = [f"{name + ':':<14}{_shown(value)}" for name, value in found.items() if name != "tasks"]
+    from nxdt_core.data.unused_fields import describe_unused
+
+    lines = [f"{name + ':':<14}{_shown(value)}" for name, value in found.items() if not isinstance(value, dict)]
+    if found.get("unused"):
+        lines.append(f"{'unused:':<14}{describe_unused(found['unused'])}")
     for task, figures in found.get("tasks", {}).items():
         named = {name: value for name, value in figures.items() if isinstance(value, float)}
         lines += [f"{task}: {name.partition(',')[0]} {value:.4f}" for name, value in named.items()]

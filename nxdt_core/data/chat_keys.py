@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nxdt_core.data.record_files import RecordFiles
 
-__all__ = ["ChatKeys"]
+__all__ = ["ChatKeys", "UnusedMode"]
+
+UnusedMode = Literal["refuse", "report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,9 @@ class ChatKeys(RecordFiles):
     """What the template is told beside the messages, such as ``enable_thinking: false``."""
     template_date: str = "2024-07-26"
     """What templates that ask for today's date are told, so that a run that goes on tomorrow sees the same tokens."""
+    unused_fields: UnusedMode = "report"
+    """What to do with fields of records that neither their format nor the chat template uses: ``report`` counts them
+    at the start of a run and in ``nxdt data preview``; ``refuse`` stops at the first one, with its place."""
     special_tokens_in_text: bool = False
     """Let a message's text spell special tokens, which then are those tokens; otherwise such a record is refused."""
 

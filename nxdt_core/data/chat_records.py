@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from nxdt_core.data.chat_calls import parsed, read_calls, read_tools, tools_key, unread_of_calls
 from nxdt_core.data.conversation import ROLES, Conversation, Message, check_order
 from nxdt_core.data.records import Place
+from nxdt_core.data.unused_fields import is_given, unread
 from nxdt_core.errors import BadMessage, UnknownRecord, UnknownRole
 
-__all__ = ["read_message", "read_record", "read_tools", "with_system"]
+__all__ = ["read_message", "read_record", "unused_fields", "with_system"]
 
 _SHAREGPT = {
     "human": "user",
@@ -20,43 +21,76 @@ _SHAREGPT = {
     "function_response": "tool",
 }
 """Speakers of ShareGPT's records → roles."""
-_OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls"})
+_OPENAI = {"function": "tool"}
+"""OpenAI's older roles → roles."""
+_OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"})
+_OF_PART = ("type", "text")
+_PAIR = ("instruction", "input", "output", "history")
 
 
 def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
-    """The conversation of a record with ``messages``, ``conversations`` or ``input`` and ``output``.
+    """Return the conversation of a record with ``messages``, ``conversations`` or ``input`` and ``output``.
 
-    An ``instruction`` beside an ``output`` is what the user says, before an ``input`` that is not blank (Alpaca).
+    An ``instruction`` beside an ``output`` is what the user says, before an ``input`` that is not blank (Alpaca); the
+    questions and answers of ``history`` come before it.
     A ``system`` text beside them comes first, ``tools`` beside them are the functions that may be called.
 
     Raises:
         UnknownRecord: it has none of these keys.
         BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: each names the place and the message.
     """
+    read: tuple[str, ...]
     if _given(record, "messages"):
+        read = ("messages",)
         messages = [read_message(entry, place, i) for i, entry in _entries(record["messages"], "messages", place)]
     elif _given(record, "conversations"):
+        read = ("conversations",)
         entries = _entries(record["conversations"], "conversations", place)
         messages = [_sharegpt(entry, place, i) for i, entry in entries]
     elif _given(record, "output") and (_given(record, "input") or _given(record, "instruction")):
-        asked = (_text(record.get(key), place, 1) for key in ("instruction", "input"))
-        question = "\n\n".join(text for text in asked if text.strip())
-        pairs = (("user", question), ("assistant", record["output"]))
-        messages = [_made(role, content, place, i) for i, (role, content) in enumerate(pairs, start=1)]
+        read, messages = _PAIR, _pair(record, place)
     else:
         raise UnknownRecord(place=str(place), keys=tuple(record))
-    messages = with_system(messages, record)
-    conversation = Conversation(place=place, messages=messages, tools=read_tools(record.get("tools"), place))
+    messages = with_system(messages, record, place)
+    conversation = Conversation(
+        place=place,
+        messages=messages,
+        tools=read_tools(record, place),
+        unused=unused_fields(record, read, messages),
+    )
     check_order(conversation)
     return conversation
 
 
-def with_system(messages: Sequence[Message], record: Mapping[str, Any]) -> list[Message]:
-    """``messages`` behind the text that the record has under ``system``, where they do not begin with one."""
-    system = record.get("system")
-    if isinstance(system, str) and system.strip() and not (messages and messages[0].role == "system"):
+def unused_fields(record: Mapping[str, Any], read: Iterable[str], messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return what ``messages``, read from the keys ``read`` of a record, do not contain of it."""
+    begins = bool(messages) and messages[0].role == "system"
+    system = ["system"] if begins and messages[0].content.strip() == str(record.get("system")).strip() else []
+    within = [name for message in messages for name in message.unread]
+    return tuple(dict.fromkeys([*unread(record, [*read, *system, tools_key(record)]), *within]))
+
+
+def with_system(messages: Sequence[Message], record: Mapping[str, Any], place: Place) -> list[Message]:
+    """Return ``messages`` behind the text that the record has under ``system``, where they do not begin with one.
+
+    Raises:
+        BadMessage: it is no text.
+    """
+    system = _text(record.get("system"), place, 0)
+    if system.strip() and not (messages and messages[0].role == "system"):
         return [Message(role="system", content=system), *messages]
     return list(messages)
+
+
+def _pair(record: Mapping[str, Any], place: Place) -> list[Message]:
+    """Return the messages of a question and an answer, behind those of ``history``."""
+    history = record["history"] if is_given(record.get("history")) else []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise BadMessage(place=str(place), number=0, reason="'history' must be a list of [question, answer] pairs")
+    asked = (_text(record.get(key), place, 2 * len(history) + 1) for key in ("instruction", "input"))
+    turns = [*history, ["\n\n".join(text for text in asked if text.strip()), record["output"]]]
+    said = (each for question, answer in turns for each in (("user", question), ("assistant", answer)))
+    return [_made(role, content, place, number) for number, (role, content) in enumerate(said, start=1)]
 
 
 def _given(record: Mapping[str, Any], key: str) -> bool:
@@ -82,16 +116,18 @@ def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message
     role = entry.get("role")
     if not isinstance(role, str):
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'role'")
-    fields, train = _fields(entry, place, number), _trained(entry, place, number)
-    return _made(role, entry.get("content"), place, number, fields, train)
+    _check_one_said(entry, place, number)
+    return _made(_OPENAI.get(role, role), entry.get("content"), place, number, entry)
 
 
-def _fields(entry: Mapping[str, Any], place: Place, number: int) -> dict[str, Any]:
-    fields = {key: value for key, value in entry.items() if key not in _OWN and value is not None}
-    calls = entry.get("tool_calls")
-    if calls:
-        fields["tool_calls"] = [_call(call, place, number) for call in _listed(calls, place, number)]
-    return fields
+def _check_one_said(entry: Mapping[str, Any], place: Place, number: int) -> None:
+    """Let a message pass that names its speaker and its content once, or twice the same."""
+    speaker = entry.get("from")
+    said = (("role", "from", entry.get("role"), _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else None),
+            ("content", "value", entry.get("content"), entry.get("value")))  # fmt: skip
+    for one, other, first, second in said:
+        if is_given(first) and is_given(second) and first != second:
+            raise BadMessage(place=str(place), number=number, reason=f"{one!r} and {other!r} differ; keep one of them")
 
 
 def _trained(entry: Mapping[str, Any], place: Place, number: int) -> bool | None:
@@ -110,26 +146,29 @@ def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
     speaker, value = entry.get("from"), entry.get("value")
     if not isinstance(speaker, str):
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'from'")
-    role = _SHAREGPT.get(speaker, speaker)
-    fields, train = _fields(entry, place, number), _trained(entry, place, number)
+    _check_one_said(entry, place, number)
     if speaker == "function_call":
-        calls = _parsed(value, place, number, "a function call")
-        fields["tool_calls"] = [_call(call, place, number) for call in _listed(calls, place, number)]
-        value = ""
-    return _made(role, value, place, number, fields, train)
+        entry, value = {**entry, "tool_calls": parsed(value, place, number, "a function call")}, ""
+    return _made(_SHAREGPT.get(speaker, speaker), value, place, number, entry)
 
 
-def _made(
-    role: str,
-    content: Any,
-    place: Place,
-    number: int,
-    fields: Mapping[str, Any] | None = None,
-    train: bool | None = None,
-) -> Message:
+def _made(role: str, content: Any, place: Place, number: int, entry: Mapping[str, Any] | None = None) -> Message:
+    """Return a message with the other keys of its object, ``entry``."""
+    entry = entry or {}
     if role not in ROLES:
         raise UnknownRole(place=str(place), number=number, role=role, known=ROLES)
-    return Message(role=role, content=_text(content, place, number), fields=fields or {}, train=train)
+    text = _text(content, place, number)
+    fields = {key: value for key, value in entry.items() if key not in _OWN and value is not None}
+    parts = content if isinstance(content, list) else []
+    left = [f"content.{key}" for part in parts for key in unread(part, _OF_PART)]
+    calls, older = entry.get("tool_calls"), entry.get("function_call")
+    if calls and is_given(older):
+        left.append("function_call")
+    if calls := calls or older:
+        fields["tool_calls"] = read_calls(calls, place, number)
+        left += [f"tool_calls.{key}" for key in unread_of_calls(calls)]
+    names = tuple(f"messages.{name}" for name in left)
+    return Message(role=role, content=text, fields=fields, train=_trained(entry, place, number), unread=names)
 
 
 def _text(content: Any, place: Place, number: int) -> str:
@@ -147,47 +186,3 @@ def _text(content: Any, place: Place, number: int) -> str:
     else:
         found = f"a {type(content).__name__}"
     raise BadMessage(place=str(place), number=number, reason=f"its content is {found}; only text can be trained on")
-
-
-def _call(call: Any, place: Place, number: int) -> dict[str, Any]:
-    """A tool call with its arguments as an object, which is how templates expect them."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadMessage(place=str(place), number=number, reason="a tool call has no function with a name")
-    arguments = function.get("arguments")
-    arguments = {} if arguments is None else _parsed(arguments, place, number, f"arguments of {function['name']}")
-    if not isinstance(arguments, dict):
-        raise BadMessage(place=str(place), number=number, reason=f"arguments of {function['name']} are no object")
-    named = {key: value for key, value in call.items() if key == "id" and value is not None}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _listed(value: Any, place: Place, number: int) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return [value]
-    if not isinstance(value, list):
-        raise BadMessage(place=str(place), number=number, reason="its tool calls are no list")
-    return value
-
-
-def _parsed(value: Any, place: Place, number: int, what: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise BadMessage(place=str(place), number=number, reason=f"{what}: no JSON: {error}") from error
-
-
-def read_tools(value: Any, place: Place) -> Sequence[Mapping[str, Any]] | None:
-    """The functions of a record that may be called, given as a list or as its JSON.
-
-    Raises:
-        BadMessage: they are something else.
-    """
-    tools = _parsed(value, place, 0, "'tools'")
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadMessage(place=str(place), number=0, reason="'tools' must be a list of JSON schemas")
-    return tools

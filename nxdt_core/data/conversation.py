@@ -26,16 +26,23 @@ class Message:
     """What else a template may read: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``, …"""
     train: bool | None = None
     """Whether the loss is on it; None leaves it to the configuration."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Keys within its content and its calls that nothing reads."""
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """Its tool calls."""
+        return self.fields.get("tool_calls") or ()
 
     @property
     def calls_tools(self) -> bool:
         """Whether a tool is to answer."""
-        return bool(self.fields.get("tool_calls"))
+        return bool(self.calls)
 
     def is_said_in(self, text: str) -> bool:
         """Whether a rendering has its words, reasoning aside, and the functions that it calls."""
         words = self.content.rpartition("</think>")[2].strip()
-        return words in text and all(call["function"]["name"] in text for call in self.fields.get("tool_calls", ()))
+        return words in text and all(call["function"]["name"] in text for call in self.calls)
 
     def for_template(self, nothing: str | None) -> dict[str, Any]:
         """As templates expect messages; ``nothing`` is the content of a turn that only calls tools."""
@@ -51,6 +58,8 @@ class Conversation:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
+    unused: tuple[str, ...] = ()
+    """Fields of the record that are not part of the conversation."""
 
 
 _MAY_FOLLOW: Mapping[str, tuple[str, ...]] = {

@@ -12,6 +12,7 @@ from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.chats import (
     BadMessage,
     EmptyTurn,
+    FieldsUnused,
     NotAChatTokenizer,
     RolesOutOfOrder,
     SpecialTokenInText,
@@ -282,6 +283,7 @@ __all__ = [
     "EmptyTurn",
     "EvaluationLibraryMissing",
     "ExpertsDoNotDivide",
+    "FieldsUnused",
     "ForeignConfigMissing",
     "ForeignFormatUnknown",
     "ForeignHasWeightsOnly",

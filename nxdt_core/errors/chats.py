@@ -1,5 +1,5 @@
 """Errors of conversations and chat templates, whatever data they are of: codes ``NXDT-D300`` to ``NXDT-D304``,
-``NXDT-D313`` to ``NXDT-D317``, ``NXDT-D320`` and ``NXDT-D321``."""
+``NXDT-D313`` to ``NXDT-D317`` and ``NXDT-D320`` to ``NXDT-D322``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nxdt_core.errors.base import NxdtError, listing
 __all__ = [
     "BadMessage",
     "EmptyTurn",
+    "FieldsUnused",
     "NotAChatTokenizer",
     "RolesOutOfOrder",
     "SpecialTokenInText",
@@ -192,3 +193,19 @@ class SpecialTokenInText(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "which": f"message {self.number}" if self.number else "its tools"}
+
+
+class FieldsUnused(NxdtError):
+    """Fields of a record that no sample would contain, where that is refused."""
+
+    code = "NXDT-D322"
+    happened = "{place}: neither the format nor the chat template uses {found}."
+    remedy = (
+        "Remove the fields, set data.chat_template to a template that writes them, or count them with "
+        "data.unused_fields: report."
+    )
+    place: str
+    names: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "found": listing(self.names)}

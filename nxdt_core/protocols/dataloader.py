@@ -143,6 +143,8 @@ class DataReport:
     """Records that were cut to fit."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Reason → records that no sample has."""
+    unused: Mapping[str, int] = field(default_factory=dict)
+    """Field of records that neither their format nor a chat template uses → records that have it."""
     efficiency: float | None = None
     """Share of the samples' positions that hold a token to predict from; the rest is padding."""
 

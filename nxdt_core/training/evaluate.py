@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.data.chat import ReservedTokens, prompt_ids
+from nxdt_core.data.chat import ReservedTokens, prompt_ids, runner_of
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.chat_records import read_record
+from nxdt_core.data.conversation import Conversation
+from nxdt_core.data.ignored import ignored_fields
 from nxdt_core.data.records import Place, read_records
 from nxdt_core.data.tokens import text_ids
+from nxdt_core.data.unused_fields import UnusedFields, unread
 from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingToJudge, QuestionTooLong, UnknownRecord
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_core.training.continuation import Sampling
@@ -43,7 +46,12 @@ class Answer:
 
 
 def questions(
-    files: Sequence[Path | str], tokenizer: Tokenizer, keys: ChatKeys, *, limit: int | None = None
+    files: Sequence[Path | str],
+    tokenizer: Tokenizer,
+    keys: ChatKeys,
+    *,
+    limit: int | None = None,
+    unused: UnusedFields | None = None,
 ) -> Iterator[Question]:
     """The records of files as questions, rendered as in training.
 
@@ -55,18 +63,23 @@ def questions(
         tokenizer: of the model.
         keys: how messages become text.
         limit: records to take, the first ones; None takes all.
+        unused: counts the fields that neither question nor answer contains; None does not count.
 
     Raises:
         NxdtError: of the files and records, as of those two.
         NoAnswerToJudge, ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of a record.
         SpecialTokenInText: a message of a conversation would become a special token, and ``keys`` do not let it.
+        FieldsUnused: a record has fields that nothing uses, and ``unused`` refuses them.
     """
     reserved = None
     if isinstance(tokenizer, ChatTokenizer):
         reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
     records, _ = read_records(map(Path, files), "FILES", example=_EXAMPLE)
     for place, record in islice(records, limit):
-        yield _question(place, record, tokenizer, keys, reserved)
+        question, left = _question(place, record, tokenizer, keys, reserved)
+        if unused is not None:
+            unused.add(place, left)
+        yield question
 
 
 def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling) -> Iterator[Answer]:
@@ -114,10 +127,11 @@ def scores(answers: Sequence[Answer]) -> dict[str, float]:
 
 def _question(
     place: Place, record: Mapping[str, Any], tokenizer: Tokenizer, keys: ChatKeys, reserved: ReservedTokens | None
-) -> Question:
+) -> tuple[Question, Iterable[str]]:
+    """Return the question of a record, and the fields that it does not use."""
     if isinstance(record.get("prompt"), str) and isinstance(record.get("answer"), str):
         ids = text_ids(record["prompt"], tokenizer)
-        return _checked(str(place), ids, record["answer"])
+        return _checked(str(place), ids, record["answer"]), unread(record, ("prompt", "answer"))
     try:
         conversation = read_record(record, place)
     except UnknownRecord as error:
@@ -130,7 +144,22 @@ def _question(
         reserved.check((message.content for message in asked), str(place))
     messages = [message.for_template("") for message in asked]
     ids = prompt_ids(messages, tokenizer, keys, place=str(place), tools=conversation.tools)
-    return _checked(str(place), ids, last.content)
+    ignored = _ignored(replace(conversation, messages=asked), tokenizer, keys)
+    left = (f"messages.{name}" for name in unread(last.fields, ()))
+    return _checked(str(place), ids, last.content), (*conversation.unused, *ignored, *left)
+
+
+def _ignored(asked: Conversation, tokenizer: Tokenizer, keys: ChatKeys) -> tuple[str, ...]:
+    """Return what the chat template leaves out of a question."""
+    runner = runner_of(keys, tokenizer) if isinstance(tokenizer, ChatTokenizer) else None
+    if runner is None:
+        return ()
+
+    def render(other: Conversation) -> str:
+        messages = [message.for_template("") for message in other.messages]
+        return runner.run(messages, place=str(asked.place), prompts=True, tools=other.tools)[0]
+
+    return ignored_fields(asked, render(asked), render)
 
 
 def _checked(place: str, ids: list[int], wanted: str) -> Question:

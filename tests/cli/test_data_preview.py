@@ -91,3 +91,17 @@ def test_what_training_would_refuse_is_refused(nxdt):
     assert done.returncode == 2
     assert "[NXDT-D310]" in done.stderr
     assert "chats.jsonl:" in done.stderr
+
+
+def test_fields_that_nothing_uses_are_counted(nxdt, tmp_path):
+    record = {"input": "Where?", "output": "Here.", "id": 7}
+    (tmp_path / "chats.jsonl").write_text((json.dumps(record) + "\n") * 2)
+    words = ("data", "preview", RECIPE, f"data.train_files=[{tmp_path}/chats.jsonl]", "data.validation_fraction=0")
+    done = nxdt(*words)
+    assert "unused   id in 2 records\n" in done.stdout
+    assert "train data: unused: id in 2 records" in done.stderr
+    assert json.loads(nxdt(*words, "--json").stdout)["report"]["unused"] == {"id": 2}
+    done = nxdt(*words, "data.unused_fields=refuse")
+    assert done.returncode == 2
+    assert "[NXDT-D322]" in done.stderr
+    assert "chats.jsonl:1" in done.stderr

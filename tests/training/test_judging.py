@@ -23,7 +23,8 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.paths import resolve_path
 from nxdt_core.data.chat_keys import ChatKeys
-from nxdt_core.errors import NxdtError, SpecialTokenInText
+from nxdt_core.data.unused_fields import UnusedFields
+from nxdt_core.errors import FieldsUnused, NxdtError, SpecialTokenInText
 from nxdt_core.training.evaluate import Answer, Question, questions, scores
 from nxdt_core.training.generate import generate
 from nxdt_core.training.run import train
@@ -144,15 +145,18 @@ def test_texts_to_go_on_from_need_a_tokenizer_before_anything_is_trained(tmp_pat
 
 def test_evaluate_prints_what_the_library_finds(trained, tmp_path, capsys):
     file = tmp_path / "held.jsonl"
-    file.write_text('{"prompt": "In the", "answer": "beginning"}\n{"prompt": "And", "answer": "the earth"}\n')
+    file.write_text('{"prompt": "In the", "answer": "beginning"}\n{"prompt": "And", "answer": "the earth", "id": 1}\n')
     uri = str(trained.run_dir / "checkpoints")
     assert main(["evaluate", uri, str(file), "--max-new-tokens", "4", "--limit", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 2
     assert found["records"] == 1
-    assert set(found) == {"step", "records", "exact_match", "rouge1", "rouge2", "rougeL"}
+    assert found["unused"] == {}
+    assert set(found) == {"step", "records", "unused", "exact_match", "rouge1", "rouge2", "rougeL"}
     assert main(["evaluate", uri, str(file), "--max-new-tokens", "2", "--show", "1"]) == 0
-    assert f"{file}:1\n  wanted: beginning\n  given:" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{file}:1\n  wanted: beginning\n  given:" in said
+    assert "\nunused:       id in 1 record\n" in said
 
 
 def test_scores_are_means_of_exact_matches_and_of_rouge():
@@ -239,6 +243,25 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(NxdtError, match=r"E005.*ROUGE figures need rouge-score(.|\n)*nxdt-core\[evaluate\]"):
         scores([Answer(question=Question(place="", ids=[1], wanted="a"), given="b")])
+
+
+def test_fields_of_questions_that_nothing_uses_are_counted_or_refused(tmp_path):
+    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=CHAT))
+    asked, answer = {"role": "user", "content": "Where?", "name": "eve"}, {"role": "assistant", "content": "There."}
+    records = (
+        {"prompt": "x", "answer": "y", "id": 1},
+        {"input": "a", "output": "b", "history": [["c", "d"]], "id": 2},
+        {"messages": [asked, {**answer, "reasoning_content": "Near."}], "conversations": [asked]},
+    )
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    unused = UnusedFields("report")
+    _, other, _ = questions([file], tokenizer, ChatKeys(), unused=unused)
+    assert "d<|im_end|>" in tokenizer.spell(other.ids)
+    ones = ("conversations", "messages.name", "messages.reasoning_content")
+    assert unused.counts == {"id": 2, **dict.fromkeys(ones, 1)}
+    with pytest.raises(FieldsUnused, match=r"chats\.jsonl:1: .*'id'"):
+        list(questions([file], tokenizer, ChatKeys(), unused=UnusedFields("refuse")))
 
 
 @pytest.mark.parametrize("allowed", [False, True])

@@ -102,6 +102,7 @@ def _report(report: DataReport) -> dict[str, Any]:
         "by_turn": [_count(count) for count in report.by_turn],
         "truncated": report.truncated,
         "left_out": dict(report.left_out),
+        "unused": dict(report.unused),
         "efficiency": report.efficiency,
     }
 

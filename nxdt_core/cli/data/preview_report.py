@@ -9,6 +9,7 @@ import click
 
 from nxdt_core.cli.table import print_facts, print_table
 from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
+from nxdt_core.data.unused_fields import describe_unused
 from nxdt_core.protocols.dataloader import DataReport, TokenCount
 
 __all__ = ["length_summary", "print_preview"]
@@ -107,6 +108,8 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
         yield "truncated", f"{report.truncated:,} records"
     for reason, count in report.left_out.items():
         yield "left out", f"{count:,} records: {reason}"
+    if report.unused:
+        yield "unused", describe_unused(report.unused)
     if report.efficiency is not None:
         yield "filled", f"{report.efficiency:.1%} of the samples' positions"
 

@@ -20,6 +20,7 @@ from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
 from nxdt_core.config.paths import resolve_path
 from nxdt_core.data.chat_templates import shipped_template
 from nxdt_core.data.collate import blank_like, collate
+from nxdt_core.errors import FieldsUnused
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import DataContext
 
@@ -99,6 +100,26 @@ def test_calls_and_tools_may_be_given_as_their_json(write):
     assert "Here." in chosen
     assert chosen.endswith("On its way.<|im_end|>")
     assert '"arguments": {"x": 2}' in rejected
+
+
+def test_fields_of_a_pair_that_nothing_uses_are_counted_or_refused(write, tmp_path, caplog):
+    template = tmp_path / "answers.jinja"
+    template.write_text("{% for m in messages if m.role != 'system' %}{{ m.content }}|{% endfor %}")
+    texts = {"prompt": "a", "chosen": "b", "rejected": "c", "system": "S", "tools": [{"name": "f"}], "margin": 0.5}
+    reasoned = {**YES, "reasoning_content": "It left."}
+    turns = {"prompt": ASKED, "chosen": [reasoned], "rejected": [NO], "tools": [{"name": "f"}], "images": ["x.png"]}
+    same = {"chosen": [*ASKED, YES], "rejected": [*ASKED, NO], "system": "Be long.", "chosen_score": 2}
+    asked = {"prompt": "Where?", "chosen": [YES], "rejected": [NO], "images": []}
+    file = write([texts, turns, same, asked])
+    keys = {"seq_length": 96, "chat_template_file": template, "train_files": (file,)}
+    unused = {"system": 2, "system messages": 2, "tools": 2}
+    ones = ("chosen_score", "images", "margin", "messages.reasoning_content")
+    assert loader(chat_tokenizer(), **keys).split("train").report().unused == {**unused, **dict.fromkeys(ones, 1)}
+    assert "train data: unused: system in 2 records, system messages in 2 records, tools in 2 records" in caplog.text
+    assert "margin in 1 record" in caplog.text
+    with pytest.raises(FieldsUnused, match=r"pairs\.jsonl:1: .* uses 'system', 'tools', 'margin'"):
+        loader(chat_tokenizer(), unused_fields="refuse", **keys).split("train")
+    assert loader(chat_tokenizer(), seq_length=96, train_files=(write([asked]),)).split("train").report().unused == {}
 
 
 def test_a_template_may_know_calls_by_content_that_is_null(write, tmp_path):

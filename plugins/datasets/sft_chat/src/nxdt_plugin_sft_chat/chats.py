@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.conversation import ROLES
 from nxdt_core.data.tokens import compact_dtype
+from nxdt_core.data.unused_fields import UnusedFields
 from nxdt_core.protocols.dataloader import DataReport, TokenCount
 from nxdt_plugin_sft_chat.config import Truncation
 from nxdt_plugin_sft_chat.encoding import Encoded
@@ -44,6 +45,10 @@ class Chats:
     """[1] conversations that were cut."""
     left_out: NDArray[np.int64]
     """[reasons] conversations that are not among these."""
+    unused_fields: NDArray[np.str_]
+    """[fields] fields of records that nothing uses."""
+    unused_counts: NDArray[np.int64]
+    """[fields] records that have them."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -65,6 +70,7 @@ class Chats:
             by_turn=[TokenCount(tokens=count, trained=trained) for count, trained in self.turns.T[1:].tolist()],
             truncated=int(self.truncated[0]),
             left_out={reason: count for reason, count in zip(_REASONS, self.left_out.tolist(), strict=True) if count},
+            unused=dict(zip(self.unused_fields.tolist(), self.unused_counts.tolist(), strict=True)),
         )
 
 
@@ -90,19 +96,22 @@ def _counted(turns: NDArray[np.int16]) -> dict[int, int]:
     return {turn: int(count) for turn, count in enumerate(np.bincount(turns)) if turn and count}
 
 
-def gather(encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncation, vocab_size: int) -> Chats:
+def gather(
+    encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncation, vocab_size: int, unused: UnusedFields
+) -> Chats:
     """Cut, drop or refuse what is too long, leave out what would train nothing, and put the rest end to end.
 
     A conversation of n tokens takes n - 1 places of a sequence: nothing follows its last token.
 
     Raises:
         ChatTooLong: one does not fit, and that is refused; tells of all that do not.
+        FieldsUnused: a record has fields that nothing uses, and ``unused`` refuses them.
     """
     tally = _Tally()
     parts: list[NDArray[np.unsignedinteger]] = []
     masks: list[NDArray[np.bool_]] = []
     dtype = compact_dtype(vocab_size)
-    for chat, cut in _fitting(encoded, seq_length + 1, truncation, tally):
+    for chat, cut in _fitting(_counting(encoded, unused), seq_length + 1, truncation, tally):
         if not chat.trained[1:].any():
             tally.left_out[_CUT_AWAY if cut else _UNTRAINED] += 1
             continue
@@ -119,7 +128,15 @@ def gather(encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncatio
         turns=np.array([[counts[turn] for turn in turns] for counts in (tally.turns, tally.turns_trained)]),
         truncated=np.array([tally.truncated]),
         left_out=np.array([tally.left_out[reason] for reason in _REASONS]),
+        unused_fields=np.array(list(unused.counts), np.str_),
+        unused_counts=np.array(list(unused.counts.values()), np.int64),
     )
+
+
+def _counting(encoded: Iterable[Encoded], unused: UnusedFields) -> Iterator[Encoded]:
+    for chat in encoded:
+        unused.add(chat.place, chat.unused)
+        yield chat
 
 
 def _fitting(

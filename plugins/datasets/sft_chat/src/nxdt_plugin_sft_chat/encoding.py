@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -37,18 +37,16 @@ class Encoded:
     """Index in :data:`ROLES` of who says it, or :data:`TEMPLATE`."""
     turns: NDArray[np.int16]
     """Of an assistant's token: the number of the turn, from 1; elsewhere 0."""
+    unused: tuple[str, ...] = ()
+    """Fields of the record that the tokens do not depend on."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def cut(self, part: slice) -> Encoded:
         """The same with fewer tokens."""
-        return Encoded(
-            place=self.place,
-            ids=self.ids[part],
-            trained=self.trained[part],
-            roles=self.roles[part],
-            turns=self.turns[part],
+        return replace(
+            self, ids=self.ids[part], trained=self.trained[part], roles=self.roles[part], turns=self.turns[part]
         )
 
 
@@ -102,7 +100,8 @@ def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds
         trained[part] |= number in rendered.trained
         roles[part] = ROLES.index(role)
         turns[part] = turn if role == "assistant" else 0
-    return Encoded(place=conversation.place, ids=located.ids, trained=trained, roles=roles, turns=turns)
+    unused = (*conversation.unused, *rendered.ignored)
+    return Encoded(place=conversation.place, ids=located.ids, trained=trained, roles=roles, turns=turns, unused=unused)
 
 
 def _spoken(conversation: Conversation, rendered: Rendered) -> Sequence[Span]:

@@ -15,6 +15,7 @@ from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
 from nxdt_core.data.records import Record, read_records
 from nxdt_core.data.tokens import padding_id
+from nxdt_core.data.unused_fields import UnusedFields, describe_unused
 from nxdt_core.errors import DataNeedsTokenizer, NotAChatTokenizer, TemplateMissing
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
@@ -83,6 +84,7 @@ class ChatDataloader:
     def _chats(self, records: Sequence[Record], source: str) -> Chats:
         """The records that fit, from the run's directory where they lie there for the same ``source``."""
         length, directory = self._context.seq_length, self._context.cache_dir
+        mode = self._config.unused_fields
 
         def chats() -> Chats:
             return gather(
@@ -90,11 +92,12 @@ class ChatDataloader:
                 seq_length=length,
                 truncation=self._config.truncation,
                 vocab_size=self._tokenizer.vocab_size,
+                unused=UnusedFields(mode),
             )
 
         if directory is None:
             return chats()
-        return cached_arrays(directory, f"chats-{digest(source, length)}", Chats, chats, _unkept)
+        return cached_arrays(directory, f"chats-{digest(source, length, mode)}", Chats, chats, _unkept)
 
     def _records(self, name: SplitName) -> tuple[Sequence[Record], str]:
         """The records of a split, and a digest of what decides them."""
@@ -141,3 +144,5 @@ def _tell(chats: Chats, split: SplitName) -> None:
         _log.warning("%s data: %d records are left out: %s", split, count, reason)
     if report.truncated:
         _log.warning("%s data: %d records are cut to the sequence length", split, report.truncated)
+    if report.unused:
+        _log.warning("%s data: unused: %s", split, describe_unused(report.unused))

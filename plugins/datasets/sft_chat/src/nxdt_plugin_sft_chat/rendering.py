@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from nxdt_core.data.chat import Span, TemplateRunner
 from nxdt_core.data.conversation import Conversation, Message
+from nxdt_core.data.ignored import ignored_fields
 from nxdt_core.errors import TemplateRefuses
 from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
 
@@ -30,6 +31,8 @@ class Rendered:
     text: str
     trained: Mapping[int, Span]
     """Number of a message, from 0 → the characters that the loss is on."""
+    ignored: tuple[str, ...]
+    """Parts of the conversation that the template does not write."""
 
 
 class Renderer:
@@ -71,7 +74,8 @@ class Renderer:
             found = {number: self._between_prefixes(conversation, number, text) for number in trained}
         for number, (start, end) in found.items():
             self._check_span(conversation, number, text[start:end])
-        return Rendered(text=text, trained=found)
+        ignored = ignored_fields(conversation, text, lambda other: self._run(other, len(other.messages))[0])
+        return Rendered(text=text, trained=found, ignored=ignored)
 
     def _marked(self, conversation: Conversation, trained: Sequence[int]) -> tuple[str, dict[int, Span]]:
         messages = conversation.messages

@@ -33,6 +33,7 @@ class PairDataset:
         pad_id: of the tokens behind the last pair.
         source: digest of what the pairs were made of.
         left_out: reason → records of which there is no pair.
+        unused: field of records that nothing uses → records that have it.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class PairDataset:
         pad_id: int,
         source: str,
         left_out: Mapping[str, int] | None = None,
+        unused: Mapping[str, int] | None = None,
     ) -> None:
         self._pairs = pairs
         self._packs = packs
@@ -51,6 +53,7 @@ class PairDataset:
         self._pad_id = pad_id
         self._source = source
         self._left_out = left_out or {}
+        self._unused = unused or {}
 
     def __len__(self) -> int:
         return len(self._pairs if self._packs is None else self._packs)
@@ -98,5 +101,6 @@ class PairDataset:
             lengths=lengths.max(axis=1),
             truncated=sum(pair.cut for pair in self._pairs),
             left_out=self._left_out,
+            unused=self._unused,
             efficiency=int(lengths.sum()) / places if places else None,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nxdt_plugin_preference.config import TruncationMode
 from nxdt_plugin_preference.errors import NoRoomForAnswers
@@ -34,4 +34,4 @@ class Fitting:
         limit = self.max_prompt_length
         prompt = pair.prompt[:limit] if self.mode == "keep_start" else pair.prompt[-limit:]
         left = self.seq_length - len(prompt)
-        return Pair(prompt=prompt, chosen=pair.chosen[:left], rejected=pair.rejected[:left], cut=True)
+        return replace(pair, prompt=prompt, chosen=pair.chosen[:left], rejected=pair.rejected[:left], cut=True)

@@ -13,6 +13,7 @@ from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import draw
 from nxdt_core.data.records import Record, read_records
 from nxdt_core.data.tokens import padding_id
+from nxdt_core.data.unused_fields import UnusedFields, describe_unused
 from nxdt_core.errors import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ class PreferenceDataloader:
             BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn, TemplateRefuses, AnswersInseparable,
             SpecialTokenInText: of a record; each names the file and the line.
             EmptySplit, PairsCutAlike: no pair is left.
+            FieldsUnused: a record has fields that nothing uses, and the configuration refuses them.
         """
         if self._config.validation_fraction and name != "test":
             divided, source = self._division
@@ -86,7 +88,12 @@ class PreferenceDataloader:
     def _dataset(self, records: Sequence[Record], source: str, name: SplitName) -> PairDataset:
         """The pairs of a split's records, of which ``source`` is a digest."""
         renderer = Renderer(self._tokenizer, self._config)
-        fitted = [self._fitting.fit(renderer.render(read_preference(record, place))) for place, record in records]
+        unused = UnusedFields(self._config.unused_fields)
+        fitted = []
+        for place, record in records:
+            rendered = renderer.render(read_preference(record, place))
+            unused.add(place, rendered.unused)
+            fitted.append(self._fitting.fit(rendered))
         pairs = [pair for pair in fitted if pair.chosen != pair.rejected]
         seq_length, left_out = self._fitting.seq_length, len(fitted) - len(pairs)
         if not pairs:
@@ -95,6 +102,8 @@ class PreferenceDataloader:
             _log.warning("%s data: %d records are left out: %s", name, left_out, _ALIKE)
         if cut := sum(pair.cut for pair in pairs):
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
+        if unused.counts:
+            _log.warning("%s data: unused: %s", name, describe_unused(unused.counts))
         packs = None
         if self._config.packing:
             packs = drawn_bins(np.array([pair.lengths for pair in pairs], np.int64), seq_length, seed=self._seed)
@@ -105,4 +114,5 @@ class PreferenceDataloader:
             pad_id=padding_id(self._tokenizer),
             source=digest("preference", source, renderer.fingerprint(), self._fitting, len(pairs)),
             left_out={_ALIKE: left_out} if left_out else {},
+            unused=unused.counts,
         )

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.data.chat_records import read_message, read_tools, with_system
+from nxdt_core.data.chat_calls import read_tools
+from nxdt_core.data.chat_records import read_message, unused_fields, with_system
 from nxdt_core.data.conversation import Conversation, Message, check_order
 from nxdt_core.data.records import Place
+from nxdt_core.data.unused_fields import unread
 from nxdt_core.errors.base import listing
 from nxdt_plugin_preference.errors import (
     AnswerEmpty,
@@ -27,6 +29,8 @@ Turns = tuple[Message, ...]
 Text = str | Turns
 """A text as it stands, or messages for a chat template."""
 
+_KEYS = ("prompt", "chosen", "rejected")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
@@ -38,6 +42,8 @@ class Preference:
     rejected: Text
     tools: Sequence[Mapping[str, Any]] | None = None
     """JSON schemas of functions that the assistant may call."""
+    unused: tuple[str, ...] = ()
+    """Fields of the record that are not part of the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,13 @@ def read_preference(record: Mapping[str, Any], place: Place) -> Preference:
         raise PromptMissing(place=str(place), found="the key is not there" if prompt is None else "it is empty")
     if answers["chosen"] == answers["rejected"]:
         raise AnswersEqual(place=str(place))
-    return Preference(place=place, prompt=prompt, chosen=answers["chosen"], rejected=answers["rejected"])
+    return Preference(
+        place=place,
+        prompt=prompt,
+        chosen=answers["chosen"],
+        rejected=answers["rejected"],
+        unused=tuple(unread(record, _KEYS)),
+    )
 
 
 def _answer(record: Mapping[str, Any], key: str, place: Place) -> Text:
@@ -115,14 +127,20 @@ def _conversation(
         raise PromptMissing(place=str(place), found="it is empty")
     if answers["chosen"] == answers["rejected"]:
         raise AnswersEqual(place=str(place))
-    asked = tuple(with_system(asked, record))
+    asked = tuple(with_system(asked, record, place))
     for key, answer in answers.items():
         for end, turn in (("begins", answer[0]), ("ends", answer[-1])):
             if turn.role != "assistant":
                 raise AnswerOfOthers(place=str(place), key=key, end=end, role=turn.role)
         check_order(Conversation(place=_part(place, f"prompt and {key!r}"), messages=[*asked, *answer]))
-    tools = read_tools(record.get("tools"), place)
-    return Preference(place=place, prompt=asked, chosen=answers["chosen"], rejected=answers["rejected"], tools=tools)
+    return Preference(
+        place=place,
+        prompt=asked,
+        chosen=answers["chosen"],
+        rejected=answers["rejected"],
+        tools=read_tools(record, place),
+        unused=unused_fields(record, _KEYS, [*asked, *answers["chosen"], *answers["rejected"]]),
+    )
 
 
 def _behind(prompt: Turns, answers: Mapping[str, Turns]) -> Mapping[str, Turns]:

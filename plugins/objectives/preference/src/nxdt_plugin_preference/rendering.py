@@ -7,12 +7,14 @@ into an answer belongs to the answers, as in TRL.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nxdt_core.data.chat import ReservedTokens, runner_of
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.chat_templates import template_names
+from nxdt_core.data.conversation import Conversation
 from nxdt_core.data.digest import digest
+from nxdt_core.data.ignored import ignored_fields
 from nxdt_core.errors import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
@@ -30,6 +32,8 @@ class Pair:
     rejected: list[int]
     cut: bool = False
     """Whether it was longer."""
+    unused: tuple[str, ...] = ()
+    """Fields of the record that the tokens do not depend on."""
 
     @property
     def answers(self) -> tuple[list[int], list[int]]:
@@ -73,7 +77,7 @@ class Renderer:
         found = self._rendered(pair)
         if found.chosen == found.rejected:
             raise AnswersEqual(place=str(pair.place), where=" in tokens")
-        return found
+        return replace(found, unused=(*pair.unused, *found.unused))
 
     def _rendered(self, pair: Preference) -> Pair:
         if not isinstance(pair.prompt, str):
@@ -109,32 +113,38 @@ class _Messages:
             said = ((turn.content, turn.fields) for turn in conversations[key])
             self._reserved.check(said, str(pair.place), tools=pair.tools)
         try:
-            texts = self._texts(pair, prompt, conversations, "")
+            texts, ignored = self._texts(pair, prompt, conversations, "")
         except TemplateRefuses as refusal:
             # Some templates know a turn that only calls tools by its content being null.
             if not any(turn.calls_tools and not turn.content for turns in conversations.values() for turn in turns):
                 raise
             try:
-                texts = self._texts(pair, prompt, conversations, None)
+                texts, ignored = self._texts(pair, prompt, conversations, None)
             except TemplateRefuses:
                 raise refusal from None
-        return _parted([located.ids.tolist() for located in self._tokenizer.locate(texts)])
+        found = _parted([located.ids.tolist() for located in self._tokenizer.locate(texts)])
+        return replace(found, unused=ignored)
 
     def _texts(
         self, pair: Preference, prompt: Turns, conversations: Mapping[str, Turns], nothing: str | None
-    ) -> list[str]:
-        """The prompt alone, and each conversation up to the end of its last turn; space behind that is nobody's
-        answer."""
+    ) -> tuple[list[str], tuple[str, ...]]:
+        """Return the prompt alone and each conversation up to the end of its last turn, and what the template ignores.
 
-        def written(turns: Turns, *, prompts: bool = False) -> str:
-            messages = [turn.for_template(nothing) for turn in turns]
-            return self._runner.run(messages, place=str(pair.place), tools=pair.tools, prompts=prompts)[0]
+        Space behind the last turn is nobody's answer."""
+
+        def render(conversation: Conversation, *, prompts: bool = False) -> str:
+            messages = [turn.for_template(nothing) for turn in conversation.messages]
+            return self._runner.run(messages, place=str(pair.place), tools=conversation.tools, prompts=prompts)[0]
+
+        def conversation_of(turns: Turns) -> Conversation:
+            return Conversation(place=pair.place, messages=turns, tools=pair.tools)
 
         # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
-        begins = [written(prompt, prompts=prompts) for prompts in (True, False)]
-        texts = [begins[0]]
+        begins = [render(conversation_of(prompt), prompts=prompts) for prompts in (True, False)]
+        texts, ignored = [begins[0]], dict[str, None]()
         for key, turns in conversations.items():
-            text = written(turns)
+            conversation = conversation_of(turns)
+            text = render(conversation)
             begin = next((begin for begin in begins if text.startswith(begin)), None)
             if begin is None:
                 raise AnswersInseparable(place=str(pair.place), key=key)
@@ -143,8 +153,9 @@ class _Messages:
                     reason = f"it leaves out what message {number} of prompt and {key!r} says or calls"
                     origin = self._runner.template.origin
                     raise TemplateRefuses(place=str(pair.place), origin=origin, reason=reason)
+            ignored |= dict.fromkeys(ignored_fields(conversation, text, render))
             texts.append(text.rstrip())
-        return texts
+        return texts, tuple(ignored)
 
 
 def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:
