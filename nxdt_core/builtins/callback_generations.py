@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 
 from nxdt_core.builtins.callback_config import GenerationsConfig
+from nxdt_core.checkpoint.hf_source import HFSource
 from nxdt_core.data.chat import prompt_ids, stop_ids
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.tokens import text_ids
@@ -54,7 +55,8 @@ class Generations(pl.Callback):
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )
         keys = assemble.chat_keys(pl_module.config)
-        stops = stop_ids(keys, tokenizer)
+        source = HFSource.of_facts(pl_module.hf_facts)
+        stops = {*stop_ids(keys, tokenizer), *(() if source is None else source.stops_of(tokenizer))}
         for number, prompt in enumerate(config.prompts):
             written = continue_ids(
                 pl_module.model,

@@ -10,7 +10,8 @@ import torch
 
 from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.assignment import Held, Listing, Place
-from nxdt_core.checkpoint.hf_files import CONFIG, HFWeights, read_json
+from nxdt_core.checkpoint.hf_files import HFWeights
+from nxdt_core.checkpoint.hf_json import CONFIG, read_json
 from nxdt_core.checkpoint.hf_keys import Source, exchange_of, sources
 from nxdt_core.errors import ArchitectureUnread
 from nxdt_core.kernel import Kernel

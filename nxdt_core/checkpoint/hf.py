@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.hf_files import CONFIG, HFWeights, read_json
+from nxdt_core.checkpoint.hf_files import HFWeights
+from nxdt_core.checkpoint.hf_json import CONFIG, read_json
 from nxdt_core.checkpoint.hf_keys import exchange_of, sources
 from nxdt_core.checkpoint.hf_plan import MAX_SHARD_BYTES, HFShard, plan_hf
 from nxdt_core.checkpoint.hf_write import write_hf

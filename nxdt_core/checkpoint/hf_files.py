@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,15 +11,15 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nxdt_core.checkpoint.hf_json import read_json
 from nxdt_core.checkpoint.hf_keys import Source
 from nxdt_core.checkpoint.safetensors_layout import DTYPES
 from nxdt_core.devices import HOST
 from nxdt_core.errors import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsPickled
 from nxdt_core.nn.patterns import matches_any
 
-__all__ = ["CONFIG", "INDEX", "WEIGHTS", "HFWeights", "read_json"]
+__all__ = ["INDEX", "WEIGHTS", "HFWeights"]
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin.index.json", "pytorch_model*.bin", "consolidated*.pth")
@@ -152,22 +151,3 @@ class HFWeights:
 
 def _without_first_word(name: str) -> str:
     return name.partition(".")[2]
-
-
-def read_json(directory: Path, file: str) -> dict[str, Any]:
-    """The JSON object in a file of a directory.
-
-    Raises:
-        HFFileMissing: there is no such file.
-        HFFileDamaged: it is no JSON object.
-    """
-    path = directory / file
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise HFFileMissing(directory=str(directory), wanted=f"'{file}'") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise HFFileDamaged(path=str(path), reason=str(error)) from error
-    if not isinstance(content, dict):
-        raise HFFileDamaged(path=str(path), reason="it is no JSON object")
-    return content

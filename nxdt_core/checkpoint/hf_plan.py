@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from nxdt_core.checkpoint.hf_files import CONFIG, INDEX, WEIGHTS
+from nxdt_core.checkpoint.hf_files import INDEX, WEIGHTS
+from nxdt_core.checkpoint.hf_json import CONFIG, GENERATION_CONFIG, json_bytes
 from nxdt_core.checkpoint.hf_keys import HFTensor, exchange_of, sources
+from nxdt_core.checkpoint.hf_settings import hf_settings
+from nxdt_core.checkpoint.hf_source import HFSource
 from nxdt_core.checkpoint.safetensors_layout import SafetensorsLayout, TensorSpec, grouped
 from nxdt_core.errors import WeightsDoNotFit
 from nxdt_core.protocols.model import ModelBuilder
@@ -19,10 +21,6 @@ __all__ = ["MAX_SHARD_BYTES", "HFPlan", "HFShard", "plan_hf"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Size of a weights file beyond which another is begun, as in transformers."""
-_GENERATION_CONFIG = "generation_config.json"
-_MOST_SUPPRESSED = 1024
-"""Rows of the embedding beyond the tokenizer's ids that are padding, and are kept from being generated; where there are
-more, the tokenizer is not that of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +45,8 @@ class HFPlan:
     shards: tuple[HFShard, ...]
     texts: Mapping[str, bytes]
     """The other files by name, ``config.json`` last: without it nothing takes the directory for a model."""
+    notes: tuple[str, ...] = ()
+    """What the source of the weights had and the directory lacks, a sentence each."""
 
     @property
     def size_bytes(self) -> int:
@@ -69,17 +69,19 @@ def plan_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     more: Mapping[str, bytes] | None = None,
     stop_ids: Sequence[int] = (),
+    source: HFSource | None = None,
 ) -> HFPlan:
     """Plan the directory of a model.
 
     Args:
         builder: gives configuration and names.
         held: dtype and whole shape of each tensor that there is, by global name; copies of tied ones are left out.
-        tokenizer: its special ids go into the configuration; without one they are null there.
+        tokenizer: its special ids go into the configuration; without one they are those of ``source``, or null.
         dtype: of floating-point tensors in the directory; None keeps what they have.
         max_shard_bytes: of one weights file; a larger tensor has a file of its own.
         more: further files, such as the tokenizer's.
         stop_ids: tokens that end what the model writes, where the tokenizer's end of text is not the only one.
+        source: the directory that the weights came from, whose settings the new one keeps.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
@@ -105,25 +107,12 @@ def plan_hf(
     if len(shards) > 1:
         total = sum(spec.size_bytes for spec in specs.values())
         files = {name: shard.file for shard in shards for name in shard.tensors}
-        texts[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": files})
-    special = {f"{key}_token_id": getattr(tokenizer, f"{key}_id", None) for key in ("bos", "eos", "pad")}
-    theirs = exchange_of(builder).config_to_hf()
-    if tokenizer is not None:
-        texts[_GENERATION_CONFIG] = _json(_generation(special, stop_ids, tokenizer, theirs.get("vocab_size", 0)))
-    config = {**theirs, "torch_dtype": next(iter(specs.values())).dtype, **special}
-    return HFPlan(shards=shards, texts={**texts, CONFIG: _json(config)})
-
-
-def _generation(
-    special: Mapping[str, int | None], stop_ids: Sequence[int], tokenizer: Tokenizer, rows: int
-) -> dict[str, Any]:
-    config: dict[str, Any] = {key: value for key, value in special.items() if value is not None}
-    if stop_ids:
-        config["eos_token_id"] = stop_ids[0] if len(stop_ids) == 1 else [*stop_ids]
-    padding = list(range(tokenizer.vocab_size, rows))
-    if 0 < len(padding) <= _MOST_SUPPRESSED:
-        config["suppress_tokens"] = padding
-    return config
+        texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": files})
+    settings = hf_settings(exchange_of(builder).config_to_hf(), tokenizer, stop_ids, source)
+    if settings.generation is not None:
+        texts[GENERATION_CONFIG] = json_bytes(settings.generation)
+    texts[CONFIG] = json_bytes({**settings.config, "torch_dtype": next(iter(specs.values())).dtype})
+    return HFPlan(shards=shards, texts=texts, notes=settings.notes)
 
 
 def _check(held: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]], users: set[str]) -> None:
@@ -140,7 +129,3 @@ def _check(held: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]]
 
 def _dtype(own: str, wanted: str | None) -> str:
     return wanted if wanted is not None and own.startswith(("float", "bfloat")) else own
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()

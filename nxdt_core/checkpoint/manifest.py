@@ -53,6 +53,9 @@ class CheckpointFacts:
     """Digest of the frozen weights below an adapter; empty without one."""
     without_base: bool = False
     """Whether it leaves them out."""
+    hf: Mapping[str, Any] = field(default_factory=dict)
+    """What the Hugging Face directory that the weights came from says of using the model
+    (:meth:`nxdt_core.checkpoint.hf_source.HFSource.facts`); empty where they came from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

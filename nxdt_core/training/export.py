@@ -11,6 +11,7 @@ from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.averages import AVERAGE, average_index
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.hf_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
+from nxdt_core.checkpoint.hf_source import HFSource
 from nxdt_core.checkpoint.hf_write import read_from, write_hf
 from nxdt_core.checkpoint.safetensors_layout import TensorSpec
 from nxdt_core.checkpoint.tensor_index import TensorEntry
@@ -137,8 +138,17 @@ def plan_export(
     held = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in places.items()}
     builder = assemble.model_builder(config)
     stops = () if tokenizer is None else stop_ids(keys, tokenizer)
-    plan = plan_hf(builder, held, tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes, more=files, stop_ids=stops)
-    return plan, notes
+    plan = plan_hf(
+        builder,
+        held,
+        tokenizer,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        more=files,
+        stop_ids=stops,
+        source=HFSource.of_facts(manifest.facts.hf),
+    )
+    return plan, (*notes, *plan.notes)
 
 
 def _find(storage: CheckpointStorage, step: int | None) -> Manifest:

@@ -13,6 +13,7 @@ from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.assignment import Listing, Place
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.foreign import ForeignCheckpoint, open_foreign
+from nxdt_core.checkpoint.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.layout import SECTIONS, state_name
 from nxdt_core.checkpoint.save import save_listed
 from nxdt_core.checkpoint.shards import write_listed
@@ -21,6 +22,7 @@ from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import rank_of, together
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors import ForeignConfigMissing, ImportPlaceTaken
+from nxdt_core.errors.base import listing
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
@@ -46,6 +48,8 @@ class Imported:
     """Name of the model's component."""
     tensors: int
     size_bytes: int
+    notes: tuple[str, ...] = ()
+    """What the checkpoint does not keep, a sentence each."""
 
 
 def import_foreign(
@@ -79,17 +83,17 @@ def import_foreign(
         ImportPlaceTaken: ``target`` holds a checkpoint.
     """
     storage = checkpoint.open_storage(target)
-    opened: list[tuple[str, ForeignCheckpoint, ResolvedConfig]] = []
+    opened: list[tuple[str, ForeignCheckpoint, ResolvedConfig, HFSource | None]] = []
 
     def prepare() -> None:
         name, found = open_foreign(Path(source), format)
         run = load(config, overrides) if config else _described(source, name, found, overrides)
-        opened.append((name, found, run))
+        opened.append((name, found, run, read_hf_source(Path(source)) if name == "hf" else None))
         if rank_of(ranks) == 0:
             check_empty(storage)
 
     together(ranks, prepare, where=source)
-    name, found, run = opened[0]
+    name, found, run, said = opened[0]
     listed: list[Listing] = []
 
     def list_tensors() -> Listing:
@@ -104,6 +108,7 @@ def import_foreign(
         config=run.to_dict(),
         plugin_fingerprint=run.kernel.fingerprint(),
         versions=versions_of(run.kernel),
+        hf={} if said is None else said.facts(),
     )
     manifest = save_listed(storage, step=found.step, prepare=list_tensors, write=write, facts=facts, ranks=ranks)
     return Imported(
@@ -114,6 +119,7 @@ def import_foreign(
         model=run.selected("model").component.record.name,
         tensors=sum(len(index) for index in manifest.tensors.values()),
         size_bytes=manifest.size_bytes,
+        notes=(f"not in the checkpoint: {listing(said.left_out)}",) if said is not None and said.left_out else (),
     )
 
 

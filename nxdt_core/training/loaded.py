@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint.hf_source import HFSource
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat import stop_ids
 from nxdt_core.data.chat_keys import ChatKeys
@@ -38,6 +39,8 @@ class LoadedModel:
     """How the run's data made text of messages."""
     step: int
     """Optimizer steps that the weights have seen."""
+    source: HFSource | None = None
+    """The Hugging Face directory that the weights came from; None: they came from elsewhere."""
 
     @property
     def window(self) -> int:
@@ -46,8 +49,9 @@ class LoadedModel:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """As of :func:`nxdt_core.data.chat.stop_ids`."""
-        return stop_ids(self.chat_keys, self.tokenizer)
+        """The tokens of :func:`nxdt_core.data.chat.stop_ids`, and those of the directory that the weights came from."""
+        theirs = () if self.source is None else self.source.stops_of(self.tokenizer)
+        return tuple(dict.fromkeys((*stop_ids(self.chat_keys, self.tokenizer), *theirs)))
 
     def continuation(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
         """Tokens that it writes behind ``ids``, until it ends the text or its turn."""
@@ -87,5 +91,10 @@ def load_model(uri: str, *, base: str | None = None) -> LoadedModel:
             raise AdapterOfAnotherBase(where=assemble.step_uri(found, manifest.step), base=below.origin)
     primitives.load_checkpoint(found, manifest, engine=engine, model=model)
     return LoadedModel(
-        config=config, model=model, tokenizer=tokenizer, chat_keys=saved_chat_keys(manifest), step=manifest.step
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        chat_keys=saved_chat_keys(manifest),
+        step=manifest.step,
+        source=HFSource.of_facts(manifest.facts.hf),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,8 @@ import pytorch_lightning as pl
 import torch
 
 from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint.foreign import recognise
+from nxdt_core.checkpoint.hf_source import read_hf_source
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import Batch
@@ -149,6 +153,16 @@ class NxdtModule(pl.LightningModule):
             return digest("foreign", changed, str(self._foreign.resolve()), *stats)
         return digest("fresh", changed, sections["model"])
 
+    @cached_property
+    def hf_facts(self) -> Mapping[str, Any]:
+        """What the Hugging Face directory that the weights came from says of using the model; empty without one."""
+        for loaded in (self._resume, self._weights_only):
+            if loaded is not None and loaded[1].facts.hf:
+                return loaded[1].facts.hf
+        if self._foreign is None or recognise(self._foreign) != "hf":
+            return {}
+        return read_hf_source(self._foreign).facts()
+
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit a checkpoint of everything under the root or step that ``uri`` names."""
         storage, _ = assemble.locate(self.config, uri)
@@ -160,6 +174,7 @@ class NxdtModule(pl.LightningModule):
             optimizer=self.optimizer,
             state=self.train_state,
             extra=self._extra(lightning),
+            about=primitives.SaveFacts(hf=self.hf_facts),
             average=self.average,
         )
         return self.saved
@@ -175,7 +190,7 @@ class NxdtModule(pl.LightningModule):
             optimizer=self.optimizer,
             state=self.train_state,
             extra=self._extra(lightning),
-            about=managed.about,
+            about=replace(managed.about, hf=self.hf_facts),
             average=self.average,
         )
         managed.took_s = time.monotonic() - began_at

@@ -79,6 +79,9 @@ class SaveFacts:
     """How retention treats it."""
     fencing: int = 0
     """Number of the ownership under which it is saved; 0 where nobody owns the store."""
+    hf: Mapping[str, Any] = field(default_factory=dict)
+    """What the Hugging Face directory that the weights came from says: ``read_hf_source(directory).facts()``, or
+    ``manifest.facts.hf`` of the checkpoint that the loop began with."""
 
 
 def initialize_parallel_model(
@@ -278,6 +281,7 @@ def _parts(
             fencing=about.fencing,
             base=base_digest(model, engine.ranks) if model.added else "",
             without_base=alone,
+            hf=about.hf,
         ),
     }
 

@@ -76,3 +76,5 @@ def _report(imported: Imported, json_output: bool) -> None:
         return
     what = f"{imported.tensors} tensors, {human_size(imported.size_bytes)}, a model of {imported.model!r}"
     click.echo(f"Imported {imported.source} ({imported.format}) to {imported.target}: {what}.")
+    for note in imported.notes:
+        click.echo(f"note: {note}", err=True)

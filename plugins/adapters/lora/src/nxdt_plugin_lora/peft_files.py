@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nxdt_core.checkpoint.hf_files import read_json
+from nxdt_core.checkpoint.hf_json import read_json
 from nxdt_core.devices import HOST
 from nxdt_core.errors import WeightsDoNotFit
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged

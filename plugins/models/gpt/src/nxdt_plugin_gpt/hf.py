@@ -71,6 +71,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """
     family = _family_of(config)
     theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    theirs |= {key: allowed[0] for key, allowed in family.only.items() if allowed[0] is not None}
     theirs |= {key: getattr(config, ours) for ours, key in family.keys.items()}
     theirs |= {key: getattr(config, ours) for ours, (key, _) in family.optional_keys.items()}
     return theirs | dict(family.to_hf(config))

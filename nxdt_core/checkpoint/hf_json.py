@@ -1,0 +1,57 @@
+"""JSON files of Hugging Face directories, read and written. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.errors import HFFileDamaged, HFFileMissing
+
+__all__ = ["CONFIG", "GENERATION_CONFIG", "json_bytes", "read_json", "read_optional_json"]
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+
+def read_json(directory: Path, file: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a directory.
+
+    Raises:
+        HFFileMissing: there is no such file.
+        HFFileDamaged: it is no JSON object.
+    """
+    path = directory / file
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise HFFileMissing(directory=str(directory), wanted=f"'{file}'") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise HFFileDamaged(path=str(path), reason=str(error)) from error
+    if not isinstance(content, dict):
+        raise HFFileDamaged(path=str(path), reason="it is no JSON object")
+    return content
+
+
+def read_optional_json(directory: Path, file: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a directory; empty where there is no such file.
+
+    Raises:
+        HFFileDamaged: it is no JSON object.
+    """
+    return read_json(directory, file) if (directory / file).exists() else {}
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a file. JSON has no infinities: they are written as transformers 5 spells them."""
+    return (json.dumps(_spelled(content), indent=2, allow_nan=False) + "\n").encode()
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, Mapping):
+        return {key: _spelled(each) for key, each in value.items()}
+    return [_spelled(each) for each in value] if isinstance(value, (list, tuple)) else value
