@@ -298,7 +298,8 @@ class ModelContract:
         other.load_state_dict(load_hf(tmp_path / "out", again), strict=False)  # of tied parameters it has one
         ids = _tokens(again, 2, 9)
         found = other(ids)
-        assert torch.equal(found, model(ids)[..., : found.shape[-1]])  # rows that fill a vocabulary up are not written
+        expected = model(ids)[..., : found.shape[-1]]  # rows that fill a vocabulary up are not written
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def _fresh(builder: ModelBuilder, seed: int = _SEED) -> nn.Module:
