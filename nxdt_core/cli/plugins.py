@@ -32,7 +32,12 @@ def plugins() -> None:
 @plugins.command("list", examples=("nxdt plugins list", "nxdt plugins list --json"))
 @as_json
 def list_(json_output: bool) -> None:
-    """List all plugins, also those that cannot be used, with the reason."""
+    """List all plugins, also those that cannot be used, with the reason.
+
+    Notes below the table name plugins whose import changes more than themselves, such as functions of torch.
+    """
+    from nxdt_core.kernel.plugin import plugin_notes
+
     kernel = _start()
     if json_output:
         print_json([_as_object(kernel, plugin) for plugin in kernel.plugins])
@@ -42,6 +47,8 @@ def list_(json_output: bool) -> None:
         offers = plugin.reason or ", ".join(c.record.name for c in _components(kernel, plugin))
         rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
     print_table(("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT"), rows)
+    for note in plugin_notes(kernel.plugins):
+        click.echo(f"note: {note}", err=True)
 
 
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))
@@ -121,6 +128,7 @@ def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
         "version": plugin.version,
         "state": plugin.state,
         "reason": plugin.reason,
+        "note": plugin.note,
         "components": [{"kind": c.kind, "name": c.record.name} for c in _components(kernel, plugin)],
     }
 
@@ -131,6 +139,7 @@ def _print_plugin(kernel: Kernel, plugin: PluginInfo) -> None:
         ("distribution", f"{plugin.dist} {plugin.version}".rstrip()),
         ("state", shade(plugin.state)),
         ("reason", plugin.reason),
+        ("note", plugin.note),
         ("module", plugin.module),
         ("location", plugin.location),
         ("requires", ", ".join(plugin.requires)),

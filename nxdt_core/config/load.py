@@ -37,6 +37,7 @@ from nxdt_core.config.validate import (
 )
 from nxdt_core.errors import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel, PluginPolicy
+from nxdt_core.kernel.plugin import plugin_notes
 
 __all__ = ["check", "load"]
 
@@ -125,6 +126,7 @@ class _Load:
             *self.notes,
             *find_notes(checked, composition, reading.legacy.items()),
             *extensions.notes,
+            *plugin_notes(kernel.plugins),
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
         )
         return _assemble(source.label, self.overrides, reading.run, reading, composition, extensions, kernel, notes)

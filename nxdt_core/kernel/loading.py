@@ -12,30 +12,31 @@ from pathlib import Path
 from types import ModuleType
 
 from nxdt_core.kernel.defect import GUARDED, PluginDefect, describe_failure
-from nxdt_core.kernel.plugin import PluginInfo
+from nxdt_core.kernel.plugin import LOCAL, PluginInfo
+from nxdt_core.kernel.side_effects import Watch
 
-__all__ = ["HEAVY", "import_local", "import_plugin", "import_reference", "local_module_name"]
-
-HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "jax")
-"""Libraries that an entry module must leave alone; strict mode holds plugins to it."""
+__all__ = ["import_local", "import_plugin", "import_reference", "local_module_name"]
 
 
-def import_plugin(reference: str, *, strict: bool = False) -> object:
-    """Import ``package.module`` or ``package.module:attribute`` of an entry point.
+def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, str]:
+    """Import the entry module of a plugin, or its local file, and note what else that changes.
 
     Args:
-        reference: Value of the entry point.
-        strict: Also refuse a module that imports a library of :data:`HEAVY`.
+        plugin: that may be imported.
+        strict: Also refuse a module that imports a library of :data:`nxdt_core.kernel.side_effects.HEAVY`.
+
+    Returns:
+        What the entry point names, and one line about the rest of the process; empty where nothing changed.
 
     Raises:
         PluginDefect: missing, raises, calls ``sys.exit``, has no such attribute, or imports what it must not.
     """
-    before = {name for name in HEAVY if name in sys.modules}
-    plugin = import_reference(reference)
-    heavy = [name for name in HEAVY if name in sys.modules and name not in before]
+    watch = Watch(plugin.module)
+    loaded = import_local(plugin) if plugin.dist == LOCAL else import_reference(plugin.module)
+    note, heavy = watch.note(), watch.heavy()
     if strict and heavy:
         raise PluginDefect(f"its entry module imports {heavy[0]}, which makes every command slow")
-    return plugin
+    return loaded, note
 
 
 def import_reference(reference: str) -> object:

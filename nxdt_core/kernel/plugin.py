@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BUILTIN", "LOCAL", "PluginInfo", "PluginState"]
+__all__ = ["BUILTIN", "LOCAL", "PluginInfo", "PluginState", "plugin_notes"]
 
 PluginState = Literal["ok", "blocked", "incompatible", "broken", "shadowed", "corrupt"]
 """``ok`` registered · ``blocked`` by the policy · ``incompatible`` with this nxdt-core · ``broken``: its module or its
@@ -37,8 +38,15 @@ class PluginInfo:
     state: PluginState = "ok"
     reason: str = ""
     """Why the state is not ``ok``; one line."""
+    note: str = ""
+    """What importing it changed in the process that is not its own, such as functions of torch; one line."""
 
     @property
     def label(self) -> str:
         """For messages: ``'llama' (nxdt-plugin-llama 0.1.0)``."""
         return f"{self.name!r} ({self.dist} {self.version})" if self.version else f"{self.name!r} ({self.dist})"
+
+
+def plugin_notes(plugins: Iterable[PluginInfo]) -> list[str]:
+    """Return a line for each plugin with a note."""
+    return [f"plugin {plugin.label}: {plugin.note}" for plugin in plugins if plugin.note]

@@ -12,8 +12,8 @@ from nxdt_core.kernel.defect import PluginDefect
 from nxdt_core.kernel.hook_table import own_hooks, specifications
 from nxdt_core.kernel.hookimpls import HookSet, collect_hooks
 from nxdt_core.kernel.hooks import Hooks
-from nxdt_core.kernel.loading import import_local, import_plugin
-from nxdt_core.kernel.plugin import LOCAL, PluginInfo
+from nxdt_core.kernel.loading import import_plugin
+from nxdt_core.kernel.plugin import PluginInfo
 
 __all__ = ["Roster"]
 
@@ -33,7 +33,8 @@ class Roster:
         for index in self._usable():
             plugin = self.plugins[index]
             try:
-                loaded = _import(plugin, strict=strict)
+                loaded, note = import_plugin(plugin, strict=strict)
+                self.plugins[index] = replace(plugin, note=note)
                 self._hooks[index] = collect_hooks(loaded, hooks)
             except PluginDefect as defect:
                 self._drop(index, defect)
@@ -92,7 +93,3 @@ class Roster:
             except PluginDefect as defect:
                 self._drop(index, defect)
         return self._usable() == before
-
-
-def _import(plugin: PluginInfo, *, strict: bool) -> object:
-    return import_local(plugin) if plugin.dist == LOCAL else import_plugin(plugin.module, strict=strict)

@@ -17,13 +17,14 @@ def test_list_json_has_the_promised_shape_and_nothing_else_on_stdout(nxdt, dist)
     dist("broken", "raise RuntimeError('at import')")
     dist("ancient", OFFER, requires="nxdt-core<0.0.1")
     rows = {row["name"]: row for row in json.loads(nxdt("plugins", "list", "--json").stdout)}
-    assert set(rows["acme"]) == {"name", "dist", "version", "state", "reason", "components"}
+    assert set(rows["acme"]) == {"name", "dist", "version", "state", "reason", "note", "components"}
     assert rows["acme"] == {
         "name": "acme",
         "dist": "acme",
         "version": "1.0",
         "state": "ok",
         "reason": "",
+        "note": "",
         "components": [{"kind": "optimizer", "name": "wolf"}],
     }
     assert (rows["broken"]["state"], rows["broken"]["components"]) == ("broken", [])
@@ -86,3 +87,31 @@ def test_verify_without_a_lock_file_says_how_to_write_one(nxdt):
     done = nxdt("plugins", "verify")
     assert done.returncode == 2
     assert "nxdt plugins lock" in done.stderr
+
+
+PATCH = """
+import torch
+
+def dropout(input, *_, **__):
+    return input
+
+torch.nn.functional.dropout = dropout
+"""
+
+
+def test_a_plugin_that_imports_and_changes_torch_is_named_by_list_show_and_check(nxdt, dist):
+    dist("acme", PATCH + OFFER)
+    dist("bolt", OFFER.replace("wolf", "bolt"))
+    note = (
+        "its entry module imports torch, numpy, which makes every command slow; "
+        "it replaces torch.nn.functional.dropout, also for the other plugins and the core"
+    )
+    listed = nxdt("plugins", "list")
+    assert [line for line in listed.stderr.splitlines() if "plugin" in line] == [
+        f"note: plugin 'acme' (acme 1.0): {note}"
+    ]
+    rows = {row["name"]: row for row in json.loads(nxdt("plugins", "list", "--json").stdout)}
+    assert (rows["acme"]["state"], rows["acme"]["note"], rows["bolt"]["note"]) == ("ok", note, "")
+    assert "it replaces torch.nn.functional.dropout" in nxdt("plugins", "show", "acme").stdout
+    checked = nxdt("config", "check", "recipe:llama-tiny")
+    assert checked.stderr.count("it replaces torch.nn.functional.dropout") == 1
