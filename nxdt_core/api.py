@@ -112,6 +112,9 @@ class ModelComponent(Component):
     hf_architectures: tuple[str, ...] = ()
     """Values of ``architectures`` in a Hugging Face ``config.json`` that this builder reads; one with ``*`` is a
     pattern, which counts where no builder names the value itself."""
+    recompute_names: tuple[str, ...] | None = None
+    """Names that the plan's ``recompute`` has, whatever the configuration; None if they depend on it. ``nxdt config
+    check`` reports others in ``model.activations_checkpoint_recompute``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

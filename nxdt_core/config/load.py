@@ -32,6 +32,7 @@ from nxdt_core.config.validate import (
     find_impossible,
     find_notes,
     find_overfull_curve,
+    find_unknown_recompute,
     find_unsupported,
     find_wrong_durations,
 )
@@ -188,6 +189,7 @@ class _Load:
         self.problems += find_impossible(checked)
         self.problems += find_overfull_curve(checked, reading.instances)
         self.problems += find_unsupported(checked)
+        self.problems += find_unknown_recompute(checked, composition)
         self.problems += find_wrong_durations(checked)
         self.problems += component_findings(checked, composition, reading.instances)
         if right:

@@ -228,6 +228,8 @@ def _summary(
     metrics: MetricsWriter,
     signals: StopSignals,
 ) -> RunSummary:
+    standing = _standing(own, module, start)
+    resumable = standing is not None or bool(config.run.trainer.fast_dev_run)
     return RunSummary(
         step=module.train_state.step,
         max_steps=config.run.trainer.max_steps,
@@ -235,8 +237,8 @@ def _summary(
         consumed_tokens=module.train_state.consumed_tokens,
         tokens_per_s=metrics.typical_tokens_per_s,
         run_dir=config.run_dir,
-        checkpoint=_standing(own, module, start),
-        resume_command=resume_command(config, module.train_state.step),
+        checkpoint=standing,
+        resume_command=resume_command(config, module.train_state.step) if resumable else None,
         exit_status=0 if signals.received is None else 128 + signals.received,
     )
 

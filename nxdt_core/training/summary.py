@@ -24,7 +24,8 @@ class RunSummary:
     run_dir: Path
     checkpoint: str | None
     """URI of the newest checkpoint."""
-    resume_command: str
+    resume_command: str | None
+    """Command that resumes the run, or that starts the run itself after a trial; None without a checkpoint."""
     exit_status: int = 0
     """128 + the signal's number after a signal, as shells count."""
 
@@ -38,6 +39,7 @@ class RunSummary:
         rows += [
             ("run", str(self.run_dir)),
             ("checkpoint", self.checkpoint or "none"),
-            ("resume", self.resume_command),
         ]
+        if self.resume_command is not None:
+            rows.append(("resume", self.resume_command))
         return "\n".join(f"{name + ':':<12}{value}" for name, value in rows)

@@ -37,6 +37,14 @@ def test_passes_end_a_run_validate_and_save(small_run, metric_rows):
     assert "trainer.max_steps=100" in summary.resume_command
 
 
+def test_a_run_that_saves_nothing_has_no_command_that_resumes_it(small_run):
+    summary = train(small_run("trainer.max_steps=2", "checkpoint.enabled=false"))
+    assert (summary.step, summary.checkpoint, summary.resume_command) == (2, None, None)
+    assert "resume" not in str(summary)
+    saved = train(small_run("trainer.max_steps=2"))
+    assert f"resume:     {saved.resume_command}" in str(saved)
+
+
 def test_steps_end_a_run_before_the_passes_do(small_run):
     assert train(small_run("trainer.max_steps=2", "trainer.max_epochs=2", SMALL_DATA)).step == 2
 

@@ -69,7 +69,6 @@ def _megatron(draft: Draft) -> tuple[str, str]:
 def _take_as_llama_shaped(draft: Draft, name: str) -> None:
     for key in _LLAMA_SHAPED:
         draft.drop(f"model.{key}", "unneeded", f"every {name} is so")
-    draft.drop("model.apply_query_key_layer_scaling", "unneeded", "its two factors cancel out")
     if name == "llama":
         draft.drop("model.sliding_window_size", "off", "null says that it is not set")
     for old, new in LLAMA_NAMES.items():

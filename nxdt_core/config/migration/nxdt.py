@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nxdt_core.api import ModelComponent
 from nxdt_core.config.alignment import data_of
 from nxdt_core.config.foreign_keys import RENAMED
 from nxdt_core.config.migration.draft import Draft
@@ -25,6 +26,7 @@ __all__ = ["from_nxdt", "stage_ends", "take_nxdt_keys"]
 _STRATEGY = "model_alignment_strategy"
 _PARTS = ("sft", "dpo", "orpo", "peft")
 _LENGTH, _ENCODER_LENGTH = "data.seq_length", "model.encoder_seq_length"
+_GRANULARITY, _RECOMPUTE = "model.activations_checkpoint_granularity", "model.activations_checkpoint_recompute"
 _SAVE_INTERVAL = "exp_manager.checkpoint_callback_params.every_n_train_steps"
 _SAMPLER = "data.dataloader_type"
 _PRECISION = "precision.type"
@@ -54,7 +56,7 @@ def take_nxdt_keys(draft: Draft, kernel: Kernel) -> None:
     _lengths(draft)
     _intervals(draft)
     _curve(draft)
-    _recompute(draft)
+    _recompute(draft, kernel)
     _experts(draft)
     _pipeline(draft)
     for old, new in RENAMED.items():
@@ -215,11 +217,31 @@ def _tokenizer(draft: Draft) -> None:
         draft.drop(f"{section}.use_fast", "unneeded", "tokenizers here are the fast ones, with the same ids")
 
 
-def _recompute(draft: Draft) -> None:
-    names = "model.activations_checkpoint_recompute"
-    if draft.value("model.activations_checkpoint_granularity") == "selective" and not draft.value(names):
-        draft.drop(names, "unneeded", "it names nothing")
-        draft.put(names, ["CoreAttention"], "what NxD Training recomputes where no module is named")
+def _recompute(draft: Draft, kernel: Kernel) -> None:
+    """Name the modules that are recomputed there; a name that the model lacks recomputes nothing there."""
+    if draft.value(_GRANULARITY) == "full":
+        draft.drop(_RECOMPUTE, "ignored", "whole layers are recomputed, and NxD Training then reads no names")
+    if draft.value(_GRANULARITY) != "selective":
+        return
+    given: Any = draft.value(_RECOMPUTE)
+    if not given:
+        draft.drop(_RECOMPUTE, "unneeded", "it names nothing")
+        draft.put(_RECOMPUTE, ["CoreAttention"], "what NxD Training recomputes where no module is named")
+        return
+    model = str(draft.value("model.name"))
+    record = next((each.record for each in kernel.registry.all("model_builder") if each.record.name == model), None)
+    known = record.recompute_names if isinstance(record, ModelComponent) else None
+    if known is None or not isinstance(given, list):
+        return
+    names = ["LlamaMLP" if name == "NeuronSwitchMLP" and model == "mixtral" else name for name in given]
+    kept = [name for name in names if name in known]
+    if kept == given:
+        return
+    if kept:
+        draft.change(_RECOMPUTE, kept, "the names that this model has; NxD Training ignores others")
+    else:
+        draft.drop(_RECOMPUTE, "ignored", f"NxD Training ignores names that a {model} does not have")
+        draft.change(_GRANULARITY, None, f"none of the names in {_RECOMPUTE} is of this model")
 
 
 def _experts(draft: Draft) -> None:

@@ -116,7 +116,11 @@ def _component_status(key: str, readers: list[tuple[str, Key]]) -> KeyStatus:
     marked = [_marked(key, each) for _, each in readers]
     status = marked[0]
     if status is not None and all(marked):
-        return replace(status, reason=status.reason or f"by {names}")
+        # Another component takes the key only where the older schema says that it does nothing.
+        elsewhere = legacy_keys().get(key)
+        everywhere = key in core_keys() or (elsewhere is not None and bool(elsewhere.marks))
+        reasons = (status.reason, "" if everywhere and status.reason else f"by {names}")
+        return replace(status, reason="; ".join(reason for reason in reasons if reason))
     return KeyStatus(key=key, status="implemented", reason="" if key in core_keys() else f"by {names}")
 
 

@@ -40,7 +40,7 @@ class LegacyModelKeys:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     ffn_dropout: float = 0.0
-    apply_query_key_layer_scaling: bool = False
+    apply_query_key_layer_scaling: Annotated[bool, NoEffect("its two factors cancel out")] = False
     normalization: str | None = None
     layernorm_epsilon: float | None = None
     persist_layer_norm: Annotated[bool, XlaOnly()] = False

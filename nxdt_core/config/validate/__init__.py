@@ -6,6 +6,7 @@ from nxdt_core.config.validate.conflicts import find_conflicts
 from nxdt_core.config.validate.durations import find_wrong_durations
 from nxdt_core.config.validate.effects import find_notes
 from nxdt_core.config.validate.parts import find_overfull_curve
+from nxdt_core.config.validate.recompute import find_unknown_recompute
 from nxdt_core.config.validate.unsupported import find_unsupported
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "find_impossible",
     "find_notes",
     "find_overfull_curve",
+    "find_unknown_recompute",
     "find_unsupported",
     "find_wrong_durations",
 ]

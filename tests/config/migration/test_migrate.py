@@ -417,6 +417,29 @@ def test_megatrons_tokenizer_without_files_is_fetched(installed, tmp_path):
     assert tree.plain("model.vocab_size") == 50257
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "kept", "granularity"),
+    [
+        ("megatron mixtral", "[CoreAttention, NeuronSwitchMLP]", ["CoreAttention", "LlamaMLP"], "selective"),
+        ("megatron llama", "[CoreAttention, NeuronSwitchMLP]", ["CoreAttention"], "selective"),
+        ("llama", "[CoreAttention, LlamaMLP]", ["CoreAttention", "LlamaMLP"], "selective"),
+        ("llama", "[NoSuch]", None, None),
+        ("mixtral", "[CoreAttention]", None, "full"),
+        ("llama", "[]", ["CoreAttention"], "selective"),
+    ],
+)
+def test_modules_to_recompute_are_those_that_the_model_has(installed, tmp_path, name, given, kept, granularity):
+    tree = yaml.safe_load(FILES[name][0].read_text())
+    tree["model"] |= {"activations_checkpoint_granularity": granularity or "selective"}
+    tree["model"] |= {"activations_checkpoint_recompute": yaml.safe_load(given)}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    done = migrate(tmp_path / "run.yaml", tmp_path / "out.yaml", "nxdt", installed)
+    found = parse_yaml(done.text, "")[0]
+    assert found.plain("model.activations_checkpoint_recompute") == kept
+    assert found.plain("model.activations_checkpoint_granularity") == granularity
+    assert not [key for key, _ in done.remaining if "recompute" in key]
+
+
 def adapter_of(installed, tmp_path, peft):
     """The section of the adapter that a file of NeMo with ``peft`` becomes, and what the report says of its keys."""
     done = migrate(with_section(tmp_path, "nemo", "model.peft", peft), tmp_path / "out.yaml", "nemo", installed)

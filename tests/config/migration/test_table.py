@@ -260,3 +260,11 @@ def test_names_of_components_are_taken_or_refused_as_the_table_says(row, install
 def test_the_page_has_every_row(installed):
     page = schema_page(installed)
     assert re.findall(r"^\| `([\w.]+)` \|", page, flags=re.MULTILINE) == list(ROWS)
+
+
+@pytest.mark.parametrize(
+    "key", [key for key, row in ROWS.items() if row.status == "unneeded" and "by " not in row.reason]
+)
+@pytest.mark.parametrize("recipe", ["gpt-tiny", "llama-tiny", "mistral-tiny", "mixtral-tiny"])
+def test_what_has_no_effect_is_taken_with_every_model(key, recipe, installed):
+    assert not config.check(f"recipe:{recipe}", [f"{key}={json.dumps(value_of(key))}"], kernel=installed)

@@ -17,5 +17,6 @@ def nxdt_model_builders() -> list[ModelComponent]:
             aliases=("megatron_gpt",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
             hf_architectures=("GPT2LMHeadModel", "GPTNeoXForCausalLM"),
+            recompute_names=("CoreAttention", "MLP", "ActivationMultiplyMLP", "Norm", "DecoderLayer"),
         )
     ]

@@ -73,10 +73,7 @@ class GPTConfig:
     """Standard deviation of fresh weights."""
     use_scaled_init_method: bool = True
     """Divide it by √(2 · ``num_layers``) for the matrices that write to the residual stream."""
-    apply_query_key_layer_scaling: Annotated[
-        bool,
-        NoEffect("its two factors cancel out; it only kept float16 scores small, and ours are float32 or bfloat16"),
-    ] = False
+    apply_query_key_layer_scaling: Annotated[bool, NoEffect("its two factors cancel out")] = False
     """Divide scores by the layer's number before the softmax and multiply them by it inside."""
 
     @property

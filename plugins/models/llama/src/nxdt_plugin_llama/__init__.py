@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from nxdt_core.api import ModelComponent, hookimpl
 
+_RECOMPUTE_NAMES = ("CoreAttention", "LlamaMLP", "ActivationMultiplyMLP", "LlamaRMSNorm", "LlamaDecoderLayer")
+
 
 @hookimpl
 def nxdt_model_builders() -> list[ModelComponent]:
@@ -17,6 +19,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             aliases=("hf_llama",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
             hf_architectures=("LlamaForCausalLM",),
+            recompute_names=_RECOMPUTE_NAMES,
         ),
         ModelComponent(
             name="mistral",
@@ -26,5 +29,6 @@ def nxdt_model_builders() -> list[ModelComponent]:
             aliases=("hf_mistral",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
             hf_architectures=("MistralForCausalLM",),
+            recompute_names=_RECOMPUTE_NAMES,
         ),
     ]

@@ -25,6 +25,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             aliases=_NAMES[1:],
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep", "lora"}),
             hf_architectures=("MixtralForCausalLM",),
+            recompute_names=("CoreAttention", "LlamaMLP", "MixtralRMSNorm", "MixtralDecoderLayer"),
         )
     ]
 
