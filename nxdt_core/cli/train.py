@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import click
@@ -61,10 +62,12 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
 def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> ResolvedConfig:
     from nxdt_core.cli.vocabulary import vocabulary_notes
     from nxdt_core.config import load
+    from nxdt_core.config.foreign_environment import environment_note
 
     config = load(source, overrides)
-    for note in (*config.notes, *vocabulary_notes(config)) if prints else ():
-        click.echo(f"note: {note}", err=True)
+    for note in (*config.notes, *vocabulary_notes(config), environment_note(os.environ)) if prints else ():
+        if note is not None:
+            click.echo(f"note: {note}", err=True)
     return config
 
 
