@@ -49,6 +49,7 @@ MOVED: Mapping[str, str] = {
     "model.num_moe_experts": "model.moe.num_experts",
     "model.moe_router_topk": "model.moe.top_k",
     "model.moe_aux_loss_coeff": "model.moe.router_aux_loss_coef",
+    "model.moe_expert_capacity_factor": "model.moe.capacity_factor",
 }
 """Key or section of NeMo → of NxD Training."""
 

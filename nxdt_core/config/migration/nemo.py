@@ -14,12 +14,14 @@ __all__ = ["from_nemo", "from_nnm"]
 
 _PRECISION = "precision.type"
 _OPTIMIZER = "model.optim.name"
+_SAVING = "exp_manager.checkpoint_callback_params"
 _ACTIVATION = "model.activation"
 
 
 def from_nemo(draft: Draft, kernel: Kernel) -> None:
     """Turn a draft of NeMo's keys into one of this schema."""
     _nemo_precision(draft)
+    _nemo_saving(draft)
     _to_nxdt(draft, kernel)
 
 
@@ -35,6 +37,7 @@ def _to_nxdt(draft: Draft, kernel: Kernel) -> None:
     draft.put("model_source", "megatron", "its models are Megatron's")
     for path, target in MOVED.items():
         draft.move(path, target)
+    _experts(draft)
     take_peft(draft)
     _fine_tuning(draft)
     _optimizer(draft)
@@ -47,6 +50,23 @@ def _to_nxdt(draft: Draft, kernel: Kernel) -> None:
     if draft.value("trainer.max_epochs") not in (None, -1) and draft.value("trainer.max_steps"):
         draft.drop("trainer.max_epochs", "unneeded", "trainer.max_steps ends the run, as it does there")
     take_nxdt_keys(draft, kernel)
+
+
+def _nemo_saving(draft: Draft) -> None:
+    """Save after each validation, as NeMo does where the file gives no interval."""
+    steps = draft.value("trainer.val_check_interval")
+    intervals = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
+    given = any(draft.value(f"{_SAVING}.{name}") is not None for name in intervals)
+    if isinstance(steps, int) and not given:
+        draft.put("checkpoint.every_n_train_steps", steps, "NeMo saves after each validation unless the file says when")
+
+
+def _experts(draft: Draft) -> None:
+    """Write what NeMo does where a key of experts is missing; NxD Training does something else."""
+    if draft.has("model.moe.num_experts"):
+        draft.put("model.moe.capacity_factor", None, "NeMo drops no tokens where the file gives no capacity")
+        draft.put("model.moe.router_aux_loss_coef", 0.0, "the default there")
+        draft.put("model.moe.output_router_logits", True, "NeMo adds the loss of the router, times its coefficient")
 
 
 def _fine_tuning(draft: Draft) -> None:

@@ -281,9 +281,23 @@ def _defaults(draft: Draft) -> None:
     if draft.value("model_source") == "megatron":
         for path, value in DEFAULTS.get(str(draft.value("model.name")), {}).items():
             draft.put(path, value, "the default there; here it is another")
+    if draft.value("model.name") == "mixtral" and draft.value("model_source") == "megatron":
+        _missing_of_experts(draft)
     draft.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
     if draft.value("data.name") == "sft-chat":
         draft.put("data.chat_template", "plain", "NxD Training puts the output right behind the input")
         draft.put("data.truncation", "drop", "NxD Training leaves out what is longer than a sequence")
     if draft.value("data.name") == "hf-data":
         draft.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")
+
+
+def _missing_of_experts(draft: Draft) -> None:
+    moe = "model.moe"
+    experts: Any = draft.value(f"{moe}.num_experts") or 1
+    chosen: Any = draft.value(f"{moe}.top_k") or 1
+    draft.put(f"{moe}.top_k", 1, "the default there; here it is 2")
+    if isinstance(experts, int) and isinstance(chosen, int):
+        draft.put(f"{moe}.capacity_factor", experts / chosen, "the default there: num_experts / top_k")
+        draft.put(f"{moe}.normalize_top_k_affinities", chosen > 1, "the default there: true with top_k above 1")
+    draft.put(f"{moe}.router_aux_loss_coef", 0.0, "the default there; here it is 0.02")
+    draft.put(f"{moe}.output_router_logits", False, "the default there; here the loss of the router is added")

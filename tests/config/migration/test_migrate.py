@@ -213,6 +213,7 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("nemo", "model.optim.name", "changed", "", "distributed_strategy.zero1"),
         ("nemo", "trainer.precision", "renamed", "", "precision.type: mixed_precision"),
         ("nemo", "model.fp8", "unsupported", "", "8 bits"),
+        ("nemo", "checkpoint.every_n_train_steps", "added", "", "after each validation"),
         ("nemo", "model.nsys_profile", "unneeded", "", "profiler"),
         ("nnm", "model.wrap_with_zero", "renamed", "distributed_strategy.zero1", ""),
         ("nnm", "model.zero_use_master_weight", "renamed", "", "precision.type"),
@@ -438,6 +439,37 @@ def test_modules_to_recompute_are_those_that_the_model_has(installed, tmp_path, 
     assert found.plain("model.activations_checkpoint_recompute") == kept
     assert found.plain("model.activations_checkpoint_granularity") == granularity
     assert not [key for key, _ in done.remaining if "recompute" in key]
+
+
+MOE = ("output_router_logits", "router_aux_loss_coef", "capacity_factor", "normalize_top_k_affinities")
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        ({"num_experts": 8, "top_k": 2}, (False, 0.0, 4.0, True)),
+        ({"num_experts": 8}, (False, 0.0, 8.0, False)),
+        ({"num_experts": 8, "top_k": 2, "capacity_factor": 2.0, "output_router_logits": True,
+          "router_aux_loss_coef": 0.5, "normalize_top_k_affinities": False}, (True, 0.5, 2.0, False)),
+    ],
+)  # fmt: skip
+def test_missing_keys_of_experts_mean_what_they_mean_there(installed, tmp_path, given, values):
+    source = with_section(tmp_path, "megatron mixtral", "model.moe", yaml.safe_dump(given))
+    tree = parse_yaml(migrate(source, tmp_path / "out.yaml", "nxdt", installed).text, "")[0]
+    assert tuple(tree.plain(f"model.moe.{key}") for key in MOE) == values
+
+
+@pytest.mark.parametrize(("coefficient", "capacity"), [(0.01, None), (None, 1.25)])
+def test_experts_of_nemo_keep_their_loss_and_capacity(installed, tmp_path, coefficient, capacity):
+    tree = yaml.safe_load(FILES["nemo"][0].read_text())
+    given = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_aux_loss_coeff": coefficient}
+    given |= {"moe_expert_capacity_factor": capacity, "rotary_percentage": 1.0, "hidden_dropout": 0.0}
+    tree["model"] |= {key: value for key, value in given.items() if value is not None}
+    tree["model"] |= {"normalization": "rmsnorm", "attention_dropout": 0.0}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    found = parse_yaml(migrate(tmp_path / "run.yaml", tmp_path / "out.yaml", "nemo", installed).text, "")[0]
+    assert found.plain("model.name") == "mixtral"
+    assert tuple(found.plain(f"model.moe.{key}") for key in MOE[:3]) == (True, coefficient or 0.0, capacity)
 
 
 def adapter_of(installed, tmp_path, peft):
