@@ -15,7 +15,8 @@ from typing import Any
 
 from nxdt_core.config.paths import PackageNotFound, resolve_path
 from nxdt_core.data.compressed import UNREADABLE, opened
-from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable, TextNotUtf8
+from nxdt_core.data.encodings import check_wide, not_utf8
+from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable
 
 __all__ = ["JSON_LINES", "JSON_TEXTS", "decode", "expand", "json_object", "json_objects", "near", "read_bytes"]
 
@@ -27,7 +28,6 @@ JSON_TEXTS = (*JSON_LINES, ".json")
 _BOM = "\ufeff"
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character, or a whole one in two escapes."""
-_ESCAPED_BYTES = re.compile(_ESCAPED.pattern.encode())
 
 
 def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
@@ -57,32 +57,36 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
     return files
 
 
-def read_bytes(path: Path) -> bytes:
-    """Content of a file, decompressed where its name ends in ``.gz`` or ``.zst``.
+def read_bytes(path: Path, limit: int = -1) -> bytes:
+    """Return the first ``limit`` bytes of a file, or all, decompressed where its name ends in ``.gz`` or ``.zst``.
 
     Raises:
         DataFileUnreadable: no permission, an error of the disk, or damaged compressed data.
     """
     try:
         with opened(path) as file:
-            return file.read()
+            return file.read(limit)
     except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataFileUnreadable(path=str(path), reason=reason) from error
 
 
-def decode(path: Path, content: bytes) -> str:
-    """The text of ``content``, which is UTF-8 and may begin with a byte order mark.
+def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
+    """Return the text of ``content``, which is UTF-8 and may begin with a byte order mark.
+
+    Args:
+        path: of the file, for errors.
+        content: of it, or a part of it.
+        first_line: number of the line with which ``content`` begins.
 
     Raises:
-        TextNotUtf8: names the byte and the line.
+        TextNotUtf8: names the byte and the line, the likeliest encoding, and the command that converts the file.
     """
+    check_wide(path, content, first_line=first_line)
     try:
         return content.decode("utf-8").removeprefix(_BOM)
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        byte = content[error.start]
-        raise TextNotUtf8(path=str(path), position=error.start, line=line, byte=byte) from error
+        raise not_utf8(path, content, error.start, first_line=first_line) from error
 
 
 def json_objects(path: Path, text: str, *, example: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
@@ -106,14 +110,17 @@ def json_object(path: Path, number: int, line: str | bytes, *, example: str = ""
 
     Raises:
         BadJsonLine: it is no JSON, or no object, or holds half a character, which no tokenizer has.
+        TextNotUtf8: its bytes are not UTF-8.
     """
+    if isinstance(line, bytes):
+        line = decode(path, line, first_line=number)
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadJsonLine(path=str(path), line=number, reason=str(error), example=example) from error
     if not isinstance(record, dict):
         raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}", example=example)
-    if _ESCAPED.search(line) if isinstance(line, str) else _ESCAPED_BYTES.search(line):
+    if _ESCAPED.search(line):
         try:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

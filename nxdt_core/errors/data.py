@@ -72,12 +72,22 @@ class TextNotUtf8(NxdtError):
     """A data file with bytes that are no UTF-8."""
 
     code = "NXDT-D004"
-    happened = "{path} is not UTF-8: byte {byte:#04x} at position {position} (line {line})."
-    remedy = "Convert the file, for example with 'iconv -f LATIN1 -t UTF-8'."
+    happened = "{path} is not UTF-8: byte {byte:#04x} at position {position} of line {line}{guess}."
+    remedy = "Convert it, and name the new file: {command}"
     path: str
     position: int
+    """In the line, from 0."""
     line: int
     byte: int
+    encoding: str
+    """As ``iconv`` calls it; empty where none is known."""
+    shown: str
+    """Part of the text, in that encoding."""
+    command: str
+
+    def _view(self) -> dict[str, Any]:
+        guess = f"; it looks like {self.encoding}, in which the text reads {self.shown!r}" if self.encoding else ""
+        return {**super()._view(), "guess": guess}
 
 
 class BadJsonLine(NxdtError):

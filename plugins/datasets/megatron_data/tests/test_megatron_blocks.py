@@ -116,6 +116,7 @@ def test_damaged_and_cut_compression_is_told_with_the_file(tmp_path, lines, endi
         (b'{"text": 3}', "under the key 'text' is no text, but of type int"),
         (b'{"text": null}', "is no text, but of type NoneType"),
         (b'{"text": "\xff"}', "not UTF-8: byte 0xff"),
+        (b'{"text": "It\x92s"}', "byte 0x92; it looks like CP1252, which 'iconv -f CP1252 -t UTF-8' converts"),
         (b'{"text": "\\ud800"}', "half a character"),
         (b"[" * 100_000, "not a JSON object"),
     ],

@@ -374,6 +374,14 @@ def refused(done, code, said):
     assert "Traceback" not in done.stderr
 
 
+def test_a_file_in_another_encoding_is_refused_with_what_converts_it(small, tmp_path):
+    whole = (tmp_path / "a.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "a.jsonl").write_bytes(whole.encode("utf-16"))
+    refused(nxdt(*small, cwd=tmp_path), "NXDT-D004", "iconv -f UTF-16 -t UTF-8 ")
+    (tmp_path / "a.jsonl").write_bytes(whole.encode() + '{"text": "It’s caf\u00e9"}\n'.encode("cp1252"))
+    refused(nxdt(*small, cwd=tmp_path), "NXDT-D111", "it looks like CP1252, which 'iconv -f CP1252 -t UTF-8' converts")
+
+
 def test_nothing_is_replaced_unless_it_is_asked_for(small, tmp_path):
     assert nxdt(*small, cwd=tmp_path).returncode == 0
     refused(nxdt(*small, cwd=tmp_path), "NXDT-D110", "out.bin exists already")

@@ -108,12 +108,17 @@ def test_fields_of_a_pair_that_nothing_uses_are_counted_or_refused(write, tmp_pa
     texts = {"prompt": "a", "chosen": "b", "rejected": "c", "system": "S", "tools": [{"name": "f"}], "margin": 0.5}
     reasoned = {**YES, "reasoning_content": "It left."}
     turns = {"prompt": ASKED, "chosen": [reasoned], "rejected": [NO], "tools": [{"name": "f"}], "images": ["x.png"]}
-    same = {"chosen": [*ASKED, YES], "rejected": [*ASKED, NO], "system": "Be long.", "chosen_score": 2}
+    same = {
+        "chosen": [*ASKED, {**YES, "train": False}],
+        "rejected": [*ASKED, NO],
+        "system": "Be long.",
+        "chosen_score": 2,
+    }
     asked = {"prompt": "Where?", "chosen": [YES], "rejected": [NO], "images": []}
     file = write([texts, turns, same, asked])
     keys = {"seq_length": 96, "chat_template_file": template, "train_files": (file,)}
     unused = {"system": 2, "system messages": 2, "tools": 2}
-    ones = ("chosen_score", "images", "margin", "messages.reasoning_content")
+    ones = ("chosen_score", "images", "margin", "messages.reasoning_content", "messages.train")
     assert loader(chat_tokenizer(), **keys).split("train").report().unused == {**unused, **dict.fromkeys(ones, 1)}
     assert "train data: unused: system in 2 records, system messages in 2 records, tools in 2 records" in caplog.text
     assert "margin in 1 record" in caplog.text

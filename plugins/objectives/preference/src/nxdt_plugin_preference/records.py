@@ -133,14 +133,20 @@ def _conversation(
             if turn.role != "assistant":
                 raise AnswerOfOthers(place=str(place), key=key, end=end, role=turn.role)
         check_order(Conversation(place=_part(place, f"prompt and {key!r}"), messages=[*asked, *answer]))
+    turns = [*asked, *answers["chosen"], *answers["rejected"]]
     return Preference(
         place=place,
         prompt=asked,
         chosen=answers["chosen"],
         rejected=answers["rejected"],
         tools=read_tools(record, place),
-        unused=unused_fields(record, _KEYS, [*asked, *answers["chosen"], *answers["rejected"]]),
+        unused=(*unused_fields(record, _KEYS, turns), *_marked(turns)),
     )
+
+
+def _marked(turns: Sequence[Message]) -> tuple[str, ...]:
+    """Return the name of the mark that leaves a message out of the loss or puts it in: both answers always count."""
+    return ("messages.train",) if any(turn.train is not None for turn in turns) else ()
 
 
 def _behind(prompt: Turns, answers: Mapping[str, Turns]) -> Mapping[str, Turns]:

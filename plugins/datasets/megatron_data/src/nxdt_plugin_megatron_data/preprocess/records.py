@@ -8,18 +8,21 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.data.encodings import iconv_name
 from nxdt_core.data.tokens import encode_documents
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.format import dtype_for
 from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
 
 __all__ = ["Encoded", "Fault", "Recipe", "RecordEncoder", "encode_here", "start_worker"]
+
+_NOT_UTF8 = "not UTF-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class RecordEncoder:
                 found.faults.append(Fault(line, reason))
             else:
                 texts.append(text)
+        found.faults = list(_with_encoding(found.faults, content))
         parts: list[NDArray[Any]] = []
         lengths = []
         for ids in encode_documents(texts, self._tokenizer):
@@ -97,6 +101,27 @@ class RecordEncoder:
             if record.strip():
                 yield (line, *_decoded(record))
             line += record.count(b"\n") + (separator or "").count("\n")
+
+
+def _with_encoding(faults: list[Fault], content: bytes) -> Iterator[Fault]:
+    """Yield the faults, and with those that are not UTF-8 the likeliest encoding of the block and what converts it."""
+    likely = None
+    for fault in faults:
+        if not fault.reason.startswith(_NOT_UTF8):
+            yield fault
+            continue
+        if likely is None:
+            name = iconv_name(content, _first_bad_byte(content))
+            likely = f"; it looks like {name}, which 'iconv -f {name} -t UTF-8' converts" if name else ""
+        yield replace(fault, reason=f"{fault.reason}{likely}")
+
+
+def _first_bad_byte(content: bytes) -> int:
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return 0
 
 
 def _text_of(record: bytes, key: str) -> tuple[str | None, str]:
@@ -125,7 +150,7 @@ def _decoded(record: bytes) -> tuple[str | None, str]:
     try:
         return record.decode(), ""
     except UnicodeDecodeError as error:
-        return None, f"not UTF-8: byte {record[error.start]:#04x}"
+        return None, f"{_NOT_UTF8}: byte {record[error.start]:#04x}"
 
 
 _encoder: RecordEncoder | None = None

@@ -15,6 +15,8 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.encodings import check_wide
+from nxdt_core.data.files import read_bytes
 from nxdt_core.errors import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
@@ -42,6 +44,8 @@ _AHEAD_PER_WORKER = 3
 """Blocks that are read before their turn: each process finds its next one ready."""
 _JUDGED_FROM = 1000
 """Records after which their bad ones may stop a run before its end."""
+_HEAD_BYTES = 4096
+"""Bytes that tell whether a file is UTF-16 or UTF-32, whose records are not found at all."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -119,6 +123,8 @@ def _content(path: Path) -> str:
 
 def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -> None:
     separator = job.recipe.separator
+    for path in job.files:
+        check_wide(path, read_bytes(path, _HEAD_BYTES))
     blocks = read_blocks(job.files, output.place, separator.encode() if separator else None)
     saved = time.monotonic()
     for block, encoded in _encoded(blocks, job):
