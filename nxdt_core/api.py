@@ -115,6 +115,9 @@ class ModelComponent(Component):
     recompute_names: tuple[str, ...] | None = None
     """Names that the plan's ``recompute`` has, whatever the configuration; None if they depend on it. ``nxdt config
     check`` reports others in ``model.activations_checkpoint_recompute``."""
+    tried_before_launch: bool = False
+    """Whether ``nxdt config check`` and ``nxdt train`` build the model without memory before anything is launched, in
+    the layout of the run. It is for builders whose models and plans come from elsewhere. It imports torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

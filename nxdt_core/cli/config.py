@@ -30,13 +30,18 @@ def config() -> None:
 )
 @config_arguments
 def check(source: str, overrides: tuple[str, ...]) -> None:
-    """Check a configuration: report every mistake at once, with file and line, or say what would run."""
+    """Check a configuration: report every mistake at once, with file and line, or say what would run.
+
+    A model of transformers (model.name=hf) is also built without memory, in the layout of the run.
+    """
+    from nxdt_core.cli.layout import check_layout
     from nxdt_core.cli.vocabulary import vocabulary_notes
     from nxdt_core.config import load
 
     resolved = load(source, overrides)
     for note in (*resolved.notes, *vocabulary_notes(resolved)):
         click.echo(f"note: {note}", err=True)
+    check_layout(resolved)
     click.echo(f"{click.style('ok', fg='green')}: {source}")
     print_facts(_summary(resolved))
 

@@ -51,6 +51,9 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     config = _load(source, overrides)
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_train(config))
+    from nxdt_core.cli.layout import check_layout
+
+    check_layout(config)
     from nxdt_core.training.launch.launcher import launch
 
     outcome = launch(config)

@@ -124,7 +124,7 @@ from nxdt_core.errors.launch import (
     UnknownAccelerator,
     WorldDoesNotDivide,
 )
-from nxdt_core.errors.layouts import LayoutRefused
+from nxdt_core.errors.layouts import LayoutRefused, ShardNotComputed
 from nxdt_core.errors.losses import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
 from nxdt_core.errors.migration import (
     MigrationRefused,
@@ -375,6 +375,7 @@ __all__ = [
     "SequenceDoesNotDivide",
     "SequenceTooLongForModel",
     "ShardDoesNotDivide",
+    "ShardNotComputed",
     "ShareOfUnknownLength",
     "SpecialTokenInText",
     "SpecialTokenMissing",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from nxdt_core.errors.base import NxdtError
 
-__all__ = ["LayoutRefused"]
+__all__ = ["LayoutRefused", "ShardNotComputed"]
 
 
 class LayoutRefused(NxdtError):
@@ -29,3 +29,31 @@ class LayoutRefused(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "key": f"distributed_strategy.{self._KEYS[self.dimension]}"}
+
+
+class ShardNotComputed(NxdtError):
+    """A model's plan can be applied, and the model cannot compute with the shards that it makes."""
+
+    code = "NXDT-P071"
+    happened = (
+        "{model} cannot be computed with distributed_strategy.tensor_model_parallel_size={tp}: {place} fails on its"
+        " shard ({reason}). {held}{named}"
+    )
+    remedy = "Set distributed_strategy.tensor_model_parallel_size=1, or correct the plan of the model's plugin."
+    model: str
+    tp: int
+    module: str
+    """Path of the innermost module that fails; empty where that is not known."""
+    parameters: list[str]
+    """Names and shapes of what that module holds on a rank."""
+    entry: str
+    """The plan's entry for it; empty where there is none."""
+    reason: str
+
+    def _view(self) -> dict[str, Any]:
+        return {
+            **super()._view(),
+            "place": f"'{self.module}'" if self.module else "it",
+            "held": f"A rank holds {', '.join(self.parameters)}. " if self.parameters else "",
+            "named": f"The plan's entry is {self.entry}." if self.entry else "No entry of the plan names it.",
+        }

@@ -14,7 +14,15 @@ from typing import Literal
 __all__ = ["AttentionHeads", "ParallelPlan", "PipelinePlan", "TensorStyle"]
 
 TensorStyle = Literal[
-    "column", "row", "column_gathered", "row_split", "row_partial", "vocab_embedding", "vocab_head", "replicate"
+    "column",
+    "row",
+    "column_gathered",
+    "row_split",
+    "row_partial",
+    "heads",
+    "vocab_embedding",
+    "vocab_head",
+    "replicate",
 ]
 """How a module's weight lies over the tensor-parallel ranks.
 
@@ -23,7 +31,9 @@ an embedding table sharded by vocabulary row; ``vocab_head``: the output project
 feeding a vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gathered`` and ``row_split``: the
 same cuts where what lies between needs all features on each rank, such as a norm over all heads: outputs of the one are
 gathered, the other takes its part of whole inputs. ``row_partial``: as ``row`` without a bias and without the sum,
-which the module that ends the block makes (one of ``expert_dispatchers``). ``replicate``: whole on each rank and fed
+which the module that ends the block makes (one of ``expert_dispatchers``). ``heads``: every parameter of the module has
+a leading dimension of query heads or of key or value heads (:class:`AttentionHeads` says which), such as a norm with
+weights for each head; each rank has those of its own heads. ``replicate``: whole on each rank and fed
 with what is whole on each rank, also where its path lies in a tensor block (there it comes after a ``row``'s sum); an
 embedding table that looks up its own part of the sequence under sequence parallelism.
 """
@@ -50,9 +60,9 @@ class AttentionHeads:
     query_heads: int
     kv_heads: int
     query: tuple[str, ...] = ()
-    """Module patterns of the ``column`` projections whose outputs are query heads."""
+    """Module patterns of the ``column`` projections whose outputs are query heads, and of ``heads`` modules of them."""
     key_value: tuple[str, ...] = ()
-    """Those whose outputs are key or value heads; replicated where tensor parallelism exceeds ``kv_heads``."""
+    """The same for key or value heads; replicated where tensor parallelism exceeds ``kv_heads``."""
     output: tuple[str, ...] = ()
     """The ``row`` projections whose inputs are query heads."""
 

@@ -15,7 +15,7 @@ from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, train
 from tests.sampling import sampled
 
-DENSE = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
+DENSE = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "cohere")
 SPARSE = ("qwen3-moe", "olmoe", "glm4-moe")
 BALANCED = ("qwen3-moe balanced", "olmoe balanced")
 """With the auxiliary loss of the routers."""
@@ -24,14 +24,15 @@ STEPS = 5
 
 CASES = {
     "tp2-sp-packed": (FAMILIES, Layout(tp=2, sp=True, packed=True)),
-    "tp4-sp": (("qwen3", "olmo2", "qwen3-moe"), Layout(tp=4, sp=True)),
+    "tp4-sp": (("qwen3", "olmo2", "qwen3-moe", "cohere"), Layout(tp=4, sp=True)),
     "tp2-balanced": (BALANCED, Layout(tp=2)),
     "tp2-sp-balanced": (BALANCED, Layout(tp=2, sp=True)),
     "pp2": ((*DENSE, "qwen3-moe", "glm4-moe"), Layout(pp=2)),
     "pp2-tp2": (("gemma3", "phi3"), Layout(pp=2, tp=2)),
     "pp2-interleaved": (("gemma2",), Layout(pp=2, vpp=2)),
-    "cp2": (("qwen2", "qwen3", "gemma3", "olmo2", *SPARSE), Layout(cp=2, cp_method="ring")),
+    "cp2": (("qwen2", "qwen3", "gemma3", "olmo2", "cohere", *SPARSE), Layout(cp=2, cp_method="ring")),
     "dp2-zero2": (SPARSE, Layout(dp=2, zero=2)),
+    "dp2-tp2-zero3-norms": (("cohere",), Layout(dp=2, tp=2, zero=3, recompute="full")),
     "dp2-zero3-recomputed": (("gemma2", "phi3", *BALANCED), Layout(dp=2, zero=3, recompute="full")),
     "dp2-tp2": (("gemma3", "olmo2", "olmoe"), Layout(dp=2, tp=2)),
     "dp2-ep2": ((*SPARSE, *BALANCED), Layout(dp=2, ep=2)),

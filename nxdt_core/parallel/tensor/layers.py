@@ -7,10 +7,14 @@ the arithmetic runs on local tensors, since dispatch through DTensor costs 1.7 t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.nn import functional
 
 from nxdt_core.nn.updates import updated_linear
@@ -22,6 +26,7 @@ __all__ = [
     "BlockEntry",
     "ColumnLinear",
     "GatheredColumnLinear",
+    "OfHeads",
     "PartialRowLinear",
     "RowLinear",
     "SplitRowLinear",
@@ -170,6 +175,24 @@ class SplitRowLinear(RowLinear):
         """[batch, seq, in] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
         own = hidden.shape[-1] // self.group.size()
         return super().forward(hidden.narrow(-1, self.group.rank() * own, own))
+
+
+class OfHeads(nn.Module):
+    """A module whose parameters have a leading dimension of heads, with those of this rank's heads."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], spread: PaddedDim) -> None:
+        """``parameters``, by name: DTensors with ``Shard(0)`` in the place of the module's own."""
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+        self._inner = (module,)  # in a tuple, so that its own parameters are not found
+        self.padded = _padded(spread, self)
+        """Parameters with zeros at the end."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module computes, with this rank's part of each parameter."""
+        own = {name: local_part(getattr(self, name)) for name in self._parameters}
+        return functional_call(self._inner[0], own, args, kwargs)
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, sequence_parallel: bool) -> torch.Tensor:

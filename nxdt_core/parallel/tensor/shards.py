@@ -21,6 +21,7 @@ from nxdt_core.parallel.tensor.heads import HeadLayout
 from nxdt_core.parallel.tensor.layers import (
     ColumnLinear,
     GatheredColumnLinear,
+    OfHeads,
     PartialRowLinear,
     RowLinear,
     SplitRowLinear,
@@ -90,6 +91,8 @@ class TensorSharder:
             return SequenceEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
         if style == "vocab_embedding":
             return self._embedding(path, module)
+        if style == "heads":
+            return self._heads_of(path, module)
         linear = _linear(path, module, style)
         if style == "column":
             return self._column(path, linear)
@@ -123,6 +126,16 @@ class TensorSharder:
             spread=cut.spread,
             update=self._update(linear, cut),
         )
+
+    def _heads_of(self, path: str, module: nn.Module) -> OfHeads:
+        own = dict(module.named_parameters(recurse=False))
+        sizes = {parameter.shape[0] if parameter.ndim else 0 for parameter in own.values()}
+        if len(sizes) != 1 or [*module.children()] or [*module.buffers()]:
+            raise TensorPlanUnusable(problem=f"'{path}' is heads, and has more than parameters of equal leading size")
+        cut = self._of_heads(path, 0, sizes.pop())
+        if cut is None:
+            raise TensorPlanUnusable(problem=f"'{path}' is heads, and AttentionHeads does not say of which")
+        return OfHeads(module, {name: self._shard(parameter, cut) for name, parameter in own.items()}, cut.spread)
 
     def _embedding(self, path: str, module: nn.Module) -> VocabularyEmbedding:
         table = _table(path, module, "vocab_embedding")

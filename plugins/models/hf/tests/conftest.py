@@ -18,7 +18,7 @@ from nxdt_core.nn.init import initialize
 
 SPARSE = ("qwen3-moe", "olmoe", "glm4-moe")
 BALANCED = ("qwen3-moe", "olmoe")
-FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", *SPARSE)
+FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "cohere", *SPARSE)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,8 +55,8 @@ def materialised() -> Callable[[HFBuilder], CausalLM]:
         initialize(model.named_parameters(), builder.init_rules(), seed=1)
         with torch.no_grad():
             generator = torch.Generator().manual_seed(2)
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 or "norm" in name:
                     parameter.add_(torch.rand(parameter.shape, generator=generator) - 0.5)
         return model
 

@@ -17,6 +17,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             aliases=("transformers",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep"}),
             hf_architectures=("*ForCausalLM", "*LMHeadModel"),
+            tried_before_launch=True,
         )
     ]
 

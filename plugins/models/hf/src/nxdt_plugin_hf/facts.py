@@ -21,7 +21,7 @@ from nxdt_plugin_hf.mixture import draws_numbers, mixtures
 from nxdt_plugin_hf.modeling import CausalLM, build_model
 from nxdt_plugin_hf.pipeline_plan import pipeline_plan
 from nxdt_plugin_hf.tensor_plan import TensorPlan, tensor_plan
-from nxdt_plugin_hf.tracing import pattern_of, trace_model
+from nxdt_plugin_hf.tracing import is_norm, pattern_of, trace_model
 
 __all__ = ["ModelFacts"]
 
@@ -79,7 +79,7 @@ class ModelFacts:
             layers=layers,
             parameters=tuple(name for name, _ in model.named_parameters()),
             tied=tuple(_tied(model)),
-            norms=tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if _is_norm(module))),
+            norms=tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module))),
             classes=_classes(model, layers),
             tensor=tensor,
             pipeline=pipeline,
@@ -141,11 +141,6 @@ def _tied(model: CausalLM) -> Iterator[tuple[str, str]]:
         owner = owners.setdefault(parameter, name)
         if owner != name:
             yield owner, name
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """transformers tells norms by the names of their classes, too."""
-    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
 
 def _classes(model: CausalLM, layers: str) -> dict[str, tuple[str, ...]]:

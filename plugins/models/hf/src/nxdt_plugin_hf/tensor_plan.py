@@ -73,13 +73,15 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     around = dict(mixtures(model, layers))
     styles |= {p: "row_partial" for p, s in styles.items() if s == "row" and _inside(around, p, modules)}
     inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
+    norms = _norms_of_heads(inner, calls, modules)
+    styles |= dict.fromkeys(norms, "heads")
     blocks = tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in inner))
     ends = dict.fromkeys(pattern_of(path) for path in around)
     outer = [block for block in blocks if not any(block.startswith(f"{end}.") for end in ends)]
     return TensorPlan(
         styles=styles,
         blocks=tuple(dict.fromkeys((*outer, *ends, model.head_path))),
-        heads=_heads(inner, calls),
+        heads=_heads(inner, norms, calls),
         refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, around, styles),
     )
 
@@ -112,13 +114,30 @@ def _refused_experts(
     return None
 
 
-def _heads(styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall]) -> AttentionHeads | None:
-    """Which projections make heads; None where attention sees them all on each rank."""
+def _norms_of_heads(
+    styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall], modules: Mapping[str, nn.Module]
+) -> tuple[str, ...]:
+    """Return the modules in attention that have weights [heads, width] of their own for each head that is sharded."""
+    path, call = next(iter(calls.items()))
+    attention = pattern_of(path)
+    if not any(style == "column" and pattern.rpartition(".")[0] == attention for pattern, style in styles.items()):
+        return ()
+    shapes = {(heads, width) for heads in (call.heads, call.kv_heads) for width in (call.key_width, call.value_width)}
+    parts = (name for name in modules if name.startswith(f"{path}.") and pattern_of(name) not in styles)
+    own = {name: {tuple(p.shape) for p in modules[name].parameters(recurse=False)} for name in parts}
+    return tuple(pattern_of(name) for name, found in own.items() if found and found <= shapes)
+
+
+def _heads(
+    styles: Mapping[str, TensorStyle], norms: Collection[str], calls: Mapping[str, AttentionCall]
+) -> AttentionHeads | None:
+    """Which modules make heads or have weights of them; None where attention sees them all on each rank."""
     attention, call = next((pattern_of(path), call) for path, call in calls.items())
     cut = {p: s for p, s in styles.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
     columns = [pattern for pattern, style in cut.items() if style == "column"]
     if not columns:
         return None
+    columns += norms
     key_value = tuple(pattern for pattern in columns if pattern.rpartition(".")[2][0] in "kv")
     return AttentionHeads(
         query_heads=call.heads,
@@ -141,7 +160,8 @@ def _refusal(
         return f"its plan in transformers names {named}, which cannot be sharded here"
     if not styles:
         return "transformers has no tensor parallel plan for its layers"
-    attention = pattern_of(next(iter(calls)))
+    path = next(iter(calls))
+    attention = pattern_of(path)
     if attention not in blocks:
         return f"its plan in transformers leaves attention ('{attention}') whole"
     for block in blocks:
@@ -152,6 +172,9 @@ def _refusal(
         wrong = next((p for p, m in modules.items() if matches(pattern, p) and type(m) is not nn.Linear), None)
         if wrong is not None:
             return f"its plan names '{wrong}', a {type(modules[wrong]).__name__}, where only torch.nn.Linear is sharded"
+    alone = next((name for name, _ in modules[path].named_parameters(recurse=False)), None)
+    if alone is not None:
+        return f"'{attention}.{alone}' belongs to no layer that its plan shards"
     if len({(call.heads, call.kv_heads) for call in calls.values()}) > 1:
         return "its layers have different numbers of heads"
     fused = any(s == "column" and p.rpartition(".")[2].startswith(("qkv", "query_key")) for p, s in styles.items())

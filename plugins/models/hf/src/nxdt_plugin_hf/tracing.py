@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from nxdt_plugin_hf.architecture import Architecture
 
-__all__ = ["Trace", "pattern_of", "trace_model"]
+__all__ = ["Trace", "is_norm", "pattern_of", "trace_model"]
 
 _TOKENS = 4
 
@@ -91,6 +91,11 @@ def _words(error: Exception) -> str:
 def pattern_of(path: str) -> str:
     """``model.layers.3.mlp`` as ``model.layers.*.mlp``."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether ``module`` normalises; transformers recognises norms by the names of their classes, too."""
+    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
 
 def _check(name: str, calls: Mapping[str, AttentionCall]) -> None:

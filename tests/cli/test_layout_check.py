@@ -1,0 +1,93 @@
+"""``nxdt config check`` and ``nxdt train`` try the layout of a model whose plan comes from elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+COHERE = {
+    "model_type": "cohere",
+    "use_qk_norm": True,
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FORGETFUL = """
+from dataclasses import replace
+
+from nxdt_core.api import ModelComponent, hookimpl
+
+
+@hookimpl
+def nxdt_model_builders():
+    return [
+        ModelComponent(
+            name="forgetful",
+            target="forgetful:Forgetful",
+            config="nxdt_plugin_hf.config:HFModelConfig",
+            summary="a plan that overlooks norms of heads",
+            tried_before_launch=True,
+        )
+    ]
+
+
+def __getattr__(name):
+    from nxdt_plugin_hf.builder import HFBuilder
+
+    class Forgetful(HFBuilder):
+        def plan(self):
+            plan = super().plan()
+            return replace(plan, tensor={path: style for path, style in plan.tensor.items() if style != "heads"})
+
+    if name != "Forgetful":
+        raise AttributeError(name)
+    return Forgetful
+"""
+TWO = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
+
+
+@pytest.fixture
+def words(work):
+    """``words(name)``: a run of the small Cohere by the builder ``name``."""
+    (work / "model").mkdir()
+    (work / "model/config.json").write_text(json.dumps({**COHERE, "architectures": ["CohereForCausalLM"]}))
+    (work / "forgetful.py").write_text(FORGETFUL)
+    run = ("recipe:hf-tiny", "model.model_config=model", "trainer.accelerator=cpu", "plugins.local=[./forgetful.py]")
+    return lambda name: (*run, f"model.name={name}")
+
+
+def test_a_plan_that_overlooks_a_parameter_is_found_before_launch(nxdt, words):
+    for command in (("config", "check"), ("train",), ("plan",)):
+        done = nxdt(*command, *words("forgetful"), *TWO)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "[NXDT-P071] CohereForCausalLM cannot be computed with" in done.stderr
+        assert "tensor_model_parallel_size=2: 'model.layers.0.self_attn.q_norm' fails on its shard" in done.stderr
+        assert (
+            "A rank holds weight [4, 8]. The plan's entry is tensor_blocks 'model.layers.*.self_attn'." in done.stderr
+        )
+    assert nxdt("config", "check", *words("forgetful")).returncode == 0, "one process shards nothing"
+
+
+def test_the_same_model_with_its_norms_in_the_plan_is_accepted(nxdt, words):
+    done = nxdt("config", "check", *words("hf"), *TWO)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ok: ")
+
+
+def test_a_model_that_cannot_be_built_is_found_before_launch(nxdt, words):
+    done = nxdt("config", "check", *words("hf"), "model.hf_config.model_type=mamba", *TWO)
+    assert done.returncode == 2
+    assert "[NXDT-M08" in done.stderr
+    done = nxdt("config", "check", "recipe:hf-tiny", "model.hf_config.model_type=gpt2", *TWO)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_with_a_plan_of_its_own_is_checked_without_torch(nxdt):
+    done = nxdt("config", "check", "recipe:llama-tiny", *TWO, without=("torch", "numpy", "transformers"))
+    assert done.returncode == 0, done.stderr
