@@ -1,7 +1,9 @@
 """Dropout (Srivastava et al. 2014) whose masks differ on ranks that hold different values and agree on those that
 hold the same.
 
-Every rank of a run has the same global generator, so that whatever is drawn from it agrees. A module with a ``salt``
+Masks of hidden states follow from positions and are the same in every layout (:mod:`nxdt_core.nn.masks`). Those of
+attention probabilities and of experts' rows depend on the layout, by salts: every rank of a run has the same global
+generator, so that whatever is drawn from it agrees. A module with a ``salt``
 draws one number there and goes on from both: what an engine puts into the salt is what masks differ by. Masks are
 thereby repeated by recomputation and by a run that goes on from a checkpoint, both of which restore the generator.
 """
@@ -18,6 +20,7 @@ from torch.nn import functional
 from nxdt_core.devices import HOST, profile_of
 from nxdt_core.nn.attention import CausalAttention
 from nxdt_core.nn.documents import DocumentMasks
+from nxdt_core.nn.masks import MaskPart
 
 __all__ = ["CausalAttentionWithDropout", "Dropout", "causal_attention", "salted"]
 
@@ -41,20 +44,33 @@ def salted(salt: int | None, device: torch.device) -> Iterator[None]:
 
 
 class Dropout(nn.Module):
-    """Zeroes elements with probability ``p`` while training and scales the others by ``1 / (1 - p)``."""
+    """Zeroes elements with probability ``p`` while training and scales the others by ``1 / (1 - p)``.
 
-    def __init__(self, p: float) -> None:
+    Under an engine the mask of hidden states [rows, sequence, features] is that of their positions
+    (:mod:`nxdt_core.nn.masks`), the same in every layout.
+    """
+
+    def __init__(self, p: float, *, dispatched: bool = False) -> None:
+        """``dispatched``: the inputs are rows of experts, whose order is that of no sequence."""
         super().__init__()
         self.p = p
+        self.dispatched = dispatched
+        self.part: MaskPart | None = None
+        """A slot: engines say which part of the masks by position is this process's."""
         self.salt: int | None = None
         """A slot: engines fill it where several ranks run the model. Below 2⁶²."""
         self.whole = False
         """A slot: whether tensor parallel ranks hold the same values, though it lies in a tensor block."""
+        self.features: tuple[int, int] | None = None
+        """A slot: where this process's features begin, and how many the whole has, where an engine knows."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` of any shape to the same."""
         if not self.training or self.p == 0:
             return hidden
+        kept = None if self.part is None else self.part.mask(hidden, self.p)
+        if kept is not None:
+            return torch.where(kept, hidden / (1 - self.p), 0)
         with salted(self.salt, hidden.device):
             return functional.dropout(hidden, self.p)
 

@@ -37,7 +37,7 @@ class SwiGLUExperts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, ffn_hidden_size))
         self.activation = GatedSiLU()
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(dropout, dispatched=True)
         self.updates = nn.ModuleDict()
         """A slot: what adapters add, an :class:`~nxdt_core.nn.updates.Update` by name of the matrix."""
         self.local: Callable[[torch.Tensor], torch.Tensor] = unchanged

@@ -2,16 +2,21 @@
 
 Tensor parallel ranks hold the same hidden states outside of the tensor blocks and must drop the same of them; inside,
 and everywhere under sequence parallelism, each has values of its own. Data and context parallel ranks never hold the
-same tokens, and two modules never drop alike.
+same tokens, and two modules never drop alike. Masks of hidden states are by position, of which each rank takes its part.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 from torch import nn
 
+from nxdt_core.nn.dropout import Dropout
+from nxdt_core.nn.masks import MaskPart
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.nn.updates import unchanged
+from nxdt_core.parallel.context.zigzag import shard_of
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -21,25 +26,40 @@ _SALT_BITS = 62
 
 
 def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
-    """Fill the attribute ``salt`` of the modules that have one (:mod:`nxdt_core.nn.dropout`).
+    """Fill the attributes ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.nn.dropout`).
 
     Args:
         module: one pipeline stage, whose paths are those of the whole model; changed in place.
         plan: names the tensor blocks.
-        mesh: nothing is done in one process.
+        mesh: of the run; in one process there are no salts.
         sequence_parallel: activations outside the tensor blocks are cut along the sequence.
     """
-    if mesh.sizes.world_size == 1:
-        return
     tokens = mesh.rank("dp"), mesh.rank("cp")
     for path, part in module.named_modules():
         if not hasattr(part, "salt"):
             continue
-        block = sequence_parallel or any(matches_any(plan.tensor_blocks, outer) for outer in _upwards(path))
-        own = block and not getattr(part, "whole", False)
+        inside = any(matches_any(plan.tensor_blocks, outer) for outer in _upwards(path))
+        if isinstance(part, Dropout) and not part.dispatched:
+            part.part = _part(path, part, mesh, cut=inside and not part.whole)
+        if mesh.sizes.world_size == 1:
+            continue
+        own = (sequence_parallel or inside) and not getattr(part, "whole", False)
         name = "\0".join(map(str, (path, *tokens, mesh.rank("tp") if own else "all")))
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)
+
+
+def _part(path: str, dropout: Dropout, mesh: ParallelMesh, *, cut: bool) -> MaskPart:
+    cp, tp = mesh.size("cp"), mesh.size("tp")
+    own = partial(shard_of, rank=mesh.rank("cp"), ranks=cp, dim=0) if cp > 1 else unchanged
+    return MaskPart(
+        name=path,
+        whole_length=lambda tokens: tokens * cp,
+        tokens=own,
+        sequence_parts=(mesh.rank("tp"), tp),
+        features=dropout.features,
+        feature_parts=(mesh.rank("tp"), tp) if cut and dropout.features is None else (0, 1),
+    )
 
 
 def _upwards(path: str) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from nxdt_core.nn.aux_loss import aux_loss_scale
 from nxdt_core.nn.loss import vocabulary_loss
+from nxdt_core.nn.masks import draws_of_step
 from nxdt_core.nn.sequence_sums import SequenceShards, shared_sequences
 from nxdt_core.nn.token_losses import losses_wanted
 from nxdt_core.parallel.collectives import copy_to_group, reduce_from_group
@@ -30,8 +32,9 @@ class Numerics:
     """Where a run computes, and in which dtypes."""
 
     def __init__(self, precision: PrecisionPolicy, device: torch.device, seed: int = 0) -> None:
-        """``seed``: of what is rounded stochastically."""
+        """``seed``: of dropout and of what is rounded stochastically."""
         self.device = device
+        self.seed = seed
         self.precision = precision
         self.masters_rounded = masters_rounded(precision, seed)
         self.figures = torch.float64 if precision.gradients == "float64" else torch.float32
@@ -57,9 +60,11 @@ class GlobalBatch:
         mesh: ParallelMesh,
         numerics: Numerics,
         metric_names: dict[type, tuple[str, ...]],
+        step: int = 0,
     ) -> None:
         """Sum the weight over all ranks; ``micro_batches`` stay on the host until they are run.
 
+        ``step``: number of the step, which random numbers depend on.
         ``metric_names``: those of each kind of objective, agreed between ranks once.
         """
         self._metric_names = metric_names
@@ -70,9 +75,8 @@ class GlobalBatch:
         self.weight = weights[0]
         divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
         self._divisors, self._tokens = divisors[:-1], divisors[-1]
-        self.micro_batches = (
-            micro_batches if mesh.sizes.cp == 1 else [shard_sequence(batch, mesh) for batch in micro_batches]
-        )
+        self._step = step
+        self.micro_batches = [shard_sequence(batch, mesh) for batch in _numbered(micro_batches, mesh.rank("dp"))]
         """As the model sees them: this rank's part of every sequence."""
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, list[torch.Tensor]] = {}
@@ -83,6 +87,7 @@ class GlobalBatch:
         with ExitStack() as stack:
             stack.enter_context(aux_loss_scale(1 / self._tokens))
             stack.enter_context(losses_wanted())
+            stack.enter_context(draws_of_step(self._numerics.seed, self._step))
             if self._mesh.sizes.tp > 1:
                 stack.enter_context(vocabulary_loss(vocabulary_parallel_cross_entropies))
             if (group := self._mesh.group("cp")) is not None:
@@ -158,6 +163,14 @@ class GlobalBatch:
             weights = torch.zeros_like(weights)
         dist.all_reduce(weights)
         return weights
+
+
+def _numbered(batches: Sequence[Batch], dp_rank: int) -> Iterator[Batch]:
+    """The micro-batches with the numbers of their rows: ranks hold equally many, one after the other."""
+    row = dp_rank * sum(batch.input_ids.shape[0] for batch in batches)
+    for batch in batches:
+        yield replace(batch, first_row=row)
+        row += batch.input_ids.shape[0]
 
 
 def _shards(group: dist.ProcessGroup) -> SequenceShards:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from nxdt_core.devices import profile_of
 from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.nn.masks import rows_of_batch
 from nxdt_core.nn.token_losses import token_labels
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
@@ -251,10 +252,11 @@ class TorchModel:
     def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
         for module in self._stages.modules:
             module.train(training)
-        return GlobalBatch(micro_batches, objective, self._mesh, self._numerics, self._metric_names)
+        return GlobalBatch(micro_batches, objective, self._mesh, self._numerics, self._metric_names, self._step)
 
     def _logits(self, batch: Batch) -> torch.Tensor:
-        with self._numerics.autocast(), token_labels(batch.labels):
+        rows = rows_of_batch(batch.first_row, batch.input_ids)
+        with self._numerics.autocast(), token_labels(batch.labels), rows:
             logits: torch.Tensor = self.module(batch.input_ids, batch.position_ids, batch.document_ids)
         return logits
 

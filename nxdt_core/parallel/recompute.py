@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.errors import UnknownRecomputeName
+from nxdt_core.nn.dropout import Dropout
+from nxdt_core.nn.masks import same_draws
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -49,7 +52,13 @@ def apply_recompute(
         # Wrapped is the forward alone. Hooks then run once, outside: those of fully_shard, whose weights are gathered
         # again by the time backward asks, and those that enter a tensor block. (The hooks of
         # torch.distributed._composable.checkpoint call the module, and so other hooks, twice on the same input.)
-        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+        more = {"context_fn": _as_first} if any(isinstance(inner, Dropout) for inner in part.modules()) else {}
+        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False, **more)
+
+
+def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the first computation and of the second, which may run while another micro-batch does."""
+    return nullcontext(), same_draws()
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:

@@ -56,6 +56,8 @@ class Batch:
     """float32: of each label under the model that the run began with; None where nobody asks."""
     rows_per_sample: int = 1
     """Adjacent rows that are one sample."""
+    first_row: int | None = None
+    """Number of its first row in the global batch, once an engine runs it; dropout masks follow from it."""
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """Copy to ``device``; returns a batch of the same fields."""

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from nxdt_core.nn.masks import rows_of_batch
 from nxdt_core.nn.token_losses import token_labels
 from nxdt_core.parallel.pipeline.stream import MicroBatchStream
 
@@ -82,7 +83,8 @@ class StreamedStage(PipelineStage):
         """Forward of one micro-batch, whose inputs come from the stream instead of ``args`` and ``kwargs``."""
         stream = self._settings.stream
         args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
-        with token_labels(stream[fwd_chunk_id].labels):
+        batch = stream[fwd_chunk_id]
+        with token_labels(batch.labels), rows_of_batch(batch.first_row, batch.input_ids):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if not self.is_last:
             shape, dtype = stream.hidden_like(fwd_chunk_id)

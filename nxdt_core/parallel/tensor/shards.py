@@ -160,6 +160,7 @@ class TensorSharder:
         for part in update.modules():
             if isinstance(part, Dropout):
                 part.whole = cut.spread.dim == 0
+                part.features = None if part.whole else (cut.spread.starts[cut.part], sum(cut.spread.counts))
         if cut.spread.dim == update.inputs:
             update.over_inputs = partial(reduce_from_group, group=self._group)
         return update

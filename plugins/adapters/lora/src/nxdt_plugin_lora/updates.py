@@ -128,7 +128,7 @@ class ExpertsUpdate(Update):
         self.lora_A = nn.Parameter(torch.empty(experts, rank, inputs))
         self.lora_B = nn.Parameter(torch.empty(experts, outputs, rank))
         self.scaling = scaling
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(dropout, dispatched=True)
 
     def forward(
         self, rows: torch.Tensor, product: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None
