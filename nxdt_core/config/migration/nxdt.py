@@ -283,6 +283,10 @@ def _defaults(draft: Draft) -> None:
             draft.put(path, value, "the default there; here it is another")
     if draft.value("model.name") == "mixtral" and draft.value("model_source") == "megatron":
         _missing_of_experts(draft)
+    if draft.value("trainer.val_check_interval") and draft.value("trainer.limit_val_batches") != 0:
+        draft.put("checkpoint.monitor", "val_loss", "the default there; here the newest checkpoints are kept")
+        if draft.value("checkpoint.monitor") == "val_loss":
+            draft.put("checkpoint.mode", "min", "the default there; here it is max")
     draft.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
     if draft.value("data.name") == "sft-chat":
         draft.put("data.chat_template", "plain", "NxD Training puts the output right behind the input")

@@ -441,6 +441,24 @@ def test_modules_to_recompute_are_those_that_the_model_has(installed, tmp_path, 
     assert not [key for key, _ in done.remaining if "recompute" in key]
 
 
+@pytest.mark.parametrize(
+    ("saving", "kept"),
+    [
+        ({}, ("val_loss", "min")),
+        ({"monitor": "step", "mode": "max"}, ("step", "max")),
+        ({"monitor": "val_loss"}, ("val_loss", "min")),
+    ],
+)
+def test_the_metric_that_checkpoints_are_kept_by_is_the_default_there(installed, tmp_path, saving, kept):
+    tree = yaml.safe_load(FILES["nemo"][0].read_text())
+    tree["exp_manager"]["checkpoint_callback_params"] = {"save_top_k": 3, **saving}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    done = migrate(tmp_path / "run.yaml", tmp_path / "out.yaml", "nemo", installed)
+    found = parse_yaml(done.text, "")[0]
+    assert (found.plain("checkpoint.monitor"), found.plain("checkpoint.mode")) == kept
+    assert not done.remaining
+
+
 MOE = ("output_router_logits", "router_aux_loss_coef", "capacity_factor", "normalize_top_k_affinities")
 
 
