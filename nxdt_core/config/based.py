@@ -33,16 +33,17 @@ def read_based(
         label: What a mapping is called.
     """
     top = read_source(source, partial(find_kernel, Node({}, COMMAND_LINE)), label=label)
-    tree, problems, seen, below = top.tree.without(_KEY), [*top.problems], [top.label], top
+    tree, problems, seen, below, stem = top.tree.without(_KEY), [*top.problems], [top.label], top, top.stem
     while below.readable and (node := below.tree.find(_KEY)) is not None and node.value is not None:
         named = _named(node, seen)
         if isinstance(named, ConfigProblem):
             return replace(top, problems=(*problems, named), readable=False)
         seen.append(named)
         below = read_source(named, partial(find_kernel, tree), node.origin.at(_KEY))
+        stem = stem or below.stem
         problems += below.problems
         tree = merge(below.tree.without(_KEY), tree)
-    return replace(top, tree=tree, problems=tuple(problems), readable=below.readable)
+    return replace(top, tree=tree, problems=tuple(problems), readable=below.readable, stem=stem)
 
 
 def _named(node: Node, seen: list[str]) -> str | ConfigProblem:

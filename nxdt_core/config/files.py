@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Source:
     """What the user named."""
     tree: Node
     problems: tuple[ConfigProblem, ...]
+    stem: str = ""
+    """Name of the file or recipe without its ending; empty for a mapping."""
     readable: bool = True
     """False where there is nothing to check, since the text could not be had or parsed."""
 
@@ -53,13 +55,13 @@ def read_source(
             recipe = find_recipe(find_kernel(), label.removeprefix(RECIPE_SCHEME))
         except UnknownRecipe as unknown:
             return _failed(label, UnknownRecipe(**named, reason=unknown.reason, candidates=unknown.candidates))
-        return _parsed(label, recipe.text, recipe.path.parent.absolute())
+        return replace(_parsed(label, recipe.text, recipe.path.parent.absolute()), stem=recipe.name)
     path = Path(source).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         return _failed(label, file_problem(path, error, named))
-    return _parsed(label, text, path.absolute().parent)
+    return replace(_parsed(label, text, path.absolute().parent), stem=path.stem)
 
 
 def _parsed(label: str, text: str, directory: Path) -> Source:

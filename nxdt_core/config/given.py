@@ -13,7 +13,7 @@ from nxdt_core.errors import BadComponentChoice, BadComponentConfig, ConfigProbl
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.contexts import ConfigDefaultsContext
 
-__all__ = ["find_ungiven", "mandatory_keys", "merge_plugin_defaults", "tidy_given"]
+__all__ = ["find_ungiven", "mandatory_keys", "merge_plugin_defaults", "tidy_given", "with_name"]
 
 _MANDATORY = "???"
 """OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
@@ -30,6 +30,13 @@ def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem]]:
         if node is not None and isinstance(node.value, str):
             given = given.set(slot.section, Node({slot.selector: node}, node.origin))
     return given, problems
+
+
+def with_name(given: Node, stem: str) -> Node:
+    """Return the tree with ``stem``, the name of its file, as the run's name where none is given."""
+    if not stem or given.find("name") is not None:
+        return given
+    return given.set("name", Node(stem, Origin(kind="default", where="of the file's name")))
 
 
 def mandatory_keys(given: Node) -> dict[str, Origin]:

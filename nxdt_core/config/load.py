@@ -13,7 +13,7 @@ from nxdt_core.config.complete import complete
 from nxdt_core.config.extensions import Extensions, select_extensions
 from nxdt_core.config.files import Source
 from nxdt_core.config.findings import component_findings, plugin_findings
-from nxdt_core.config.given import find_ungiven, mandatory_keys, merge_plugin_defaults, tidy_given
+from nxdt_core.config.given import find_ungiven, mandatory_keys, merge_plugin_defaults, tidy_given, with_name
 from nxdt_core.config.hf_config import merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.location import Locator
@@ -151,6 +151,7 @@ class _Load:
         self.given = given
         self.mandatory = mandatory_keys(given)
         given = self._keep(tidy_given(given))
+        given = with_name(given, source.stem)
         if not source.readable:
             raise self._error(source.label)
         return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from nxdt_core.errors import TextNotUtf8
@@ -17,7 +18,7 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
 """Byte order marks; that of UTF-32 begins with that of UTF-16."""
-_ZEROS = {
+_ZEROS: Mapping[tuple[bool, ...], str] = {
     (False, True, True, True): "UTF-32LE",
     (True, True, True, False): "UTF-32BE",
     (False, True, False, True): "UTF-16LE",

@@ -34,7 +34,7 @@ from nxdt_core.training.owned import owned_on_rank_zero
 from nxdt_core.training.passes import counts_passes, in_steps
 from nxdt_core.training.resume_command import resume_command
 from nxdt_core.training.run_callbacks import run_callbacks
-from nxdt_core.training.run_files import dated, keep_inputs, make_run_dir
+from nxdt_core.training.run_files import dated, keep_inputs, make_run_dir, other_source
 from nxdt_core.training.run_log import run_log
 from nxdt_core.training.start import ForeignStart, Start, check_adapter, decide_base, decide_start, told_step
 from nxdt_core.training.strategy import NxdtStrategy
@@ -86,9 +86,12 @@ def _train(
     signals = StopSignals(console, ranks, requests)
     limit = config.run.trainer.max_time
     time_limit = [] if limit is None else [TimeLimit(seconds_of(limit), signals)]
+    other = other_source(config)
     ranks.on_rank_zero(lambda: keep_inputs(config))
     data = NxdtDataModule(config)
     start = decide_start(config, own, console.say, ranks)
+    if other is not None and _resumes(start) and start.storage.uri == own.uri:
+        console.say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
     if isinstance(start, Start):
         check_adapter(config, start)
     if counts_passes(config):

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.paths import PackageNotFound, resolve_path
+from nxdt_core.config.recipes import RECIPE_SCHEME
 from nxdt_core.errors import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["dated", "keep_inputs", "make_run_dir", "run_dir_explained"]
+__all__ = ["dated", "keep_inputs", "make_run_dir", "other_source", "run_dir_explained"]
 
+_CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
 """The command line of each start of the run, a line each."""
 
@@ -51,6 +53,28 @@ def make_run_dir(config: ResolvedConfig) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
 
 
+def other_source(config: ResolvedConfig) -> str | None:
+    """Return the file or recipe that the run was last started from, where this start is from another; else None.
+
+    The configuration in the run's own directory is no other one, and neither is a mapping in memory.
+    """
+    try:
+        with (config.run_dir / _CONFIG).open(encoding="utf-8") as file:
+            last = file.readline().strip().removeprefix("# ").removesuffix(", resolved")
+    except (OSError, UnicodeDecodeError):
+        return None
+    before, now = _source_place(last, config.run_dir), _source_place(config.source, config.run_dir)
+    return last if before is not None and now is not None and before != now else None
+
+
+def _source_place(label: str, run_dir: Path) -> str | None:
+    """Return what tells a recipe or a file from others; None for what is neither, or is in the run's directory."""
+    if label.startswith(RECIPE_SCHEME):
+        return f"{RECIPE_SCHEME}{label.rpartition(':')[2]}"
+    path = Path(label).expanduser().absolute()
+    return str(path) if path.suffix in (".yaml", ".yml") and path.parent != run_dir.absolute() else None
+
+
 def keep_inputs(config: ResolvedConfig) -> None:
     """Write the configuration, the command line and the files to copy beside what they produce.
 
@@ -59,7 +83,7 @@ def keep_inputs(config: ResolvedConfig) -> None:
         CannotCopyFile: a file is not there, or two have one name.
     """
     with run_dir_explained(config):
-        (config.run_dir / "config.yaml").write_text(render_show(config), encoding="utf-8")
+        (config.run_dir / _CONFIG).write_text(render_show(config), encoding="utf-8")
         with (config.run_dir / _COMMANDS).open("a", encoding="utf-8") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n")
         _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")

@@ -30,6 +30,22 @@ def test_show_prints_the_yaml_as_it_is(nxdt):
     assert nxdt("recipes", "show", "recipe:llama-tiny").stdout == text
 
 
+def test_a_file_that_is_made_from_a_recipe_is_a_run_of_its_own(nxdt, tmp_path):
+    text = nxdt("recipes", "show", "llama-tiny").stdout
+    (tmp_path / "my_run.yaml").write_text(text)
+    (tmp_path / "based.yaml").write_text("base: recipe:llama-tiny\n")
+
+    def directory(source, *overrides):
+        lines = nxdt("config", "check", source, *overrides).stdout.splitlines()
+        (line,) = [line for line in lines if line.startswith("run directory")]
+        return line.split()[-1]
+
+    assert directory("recipe:llama-tiny") == directory("recipe:llama:llama-tiny") == "nxdt_experiments/llama-tiny"
+    assert directory(str(tmp_path / "my_run.yaml")) == "nxdt_experiments/my_run"
+    assert directory(str(tmp_path / "based.yaml")) == "nxdt_experiments/based"
+    assert directory(str(tmp_path / "my_run.yaml"), "name=other") == "nxdt_experiments/other"
+
+
 def test_show_of_an_unknown_recipe_names_close_ones(nxdt):
     done = nxdt("recipes", "show", "lama-tiny")
     assert done.returncode == 2

@@ -64,6 +64,29 @@ def test_a_recipe_is_a_base():
     assert str(resolved.origins["trainer.max_steps"]).startswith("recipe:llama-tiny:")
 
 
+def test_a_file_without_a_name_is_called_after_itself_and_not_after_its_base(load, good, kernel):
+    bare = good.replace("name: run\n", "")
+    assert "name: run" in good
+    write(common=bare, named=good.replace("name: run", "name: theirs"))
+    for text, name in (
+        (bare, "run"),
+        ("base: common.yaml\n", "run"),
+        ("base: named.yaml\n", "theirs"),
+    ):
+        resolved = load(text)
+        assert resolved.run.name == resolved.run.exp_manager.name == name
+    assert str(load(bare).origins["name"]) == "default of the file's name"
+    assert config.load(resolved.to_dict(), kernel=kernel).run.name == "theirs"
+
+
+def test_a_mapping_without_a_name_is_called_after_its_base_or_refused(good, load, kernel):
+    assert config.load({"base": "recipe:llama-tiny"}).run.name == "llama-tiny"
+    mapping = load(good).to_dict()
+    del mapping["name"]
+    (problem,) = [each for each in config.check(mapping, kernel=kernel) if each.key == "name"]
+    assert "name" in problem.row()
+
+
 def test_the_policy_of_a_file_decides_who_brings_its_base():
     (problem,) = config.check({"base": "recipe:llama-tiny", "plugins": {"block": ["nxdt-plugin-llama"]}})
     assert problem.row().startswith("mapping: base: no plugin has a recipe of that name.")

@@ -51,7 +51,8 @@ def test_a_key_that_stands_twice_is_told_with_both_lines(report, good):
 
 
 def test_an_empty_file_lacks_its_required_keys(report):
-    assert "run.yaml:1: name: required key is missing. Give it text. [NXDT-C011]" in report("")
+    missing = "run.yaml:1: trainer.max_steps: required key is missing. Give it an integer of at least 1. [NXDT-C011]"
+    assert missing in report("")
 
 
 def test_a_missing_file_names_those_beside_it(kernel, tmp_path):

@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+from nxdt_core.config import load
 from nxdt_core.errors import CannotCopyFile, ConfigError, StepNotFinite
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
 from tests.training.ema_run import averaged_run
+from tests.training.small import SMALL
 
 TWO = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "trainer.max_steps=2")
 
@@ -26,6 +28,28 @@ def test_a_log_has_what_the_console_said_and_what_was_warned_of(small_run, capsy
     assert re.search(r"INFO rank 0 nxdt_core\S*: step 1/2  loss", text)
     assert "WARNING rank 0 nxdt_core.training.callbacks.checkpoints: step 2 has no metric 'nonsense'" in text
     assert "step 1/2  loss" in capsys.readouterr().err
+
+
+def test_a_run_that_another_file_resumes_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    keys = (*SMALL, "checkpoint.resume_if_exists=true", f"exp_manager.exp_dir={tmp_path}")
+    for file in ("one.yaml", "other.yaml"):
+        (tmp_path / file).write_text("base: recipe:llama-tiny\nname: shared\n")
+    told = "this resumes the run of one.yaml; set name to give other.yaml a run with its own directory"
+
+    def said(source, steps):
+        train(load(source, [*keys, f"trainer.max_steps={steps}"]))
+        return capsys.readouterr().err
+
+    for source, steps, expected in (
+        ("one.yaml", 1, False),
+        (str(tmp_path / "one.yaml"), 2, False),
+        ("one.yaml", 3, False),
+        ("other.yaml", 4, True),
+        ("other.yaml", 5, False),
+        ("shared/config.yaml", 6, False),
+    ):
+        assert (told in said(source, steps)) == expected, source
 
 
 def test_what_ends_a_run_is_in_its_logs(small_run):
