@@ -148,6 +148,9 @@ def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'from'")
     _check_one_said(entry, place, number)
     if speaker == "function_call":
+        if is_given(entry.get("tool_calls")):
+            reason = "'value' and 'tool_calls' both hold calls; keep one of them"
+            raise BadMessage(place=str(place), number=number, reason=reason)
         entry, value = {**entry, "tool_calls": parsed(value, place, number, "a function call")}, ""
     return _made(_SHAREGPT.get(speaker, speaker), value, place, number, entry)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,7 +64,7 @@ def _with(conversation: Conversation, number: int, message: Message) -> Conversa
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers within ``value``."""
+    """Yield the texts within ``value``, and the JSON of its numbers and constants."""
     if isinstance(value, Mapping):
         for each in value.values():
             yield from _leaves(each)
@@ -71,4 +72,4 @@ def _leaves(value: Any) -> Iterator[str]:
         for each in value:
             yield from _leaves(each)
     else:
-        yield str(value)
+        yield value if isinstance(value, str) else json.dumps(value)

@@ -108,7 +108,11 @@ def test_openais_older_calls_are_read():
 
 @pytest.mark.parametrize(
     ("more", "found"),
-    [({"content": "x"}, "'content' and 'value' differ"), ({"role": "user"}, "'role' and 'from' differ")],
+    [
+        ({"content": "x"}, "'content' and 'value' differ"),
+        ({"role": "user"}, "'role' and 'from' differ"),
+        ({"from": "function_call", "tool_calls": [CALL]}, "'value' and 'tool_calls' both hold calls"),
+    ],
 )
 def test_a_message_in_two_forms_that_differ_is_refused(more, found):
     message = {"from": "gpt", "value": "Here.", **more}
