@@ -72,7 +72,8 @@ def import_foreign(
         config: YAML file or ``recipe:NAME`` of the model; None takes what the source says of itself.
         overrides: ``key.path=value`` each, over ``config`` or what the source says.
         format: name of the format; None recognises it.
-        weights_only: leave out the optimizer's state; without it, state that is not whole is an error.
+        weights_only: leave out the optimizer's state; without it, state that is not whole is an error. A checkpoint of
+            weights alone has the step 0.
         ranks: that divide the tensors; None for a process that is alone.
 
     Raises:
@@ -83,39 +84,38 @@ def import_foreign(
         ImportPlaceTaken: ``target`` holds a checkpoint.
     """
     storage = checkpoint.open_storage(target)
-    opened: list[tuple[str, ForeignCheckpoint, ResolvedConfig, HFSource | None]] = []
+    opened: list[tuple[str, ForeignCheckpoint, ResolvedConfig, Listing, HFSource | None]] = []
 
     def prepare() -> None:
         name, found = open_foreign(Path(source), format)
         run = load(config, overrides) if config else _described(source, name, found, overrides)
-        opened.append((name, found, run, read_hf_source(Path(source)) if name == "hf" else None))
         if rank_of(ranks) == 0:
             check_empty(storage)
+        listing = found.listing(assemble.model_builder(run), weights_only=weights_only)
+        opened.append((name, found, run, listing, read_hf_source(Path(source)) if name == "hf" else None))
 
     together(ranks, prepare, where=source)
-    name, found, run, said = opened[0]
-    listed: list[Listing] = []
-
-    def list_tensors() -> Listing:
-        listed.append(found.listing(assemble.model_builder(run), weights_only=weights_only))
-        return listed[0]
+    name, found, run, listing, said = opened[0]
+    # Without the optimizer's state no run can resume at a later step as if it had never stopped.
+    whole = any(section == "optim" for section, _ in listing)
+    train = TrainState(step=found.step, consumed_samples=found.consumed_samples) if whole else TrainState()
 
     def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
-        return _write(writer, found, listed[0], mine, rank=rank_of(ranks))
+        return _write(writer, found, listing, mine, train, rank=rank_of(ranks))
 
     facts = CheckpointFacts(
-        consumed_samples=found.consumed_samples,
+        consumed_samples=train.consumed_samples,
         config=run.to_dict(),
         plugin_fingerprint=run.kernel.fingerprint(),
         versions=versions_of(run.kernel),
         hf={} if said is None else said.facts(),
     )
-    manifest = save_listed(storage, step=found.step, prepare=list_tensors, write=write, facts=facts, ranks=ranks)
+    manifest = save_listed(storage, step=train.step, prepare=lambda: listing, write=write, facts=facts, ranks=ranks)
     return Imported(
         source=source,
         format=name,
-        target=assemble.step_uri(storage, found.step),
-        step=found.step,
+        target=assemble.step_uri(storage, train.step),
+        step=train.step,
         model=run.selected("model").component.record.name,
         tensors=sum(len(index) for index in manifest.tensors.values()),
         size_bytes=manifest.size_bytes,
@@ -162,7 +162,13 @@ def check_empty(storage: CheckpointStorage) -> None:
 
 
 def _write(
-    writer: AttemptWriter, found: ForeignCheckpoint, listing: Listing, mine: AbstractSet[Place], *, rank: int
+    writer: AttemptWriter,
+    found: ForeignCheckpoint,
+    listing: Listing,
+    mine: AbstractSet[Place],
+    train: TrainState,
+    *,
+    rank: int,
 ) -> dict[Place, TensorPart]:
     """Write the tensors that were given to this rank; rank 0 the state, too."""
     parts: dict[Place, TensorPart] = {}
@@ -175,7 +181,6 @@ def _write(
         written = write_listed(writer, section, held, read, rank=rank)
         parts |= {(section, name): part for name, part in written.items()}
     if rank == 0:
-        train = TrainState(step=found.step, consumed_samples=found.consumed_samples)
         state = {"train": train.to_dict(), "rng": {}, "extra": {}}
         with writer.file(state_name(0)) as stream:
             stream.write(encode_state(state, {}, 0))

@@ -39,4 +39,5 @@ def test_lost_state_of_a_rank_stops_the_import_and_weights_alone_are_on_request(
     assert "master weights included, is not read" in done.stderr
     assert "Imported" in done.stdout
     (step,) = (work / "runs/a").glob("step-*")
+    assert step.name == "step-00000000", "no run resumes at step 7 without the optimizer's state"
     assert not list((step / "optim").glob("*.safetensors"))
