@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from nxdt_core.config.frameworks import FRAMEWORKS, framework_of
 from nxdt_core.config.node import Node
 from nxdt_core.config.recipes import RECIPE_SCHEME
 from nxdt_core.errors import ConfigError, ConfigFileNotFound, ConfigProblem, ConflictingKeys, NotSupported
@@ -37,14 +38,23 @@ def error_report(
         raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
     ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
     migrates = not label.startswith(RECIPE_SCHEME) and _migrates(given, ordered)
-    return ConfigError(source=label, problems=tuple(ordered), migrates=migrates)
+    framework = (framework_of(given)[0] if given is not None else "") or "nxdt"
+    return ConfigError(
+        source=label, problems=tuple(ordered), migrates=(framework, FRAMEWORKS[framework]) if migrates else None
+    )
+
+
+def _shows_nemo(given: Node) -> tuple[str, ...]:
+    framework, key = framework_of(given)
+    return (key,) if framework in ("nemo", "nnm") else ()
 
 
 def _migrates(given: Node | None, problems: Iterable[ConfigProblem]) -> bool:
-    """Whether ``nxdt config migrate`` would help: the file is of NxD Training, and more than a path is wrong."""
+    """Return whether a migration would help: it is another framework's file, and more than a path is wrong."""
     if any(isinstance(problem, NotSupported) and problem.of_incumbent for problem in problems):
         return True
     if given is None or all(isinstance(problem, ConfigFileNotFound) for problem in problems):
         return False
-    theirs = any(node.origin.kind == "file" for key in _INCUMBENT if (node := given.find(key)) is not None)
+    keys = [*_INCUMBENT, *_shows_nemo(given)]
+    theirs = any(node.origin.kind == "file" for key in keys if (node := given.find(key)) is not None)
     return theirs and given.find("model.name") is None and given.find("data.name") is None

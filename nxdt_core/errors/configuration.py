@@ -52,14 +52,15 @@ class ConfigError(NxdtError):
     remedy = "{rows}"
     source: str
     problems: tuple[ConfigProblem, ...]
-    migrates: bool = False
-    """Whether it is a file of NxD Training that can be taken over."""
+    migrates: tuple[str, str] | None = None
+    """Value of ``--from`` and name of the framework that it is a file of, if it can be migrated."""
 
     def _view(self) -> dict[str, Any]:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         rows = [problem.row() for problem in self.problems]
         if self.migrates:
-            rows.append("A file of NxD Training is taken over by: nxdt config migrate FILE --from nxdt -o NEW.yaml")
+            option, name = self.migrates
+            rows.append(f"A file of {name} is taken over by: nxdt config migrate FILE --from {option} -o NEW.yaml")
         return {**super()._view(), "count": count, "rows": "\n  ".join(rows)}
 
 

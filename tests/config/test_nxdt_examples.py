@@ -62,6 +62,14 @@ def test_a_file_that_is_refused_as_it_is_names_the_way_to_take_it_over(name):
     assert str(caught.value).rstrip().endswith(HINT)
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("nemo_gpt", "nemo"), ("nnm_llama", "nnm"), ("nxdt_megatron_gpt", "nxdt")]
+)
+def test_the_way_to_take_a_file_over_names_its_own_framework(name, option):
+    with pytest.raises(ConfigError, match=f"nxdt config migrate FILE --from {option} -o NEW.yaml"):
+        config.load(EXAMPLES.parent / f"migration/files/{name}.yaml")
+
+
 def test_a_missing_path_and_a_file_of_nxdt_itself_have_no_such_hint(tmp_path):
     with pytest.raises(ConfigError) as caught:
         config.load(EXAMPLES / "llama3_8b_pretrain.yaml")

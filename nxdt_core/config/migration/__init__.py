@@ -1,6 +1,6 @@
 """``nxdt config migrate``: files of NxD Training, NeMo 1.x and neuronx-nemo-megatron become files of this schema."""
 
-from nxdt_core.config.migration.foreign import FRAMEWORKS
+from nxdt_core.config.frameworks import FRAMEWORKS
 from nxdt_core.config.migration.migrate import Migration, migrate
 from nxdt_core.config.migration.report import report_json, report_markdown, summary
 from nxdt_core.config.migration.table import KeyStatus, schema_page, schema_table, value_table

@@ -5,38 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from nxdt_core.config.frameworks import FRAMEWORKS, framework_of
 from nxdt_core.config.node import Node
 from nxdt_core.errors import MigrationRefused
 
-__all__ = ["FRAMEWORKS", "refuse_others", "require"]
-
-FRAMEWORKS = {"nxdt": "NxD Training", "nemo": "NeMo 1.x", "nnm": "neuronx-nemo-megatron"}
-"""Value of ``--from`` → name."""
-
-_NEMO = (
-    "model.tensor_model_parallel_size",
-    "model.pipeline_model_parallel_size",
-    "model.micro_batch_size",
-    "model.global_batch_size",
-    "model.data",
-    "model.tokenizer",
-    "model.mcore_gpt",
-)
-_NNM = (
-    "model.wrap_with_zero",
-    "model.zero_use_master_weight",
-    "model.zero_use_fp32_grad_accum",
-    "model.flexible_pipeline_parallel_stages",
-    "enable_checkpoint_removal_protection",
-)
-_NXDT = (
-    "distributed_strategy",
-    "model_source",
-    "model_alignment_strategy",
-    "aync_exec_max_inflight_requests",
-    "data.global_batch_size",
-    "model.model_config",
-)
+__all__ = ["refuse_others", "require"]
 
 
 def _anywhere(name: str) -> Callable[[Node], str]:
@@ -93,22 +66,13 @@ def require(tree: Node, wanted: str, source: Path) -> None:
     Raises:
         MigrationRefused: it shows that it is of another of those that can be migrated, or nothing shows what it is of.
     """
-    found, key = _own(tree)
+    found, key = framework_of(tree)
     if found == wanted or (found, wanted) == ("nemo", "nnm"):
         return
     if found:
         advice = f"Say --from {found} if that is what it is."
         raise _refused(source, wanted, f"{key} is of {FRAMEWORKS[found]}", advice)
     raise _refused(source, wanted, f"it has none of the sections of {FRAMEWORKS[wanted]}", _BY_HAND)
-
-
-def _own(tree: Node) -> tuple[str, str]:
-    """The framework among those that can be migrated, and the key that shows it."""
-    for name, keys in (("nxdt", _NXDT), ("nnm", _NNM), ("nemo", _NEMO)):
-        for key in keys:
-            if tree.find(key) is not None:
-                return name, key
-    return "", ""
 
 
 def _refused(source: Path, wanted: str, reason: str, advice: str) -> MigrationRefused:

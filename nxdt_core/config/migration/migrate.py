@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nxdt_core.config.files import read_source
+from nxdt_core.config.frameworks import FRAMEWORKS
 from nxdt_core.config.keys import section_paths
 from nxdt_core.config.migration.architectures import require_decoder
 from nxdt_core.config.migration.draft import Draft, Row, read_draft
-from nxdt_core.config.migration.foreign import FRAMEWORKS, refuse_others, require
+from nxdt_core.config.migration.foreign import refuse_others, require
 from nxdt_core.config.migration.nemo import from_nemo, from_nnm
 from nxdt_core.config.migration.nxdt import from_nxdt
 from nxdt_core.config.migration.render import render

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from nxdt_core.config.frameworks import FRAMEWORKS
 from nxdt_core.config.load import check
 from nxdt_core.config.migration.draft import Draft, Verdict
-from nxdt_core.config.migration.foreign import FRAMEWORKS
 from nxdt_core.config.migration.render import TO_SET, render
 from nxdt_core.config.node import to_plain
 from nxdt_core.config.yaml_source import parse_yaml
