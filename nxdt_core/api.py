@@ -113,7 +113,7 @@ class ModelComponent(Component):
     """Values of ``architectures`` in a Hugging Face ``config.json`` that this builder reads; one with ``*`` is a
     pattern, which counts where no builder names the value itself."""
     recompute_names: tuple[str, ...] | None = None
-    """Names that the plan's ``recompute`` has, whatever the configuration; None if they depend on it. ``nxdt config
+    """Names that the plan's ``recompute`` has with every configuration; None if they depend on it. ``nxdt config
     check`` reports others in ``model.activations_checkpoint_recompute``."""
     tried_before_launch: bool = False
     """Whether ``nxdt config check`` and ``nxdt train`` build the model without memory before anything is launched, in
