@@ -22,7 +22,7 @@ from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import rank_of, together
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors import ForeignConfigMissing, ImportPlaceTaken
-from nxdt_core.errors.base import listing
+from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
@@ -119,7 +119,7 @@ def import_foreign(
         model=run.selected("model").component.record.name,
         tensors=sum(len(index) for index in manifest.tensors.values()),
         size_bytes=manifest.size_bytes,
-        notes=(f"not in the checkpoint: {listing(said.left_out)}",) if said is not None and said.left_out else (),
+        notes=(f"not in the checkpoint: {enumeration(said.left_out)}",) if said is not None and said.left_out else (),
     )
 
 
