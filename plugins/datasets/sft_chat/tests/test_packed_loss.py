@@ -65,4 +65,6 @@ def test_loss_and_gradients_of_packed_conversations_are_those_of_padded_ones(mod
 def test_it_is_the_numbers_of_documents_that_keep_them_apart(model, apart_and_packed):
     apart, packed = apart_and_packed
     blind = [Batch(input_ids=b.input_ids, labels=b.labels, position_ids=b.position_ids) for b in packed]
-    assert trained(model, blind)[0] != pytest.approx(trained(model, apart)[0], rel=1e-6)
+    (loss, _, gradient), (blind_loss, _, blind_gradient) = (trained(model, b) for b in (apart, blind))
+    assert blind_loss != pytest.approx(loss, rel=1e-9)
+    assert not torch.allclose(blind_gradient, gradient, rtol=1e-9, atol=1e-10)
