@@ -13,7 +13,8 @@ from nxdt_core.checkpoint.assignment import Held, Listing, Place
 from nxdt_core.checkpoint.hf_files import HFWeights
 from nxdt_core.checkpoint.hf_json import CONFIG, read_json
 from nxdt_core.checkpoint.hf_keys import Source, exchange_of, sources
-from nxdt_core.errors import ArchitectureUnread
+from nxdt_core.config.hf_values import architectures_of
+from nxdt_core.errors import ArchitectureUnread, HFFileDamaged
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.contexts import ResolveModelContext
 from nxdt_core.protocols.model import ModelBuilder
@@ -74,7 +75,11 @@ class HFCheckpoint:
 
     def _check_architecture(self) -> None:
         """Without a plugin that reads it, a configuration would fall back to some model that does not."""
-        named = tuple(str(name) for name in self._config.get("architectures") or ())
+        try:
+            named = architectures_of(self._config)
+        except HFFileDamaged as error:
+            error.path = str(self._path / CONFIG)
+            raise
         kernel = Kernel.start()
         if kernel.hooks.nxdt_resolve_model(ResolveModelContext(model={}, hf_architectures=named)) is not None:
             return

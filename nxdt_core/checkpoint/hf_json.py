@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.config.hf_floats import spell_floats
 from nxdt_core.errors import HFFileDamaged, HFFileMissing
 
 __all__ = ["CONFIG", "GENERATION_CONFIG", "json_bytes", "read_json", "read_optional_json"]
@@ -46,12 +46,4 @@ def read_optional_json(directory: Path, file: str) -> dict[str, Any]:
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
     """Return the bytes of a file. JSON has no infinities: they are written as transformers 5 spells them."""
-    return (json.dumps(_spelled(content), indent=2, allow_nan=False) + "\n").encode()
-
-
-def _spelled(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
-    if isinstance(value, Mapping):
-        return {key: _spelled(each) for key, each in value.items()}
-    return [_spelled(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return (json.dumps(spell_floats(content), indent=2, allow_nan=False) + "\n").encode()

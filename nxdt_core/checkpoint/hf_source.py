@@ -103,10 +103,11 @@ def read_hf_source(directory: Path) -> HFSource:
     )
 
 
-def _ids(value: object) -> tuple[int, ...]:
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return the ids of a value that :func:`_check` has accepted."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)  # type: ignore[arg-type]  # _check has seen it
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _check(value: object, key: str, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nxdt_core.config.component import NamesHFKeys, ReadsHFConfig
 from nxdt_core.config.files import file_problem
+from nxdt_core.config.hf_values import architectures_of
 from nxdt_core.config.keys import keys_of
 from nxdt_core.config.location import Locator
 from nxdt_core.config.node import Node, Origin, from_plain
@@ -60,6 +61,10 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
         return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=f"not valid JSON: {error}"))
     if not isinstance(parsed, dict):
         return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason="no JSON object"))
+    try:
+        architectures_of(parsed)
+    except HFFileDamaged as error:
+        return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=error.reason))
     return HFConfig(values=parsed, path=path)
 
 
@@ -85,7 +90,7 @@ def merge_hf_values(given: Node, composition: Composition, hf: HFConfig) -> tupl
         if isinstance(error, (HFFileDamaged, HFUnsupported)):
             error.path = str(hf.path)  # a plugin is only given what stands in it
         return given, [BadComponentChoice(**place, error=error)]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         return given, [ConfigUnreadable(**place, path=str(hf.path), reason=reason)]
     names = cls.hf_names(hf.values) if issubclass(cls, NamesHFKeys) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -9,7 +10,7 @@ from typing import Any
 
 from nxdt_core.errors import HFFileDamaged, HFUnsupported
 
-__all__ = ["HFValues"]
+__all__ = ["HFValues", "architectures_of", "number_of", "rope_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +51,44 @@ class HFValues:
         """Their keys from the section's dataclass, and the first implemented value of each feature."""
         features = {key: allowed[0] for key, allowed in self.only.items() if allowed[0] is not None}
         return features | {theirs: attrgetter(ours)(config) for ours, theirs in self.names.items()}
+
+
+def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names in ``architectures``; empty where the file has none.
+
+    Raises:
+        HFFileDamaged: they are no list of strings.
+    """
+    found = hf_config.get("architectures") or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise HFFileDamaged(path="config.json", reason=f"architectures must be a list of names, and is {found!r}")
+    return tuple(found)
+
+
+def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the mapping that describes the rotary embedding; empty where the file has none.
+
+    transformers 5 writes ``rope_parameters``; 4 wrote ``rope_scaling`` beside keys such as ``rope_theta``.
+
+    Raises:
+        HFFileDamaged: it is no mapping.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        found = hf_config.get(key)
+        if found and not isinstance(found, Mapping):
+            raise HFFileDamaged(path="config.json", reason=f"{key} must be a mapping or null, and is {found!r}")
+        if found:
+            return dict(found)
+    return {}
+
+
+def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
+    """Return the number at ``key``, or ``default`` where there is none.
+
+    Raises:
+        HFFileDamaged: it is no finite number.
+    """
+    found = values.get(key, default)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        raise HFFileDamaged(path="config.json", reason=f"{key} must be a finite number, and is {found!r}")
+    return float(found)

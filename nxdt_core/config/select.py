@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxdt_core.config.alignment import SECTION, data_of
+from nxdt_core.config.hf_values import architectures_of
 from nxdt_core.config.keys import BadAnnotation, keys_of
 from nxdt_core.config.node import Node, Origin, Place
 from nxdt_core.config.slots import SLOTS, Composition, Slot
@@ -137,7 +138,7 @@ def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any])
 
 
 def _model_name(view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
-    architectures = tuple(str(name) for name in hf.get("architectures") or ())
+    architectures = architectures_of(hf)
     section = view.plain("model", {})
     context = ResolveModelContext(model=section if isinstance(section, dict) else {}, hf_architectures=architectures)
     answer = kernel.hooks.nxdt_resolve_model(context)

@@ -24,6 +24,7 @@ from nxdt_core.errors import (
     ForeignHasWeightsOnly,
     HFFileDamaged,
     ImportPlaceTaken,
+    NxdtError,
     StorageFull,
     WeightsDoNotFit,
     WeightsPickled,
@@ -253,6 +254,32 @@ def test_a_size_that_a_config_json_lacks_is_told_with_the_file(tmp_path, theirs)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=f"'{tmp_path}/config.json' cannot be read: it has no hidden_size"):
         import_foreign(str(tmp_path), str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": 5}, "architectures must be a list of names, and is 5"),
+        ({"rope_parameters": [1, 2]}, "rope_parameters must be a mapping or null, and is [1, 2]"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number, and is 'x'"),
+        (
+            {
+                "architectures": ["GPTNeoXForCausalLM"],
+                "model_type": "gpt_neox",
+                "hidden_act": "gelu",
+                "rope_parameters": "x",
+            },
+            "rope_parameters must be a mapping or null, and is 'x'",
+        ),
+    ],
+)
+def test_a_key_of_the_wrong_type_is_told_with_the_file(tmp_path, theirs, changes, said):
+    config = {**json.loads((theirs / "config.json").read_text()), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NxdtError) as caught:
+        import_foreign(str(tmp_path), str(tmp_path / "store"))
+    assert f"{tmp_path}/config.json" in str(caught.value)
+    assert said in str(caught.value)
 
 
 def test_pickled_weights_are_refused_and_not_run(tmp_path, theirs):

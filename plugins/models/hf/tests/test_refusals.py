@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 import torch
+from nxdt_plugin_hf.architecture import read_architecture
 from nxdt_plugin_hf.attention import AttentionCall
 from nxdt_plugin_hf.builder import HFBuilder
 from nxdt_plugin_hf.config import HFModelConfig
@@ -56,7 +58,13 @@ def made(**values):
             "NXDT-M085",
             ["only 1 of its 4 layers mix tokens by attention"],
         ),
-        ({"model_type": "falcon"}, "NXDT-M085", ["FalconForCausalLM cannot be trained here: it cannot be built"]),
+        ({"model_type": "falcon"}, "NXDT-M085", ["FalconForCausalLM cannot be trained here: it computes attention"]),
+        (
+            {"model_type": "gptj", "n_head": 4, "n_embd": 32, "rotary_dim": 8},
+            "NXDT-M085",
+            ["without transformers' interface"],
+        ),
+        ({"model_type": "qwen2", "architectures": 5}, "NXDT-M011", ["architectures must be a list of names, and is 5"]),
         ({"model_type": "bloom", "n_head": 4}, "NXDT-M085", ["BloomForCausalLM", "attention"]),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
@@ -146,3 +154,10 @@ def test_dropout_is_what_it_was_but_not_beside_a_window():
     }
     with pytest.raises(NxdtError, match="set attention_dropout to 0"):
         made(model_type="phi3", attention_dropout=0.2, sliding_window=4, pad_token_id=None)
+
+
+def test_infinities_are_read_and_written_as_transformers_spells_them():
+    spelled = [0.0, {"__float__": "Infinity"}]
+    architecture = read_architecture({"model_type": "mamba2", "time_step_limit": spelled})
+    assert list(architecture.config.time_step_limit) == [0.0, float("inf")]
+    assert json.loads(architecture.config.to_json_string())["time_step_limit"] == spelled

@@ -159,3 +159,26 @@ def test_packed_documents_equal_separate_runs_of_transformers(from_hf, tmp_path)
     )
     separate = torch.cat([theirs(part).logits for part in parts], 1)
     assert (logits - separate).abs().max() <= 1e-5
+
+
+def test_all_that_differs_where_padding_ends_texts_is_the_gradient_of_its_row(from_hf, tmp_path):
+    end = 7
+    config = {**cases()[0], "tie_word_embeddings": False, "eos_token_id": end, "pad_token_id": end}
+    theirs = theirs_with(config)
+    theirs.save_pretrained(tmp_path)
+    builder = from_hf(read_hf_config(tmp_path))
+    ours = builder.build()
+    ours.load_state_dict(load_hf(tmp_path, builder))
+    ids = torch.randint(8, config["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(3))
+    ids[:, 5] = end  # between two documents
+    logits, expected = ours(ids), theirs(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5, "the forward is the same"
+    for each in (logits, expected):
+        torch.nn.functional.cross_entropy(each[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    found, dropped = ours.embed_tokens.weight.grad, theirs.model.embed_tokens.weight.grad
+    assert (dropped[end] == 0).all(), "transformers builds the table with padding_idx"
+    assert found[end].abs().max() > 1e-4
+    others = torch.arange(len(found)) != end
+    assert (found[others] - dropped[others]).abs().max() <= 1e-5
+    assert (ours.norm.weight.grad - theirs.model.norm.weight.grad).abs().max() <= 1e-5
+    assert (ours.lm_head.weight.grad - theirs.lm_head.weight.grad).abs().max() <= 1e-5

@@ -39,7 +39,7 @@ def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if embedding != residual:
         raise HFUnsupported(model="gpt", key="embd_pdrop", found=embedding, supported=f"resid_pdrop, {residual}")
     return {
-        "activation": ACTIVATIONS[hf_config.get("activation_function", "gelu_new")],
+        "activation": ACTIVATIONS[hf_config.get("activation_function") or "gelu_new"],
         "hidden_dropout": residual,
         "position_embedding_type": "learned_absolute",
     }

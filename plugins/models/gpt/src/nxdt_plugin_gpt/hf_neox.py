@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nxdt_core.config.hf_values import number_of, rope_of
 from nxdt_core.errors import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
@@ -30,18 +31,18 @@ _BLOCKS = {True: "gpt_j", False: "pre_ln"}
 
 
 def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    # transformers 5 writes one mapping, rope_parameters; 4 wrote rotary_pct and rotary_emb_base beside rope_scaling.
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    older = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}  # beside rope_scaling
+    rope = {key: hf_config[name] for key, name in older.items() if name in hf_config} | dict(rope_of(hf_config))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear"):
         raise HFUnsupported(model="gpt", key="rope_type", found=kind, supported="'default' and 'linear'")
     return {
-        "activation": ACTIVATIONS[hf_config.get("hidden_act", "gelu")],
+        "activation": ACTIVATIONS[hf_config.get("hidden_act") or "gelu"],
         "transformer_block_type": _BLOCKS[bool(hf_config.get("use_parallel_residual", True))],
         "position_embedding_type": "rope",
-        "rotary_percentage": rope.get("partial_rotary_factor", hf_config.get("rotary_pct", 0.25)),
-        "position_freq_base": float(rope.get("rope_theta", hf_config.get("rotary_emb_base", 10_000))),
-        "positition_interpolation_factor": float(rope.get("factor", 1.0)) if kind == "linear" else 1.0,
+        "rotary_percentage": number_of(rope, "partial_rotary_factor", 0.25),
+        "position_freq_base": number_of(rope, "rope_theta", 10_000.0),
+        "positition_interpolation_factor": number_of(rope, "factor", 1.0) if kind == "linear" else 1.0,
     }
 
 

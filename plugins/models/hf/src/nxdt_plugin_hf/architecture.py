@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nxdt_core.config.hf_floats import read_floats
+from nxdt_core.config.hf_values import architectures_of
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register
 from nxdt_plugin_hf.buffers import as_frozen_parameters
 from nxdt_plugin_hf.errors import (
@@ -100,7 +102,7 @@ def _unknown(
 def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
-    own = {key: value for key, value in values.items() if key not in ("auto_map", "quantization_config")}
+    own = read_floats({key: value for key, value in values.items() if key not in ("auto_map", "quantization_config")})
     if values.get("quantization_config"):
         raise ConfigurationRefused(model_type=model_type, reason="quantized weights cannot be trained")
     try:
@@ -115,7 +117,7 @@ def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
 
 def _check_causal(config: PreTrainedConfig, values: Mapping[str, Any], causal: str | tuple[str, ...] | None) -> None:
     """Refuse what shows in the configuration; :mod:`nxdt_plugin_hf.tracing` sees whether tokens look ahead."""
-    named = [str(name) for name in values.get("architectures") or ()]
+    named = architectures_of(values)
     model = named[0] if named else f"model_type {config.model_type!r}"
     if config.is_encoder_decoder:
         raise NotACausalLM(model=model, reason="it is an encoder with a decoder")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nxdt_plugin_hf.attention import AttentionCall, tracing
+from nxdt_plugin_hf.attention import IMPLEMENTATION, AttentionCall, tracing
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
 from nxdt_plugin_hf.experts import routed_experts, take_over_experts
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Trace", "is_norm", "pattern_of", "trace_model"]
 
 _TOKENS = 4
+_OWN_ATTENTION = "it computes attention without transformers' interface for it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def trace_model(architecture: Architecture) -> Trace:
         with torch.no_grad():
             model(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
     except Exception as error:  # a model's own code may raise anything
-        reason = f"its forward cannot be followed ({_words(error)})"
+        reason = f"its forward cannot be followed: {_words(error)}"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
     finally:
         tracing.reset(token)
@@ -74,7 +75,9 @@ def _built(architecture: Architecture) -> PreTrainedModel:
         with torch.device("meta"):
             model = architecture.new()
     except Exception as error:  # a model's own code may raise anything
-        reason = f"it cannot be built with this configuration ({_words(error)})"
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+            raise UnsupportedArchitecture(model=architecture.name, reason=_OWN_ATTENTION) from error
+        reason = f"it cannot be built with this configuration: {_words(error)}"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
     kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if kept:
@@ -85,7 +88,15 @@ def _built(architecture: Architecture) -> PreTrainedModel:
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """What transformers' code met, for people who have not read it."""
+    if isinstance(error, KeyError):
+        return f"transformers' code finds no {error.args[0]!r}" if error.args else "transformers' code lacks a key"
+    if isinstance(error, AttributeError) and error.name is not None:
+        kind = "null" if error.obj is None else f"a {type(error.obj).__name__}"
+        return (
+            f"transformers' code asks {kind} for {error.name!r}; a key of config.json is missing or of the wrong type"
+        )
+    return f"transformers' code says: {str(error).partition(chr(10))[0].rstrip('.')}"
 
 
 def pattern_of(path: str) -> str:
@@ -100,7 +111,7 @@ def is_norm(module: nn.Module) -> bool:
 
 def _check(name: str, calls: Mapping[str, AttentionCall]) -> None:
     if not calls:
-        raise UnsupportedArchitecture(model=name, reason="it computes attention without transformers' interface for it")
+        raise UnsupportedArchitecture(model=name, reason=_OWN_ATTENTION)
     places = sorted({pattern_of(path) for path in calls})
     if len(places) > 1 or places[0].count("*") != 1:
         raise UnsupportedArchitecture(model=name, reason=f"it has attention elsewhere than once a layer ({places})")

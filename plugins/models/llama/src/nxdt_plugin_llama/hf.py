@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.hf_values import HFValues
+from nxdt_core.config.hf_values import HFValues, number_of, rope_of
 from nxdt_core.errors import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 
@@ -102,10 +102,9 @@ def config_from_hf(hf_config: Mapping[str, Any], family: HFFamily) -> dict[str, 
         HFFileDamaged: a size is missing.
     """
     ours = family.values.read(hf_config)
-    # transformers 5 writes one mapping, rope_parameters; 4 wrote rope_theta beside rope_scaling.
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    rope = {key: hf_config[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf_config} | rope
-    ours["rope_theta"] = float(rope.get("rope_theta", 10_000.0))
+    rope = {key: hf_config[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf_config}
+    rope |= rope_of(hf_config)
+    ours["rope_theta"] = number_of(rope, "rope_theta", 10_000.0)
     ours["rope_scaling"] = _scaling_from_hf(rope, family.values.model, ours["max_position_embeddings"])
     ours["use_scaled_init_method"] = False
     return ours

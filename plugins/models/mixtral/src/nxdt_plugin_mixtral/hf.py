@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.hf_values import HFValues
+from nxdt_core.config.hf_values import HFValues, number_of, rope_of
 from nxdt_core.errors import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_mixtral.errors import NoHFForm
@@ -75,12 +75,11 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         HFFileDamaged: a size is missing.
     """
     ours = VALUES.read(hf_config)
-    # transformers 5 writes one mapping, rope_parameters; 4 wrote rope_theta beside rope_scaling.
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    rope = {key: hf_config[key] for key in ("rope_theta",) if key in hf_config} | dict(rope_of(hf_config))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise HFUnsupported(model="mixtral", key="rope_type", found=kind, supported="'default'")
-    ours["rope_theta"] = float(rope.get("rope_theta", hf_config.get("rope_theta", 1_000_000.0)))
+    ours["rope_theta"] = number_of(rope, "rope_theta", 1_000_000.0)
     ours["use_scaled_init_method"] = False
     return ours
 
