@@ -1,14 +1,14 @@
 """With dropout a layout trains as one process does: masks follow from positions.
 
-``--matrix`` says how many of the cases, as for the matrix of layouts. Masks of attention probabilities and of the rows of
-experts are left out: they differ by rank.
+``--samples`` decides which of the cases run (tests/sampling.py). Masks of attention probabilities, and of the rows of
+experts, are left out: they differ by rank.
 """
 
 from tests.parallel.adapting import KINDS, numbers_of
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import train
-from tests.sampling import of_matrix
+from tests.sampling import sampled
 
 STEPS = 4
 MODELS = {name: KINDS[name] for name in ("linear-dropout", "dora-dropout", "fused-dropout", "hf-dropout")}
@@ -47,7 +47,7 @@ SAMPLE = 4
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", of_matrix(metafunc.config, CASES, SAMPLE))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
 
 
 def test_a_layout_drops_what_one_process_drops(ranks, alone, case):
