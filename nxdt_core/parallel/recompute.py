@@ -52,8 +52,9 @@ def apply_recompute(
         # Wrapped is the forward alone. Hooks then run once, outside: those of fully_shard, whose weights are gathered
         # again by the time backward asks, and those that enter a tensor block. (The hooks of
         # torch.distributed._composable.checkpoint call the module, and so other hooks, twice on the same input.)
-        more = {"context_fn": _as_first} if any(isinstance(inner, Dropout) for inner in part.modules()) else {}
-        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False, **more)
+        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+        if any(isinstance(inner, Dropout) for inner in part.modules()):
+            part.forward = functools.partial(part.forward, context_fn=_as_first)
 
 
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
