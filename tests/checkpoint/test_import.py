@@ -267,6 +267,7 @@ def test_a_size_that_a_config_json_lacks_is_told_with_the_file(tmp_path, theirs)
                 "architectures": ["GPTNeoXForCausalLM"],
                 "model_type": "gpt_neox",
                 "hidden_act": "gelu",
+                "attention_bias": True,
                 "rope_parameters": "x",
             },
             "rope_parameters must be a mapping or null, and is 'x'",
