@@ -130,7 +130,7 @@ class TensorSharder:
     def _heads_of(self, path: str, module: nn.Module) -> OfHeads:
         own = dict(module.named_parameters(recurse=False))
         sizes = {parameter.shape[0] if parameter.ndim else 0 for parameter in own.values()}
-        if len(sizes) != 1 or [*module.children()] or [*module.buffers()]:
+        if len(sizes) != 1 or len([*module.children()]) or len([*module.buffers()]):
             raise TensorPlanUnusable(problem=f"'{path}' is heads, and has more than parameters of equal leading size")
         cut = self._of_heads(path, 0, sizes.pop())
         if cut is None:
