@@ -58,6 +58,11 @@ def made(**values):
             "NXDT-M085",
             ["only 1 of its 4 layers mix tokens by attention"],
         ),
+        (
+            {"model_type": "falcon_h1", "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+            "NXDT-M085",
+            ["'model.layers.*.mamba", "would mix packed documents"],
+        ),
         ({"model_type": "falcon"}, "NXDT-M085", ["FalconForCausalLM cannot be trained here: it computes attention"]),
         (
             {"model_type": "gptj", "n_head": 4, "n_embd": 32, "rotary_dim": 8},

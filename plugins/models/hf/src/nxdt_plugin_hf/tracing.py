@@ -66,6 +66,7 @@ def trace_model(architecture: Architecture) -> Trace:
     if len(found) < len(list(layers.children())):
         reason = f"only {len(found)} of its {len(list(layers.children()))} layers mix tokens by attention"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason)
+    _check_mixers(architecture.name, model)
     return Trace(attention=found, experts={path: top_k[experts] for path, experts in routed_experts(model)})
 
 
@@ -85,6 +86,15 @@ def _built(architecture: Architecture) -> PreTrainedModel:
         raise UnsupportedArchitecture(model=architecture.name, reason=reason)
     take_over_experts(model)
     return model
+
+
+def _check_mixers(name: str, model: nn.Module) -> None:
+    """Refuse modules that mix tokens without attention, which would not keep packed documents apart."""
+    for path, module in model.named_modules():
+        convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+        if convolves or isinstance(module, nn.RNNBase) or hasattr(module, "A_log"):
+            reason = f"'{pattern_of(path)}' mixes tokens without attention, and would mix packed documents"
+            raise UnsupportedArchitecture(model=name, reason=reason)
 
 
 def _words(error: Exception) -> str:
