@@ -20,8 +20,8 @@ def read_json(directory: Path, file: str) -> dict[str, Any]:
     """Return the JSON object in a file of a directory.
 
     Raises:
-        HFFileMissing: there is no such file.
-        HFFileDamaged: it is no JSON object.
+        HFFileMissing: the file does not exist.
+        HFFileDamaged: it does not hold a JSON object.
     """
     path = directory / file
     try:
@@ -31,15 +31,15 @@ def read_json(directory: Path, file: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise HFFileDamaged(path=str(path), reason=str(error)) from error
     if not isinstance(content, dict):
-        raise HFFileDamaged(path=str(path), reason="it is no JSON object")
+        raise HFFileDamaged(path=str(path), reason="it does not hold a JSON object")
     return content
 
 
 def read_optional_json(directory: Path, file: str) -> dict[str, Any]:
-    """Return the JSON object in a file of a directory; empty where there is no such file.
+    """Return the JSON object in a file of a directory; empty if the file does not exist.
 
     Raises:
-        HFFileDamaged: it is no JSON object.
+        HFFileDamaged: it does not hold a JSON object.
     """
     return read_json(directory, file) if (directory / file).exists() else {}
 

@@ -86,7 +86,7 @@ def read_hf_source(directory: Path) -> HFSource:
 
     Raises:
         HFFileMissing: the directory has no ``config.json``.
-        HFFileDamaged: a file is no JSON object, or a token id is no integer.
+        HFFileDamaged: a file does not hold a JSON object, or a token id is not an integer.
     """
     config, generation = read_json(directory, CONFIG), read_optional_json(directory, GENERATION_CONFIG)
     ids: set[int] = set()

@@ -91,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _accept_all_characters() -> None:
-    """Make standard output and standard error take every character, whatever the locale's encoding is.
+    """Make standard output and standard error accept every character under every locale.
 
     A terminal keeps its encoding and gets escapes for what it cannot show. Files and pipes get UTF-8, the encoding
     that nxdt reads its YAML, JSON and recipes in.

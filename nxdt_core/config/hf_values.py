@@ -71,7 +71,7 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     transformers 5 writes ``rope_parameters``; 4 wrote ``rope_scaling`` beside keys such as ``rope_theta``.
 
     Raises:
-        HFFileDamaged: it is no mapping.
+        HFFileDamaged: it is not a mapping.
     """
     for key in ("rope_parameters", "rope_scaling"):
         found = hf_config.get(key)
@@ -86,7 +86,7 @@ def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
     """Return the number at ``key``, or ``default`` where there is none.
 
     Raises:
-        HFFileDamaged: it is no finite number.
+        HFFileDamaged: it is not a finite number.
     """
     found = values.get(key, default)
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):

@@ -76,7 +76,7 @@ def parsed(value: Any, place: Place, number: int, what: str) -> Any:
     """Return ``value``, or what its JSON says where it is a text; ``what`` names it in errors.
 
     Raises:
-        BadMessage: the text is no JSON.
+        BadMessage: the text is invalid JSON.
     """
     if not isinstance(value, str):
         return value

@@ -74,7 +74,7 @@ def with_system(messages: Sequence[Message], record: Mapping[str, Any], place: P
     """Return ``messages`` behind the text that the record has under ``system``, where they do not begin with one.
 
     Raises:
-        BadMessage: it is no text.
+        BadMessage: it is not a text.
     """
     system = _text(record.get("system"), place, 0)
     if system.strip() and not (messages and messages[0].role == "system"):

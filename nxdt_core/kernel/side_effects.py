@@ -61,7 +61,7 @@ class Watch:
             yield f"it replaces {_listed(replaced)}, also for the other plugins and the core"
         threads = [name for key, name in after["threads"].items() if key not in before["threads"]]
         if threads:
-            yield f"it starts {_listed(threads)}, a thread that is no daemon and keeps commands from ending"
+            yield f"it starts {_listed(threads)}, a non-daemon thread, which keeps commands from ending"
         if after["path"] != before["path"]:
             yield "it changes sys.path"
         signals = [name for name in _SIGNALS if after["signals"].get(name) is not before["signals"].get(name)]

@@ -155,7 +155,7 @@ def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
 
 
 def schedule(config: ResolvedConfig) -> LRSchedule:
-    """Return the learning-rate schedule; one that is no function of the step is a warning."""
+    """Return the learning-rate schedule; one that depends on more than the step is a warning."""
     horizon, component = schedule_horizon(config), config.selected("lr_scheduler").component
     check_schedule(_construct(config, "lr_scheduler", horizon), component, max_steps=horizon.max_steps)
     return cast(LRSchedule, _construct(config, "lr_scheduler", horizon))

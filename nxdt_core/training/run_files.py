@@ -56,7 +56,7 @@ def make_run_dir(config: ResolvedConfig) -> None:
 def other_source(config: ResolvedConfig) -> str | None:
     """Return the file or recipe that the run was last started from, where this start is from another; else None.
 
-    The configuration in the run's own directory is no other one, and neither is a mapping in memory.
+    The configuration in the run's own directory and a mapping in memory count as the same source.
     """
     try:
         with (config.run_dir / _CONFIG).open(encoding="utf-8") as file:

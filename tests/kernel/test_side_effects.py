@@ -17,7 +17,7 @@ CHANGES = {
     "logging": ("import logging; logging.getLogger().addHandler(logging.NullHandler())", "it changes the root logger"),
     "thread": (
         "import threading; go = threading.Event(); threading.Thread(target=go.wait, name='poll').start()",
-        "it starts 'poll', a thread that is no daemon and keeps commands from ending",
+        "it starts 'poll', a non-daemon thread, which keeps commands from ending",
     ),
     "daemon": ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", ""),
     "nothing": ("import json, decimal; LIMIT = 3", ""),
