@@ -48,7 +48,7 @@ LAYOUTS = (
     Layout(tp=2, sp=True, tied=True),
     Layout(dp=2, zero=3, tied=True),
 )
-SAMPLE = 4
+SAMPLE = 3
 
 
 def pytest_generate_tests(metafunc):

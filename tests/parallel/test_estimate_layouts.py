@@ -16,7 +16,9 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
+from tests.sampling import sampled
 
+SAMPLE = 6
 WITHIN = 0.08
 """The promise is 0.15; seen was 0.005, and 0.05 above for ZeRO-3, whose gathering ahead depends on timing."""
 STRATEGY = "distributed_strategy."
@@ -126,7 +128,11 @@ def peak_of_a_step(overrides):
     return live.peak, sum(value.nbytes for value in states), weights
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", sampled(metafunc.config, LAYOUTS, SAMPLE))
+
+
 def test_every_ranks_peak_is_what_was_planned(layout, ranks, monkeypatch):
     monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", loss._CHUNK_ELEMENTS_IN_CACHE)  # as the real ranks, on the host
     overrides = [*SIZES, *LAYOUTS[layout]]

@@ -54,7 +54,7 @@ CASES = {
 }
 
 
-SAMPLE = 3
+SAMPLE = 2
 
 
 def pytest_generate_tests(metafunc):

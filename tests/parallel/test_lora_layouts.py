@@ -52,7 +52,7 @@ CASES = {
     "hf-experts-tp2": ("hf-experts", TP2),
     "hf-experts-zero3": ("hf-experts", Layout(dp=2, zero=3)),
 }
-SAMPLE = 4
+SAMPLE = 3
 
 
 def pytest_generate_tests(metafunc):

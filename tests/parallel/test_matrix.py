@@ -12,7 +12,7 @@ from tests.parallel.matrix.training import train
 from tests.sampling import sampled
 
 CASES = [(layout, numbers) for layout in LAYOUTS for numbers in TOLERANCES]
-SAMPLE = 8
+SAMPLE = 5
 
 
 def pytest_generate_tests(metafunc):

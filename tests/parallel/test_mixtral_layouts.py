@@ -88,7 +88,7 @@ CASES = {
     "sinkhorn-ep2-pp2": ("sinkhorn", Layout(dp=2, ep=2, pp=2)),
 }
 
-SAMPLE = 4
+SAMPLE = 3
 FIGURES = {"expert_load_max", "expert_load_layer_max", "expert_load_min", "dropped_tokens", "router_entropy"}
 
 
