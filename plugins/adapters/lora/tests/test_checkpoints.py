@@ -303,7 +303,8 @@ def test_two_ranks_merge_in_the_store_of_the_run_by_its_options(command, tmp_pat
     expected = weights_of(alone / "tuned" / "checkpoints-merged")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+        # Adam divides small gradients by their own size, rounding included: 2e-5 seen with two threads per process.
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
 
 
 def test_an_adapter_with_experts_is_exported_without_dropout_and_that_is_said(run, command, tmp_path, caplog):
