@@ -303,7 +303,7 @@ def test_two_ranks_merge_in_the_store_of_the_run_by_its_options(command, tmp_pat
     expected = weights_of(alone / "tuned" / "checkpoints-merged")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        # Adam divides small gradients by their own size, rounding included: 2e-5 seen with two threads per process.
+        # Adam divides small gradients by their own size, rounding included: 3e-5 seen with two threads per process.
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
 
 
