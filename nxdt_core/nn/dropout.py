@@ -3,7 +3,7 @@ hold the same.
 
 Masks of hidden states follow from positions and are the same in every layout (:mod:`nxdt_core.nn.masks`). Those of
 attention probabilities and of experts' rows depend on the layout, by salts: every rank of a run has the same global
-generator, so that whatever is drawn from it agrees. A module with a ``salt``
+generator, so that all that is drawn from it agrees. A module with a ``salt``
 draws one number there and goes on from both: what an engine puts into the salt is what masks differ by. Masks are
 thereby repeated by recomputation and by a run that goes on from a checkpoint, both of which restore the generator.
 """
