@@ -15,6 +15,7 @@ from typing import final
 
 from nxdt_core.mounts import mount_of
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+from nxdt_core.regular_files import open_regular
 
 __all__ = ["FileLock", "take_file_lock"]
 
@@ -59,13 +60,14 @@ def take_file_lock(path: Path, note: bytes) -> FileLock | None:
 
     Raises:
         LocksUnsupported: the file system has no locks, or none that other machines see.
+        NotRegularFile: the path is a link, a pipe or a device; nothing is written then.
     """
     mount = mount_of(path.parent)
     if mount is not None and not mount.locks_are_shared:
         reason = f"{mount.filesystem} is mounted without locks that other machines see"
         raise LocksUnsupported(errno.ENOLCK, reason, str(path))
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             locked = _lock(descriptor, path)
             mine = locked and _leads_to(path, descriptor)  # it may be replaced between opening and locking
@@ -96,6 +98,6 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 def _leads_to(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False

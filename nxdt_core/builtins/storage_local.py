@@ -2,7 +2,11 @@
 
 An object is written under a hidden temporary name, flushed, and renamed; readers see it whole or not at all. A
 writer holds a lock on its temporary file, so that what a killed writer left can be told from work in progress
-and is swept after the next commit. Symbolic links to directories below the root are not followed.
+and is swept after the next commit.
+
+The root may be a symbolic link. Below it links are not followed, neither to read nor to write nor to delete, and what
+is no regular file is not opened: a directory may come from somebody else. A listing shows such an entry under its own
+name with no bytes, and to open it is an error that names it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from nxdt_core.checkpoint.faults import explained
 from nxdt_core.errors import BadStorageKey, BadStorageUri
 from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
+from nxdt_core.regular_files import NotRegularFile, open_regular, require_regular
 
 __all__ = ["LocalStorage"]
 
@@ -67,7 +72,8 @@ class LocalStorage:
         path = self._path(key)
         with self._explained(path):
             try:
-                raw = open(path, "rb", buffering=0)  # noqa: SIM115  (closed by the Section's closing below)
+                self._require_no_links(path.parent)
+                raw = open(open_regular(path), "rb", buffering=0)  # noqa: SIM115  (closed with the Section below)
             except (IsADirectoryError, NotADirectoryError) as error:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
             with raw, io.BufferedReader(_Section(raw, start, length)) as stream:
@@ -78,10 +84,9 @@ class LocalStorage:
         path = self._path(key)
         with self._explained(path):
             try:
-                found = path.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            if not path.is_file():
+                self._require_no_links(path.parent)
+                found = require_regular(path)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
             return ObjectInfo(key=key, size_bytes=found.st_size, modified=found.st_mtime)
 
@@ -91,7 +96,8 @@ class LocalStorage:
         start = self._path(folder) if folder else self._root
         with self._explained(start):
             _require_directory(self._root)
-            found = [info for info in self._walk(start) if info.key.startswith(prefix)]
+            self._require_no_links(start)
+            found = [info for info in self._walk(start, prefix) if info.key.startswith(prefix)]
         yield from sorted(found, key=lambda info: info.key)
 
     def delete_many(self, keys: Iterable[str]) -> None:
@@ -100,6 +106,7 @@ class LocalStorage:
         for key in keys:
             path = self._path(key)
             with self._explained(path), suppress(FileNotFoundError, NotADirectoryError):
+                self._require_no_links(path.parent)
                 path.unlink()
                 folders[path.parent] = None
         for folder in folders:
@@ -138,7 +145,7 @@ class LocalStorage:
             self._flush(stream)
             with _turn_in(path.parent):
                 try:
-                    if path.read_bytes() != expected:
+                    if _content(path) != expected:
                         return False
                 except FileNotFoundError:
                     return False
@@ -155,7 +162,7 @@ class LocalStorage:
     def lock_note(self, key: str) -> bytes:
         """See :class:`nxdt_core.protocols.checkpoint_storage.LockableStorage`."""
         with self._explained(self._root), suppress(FileNotFoundError):
-            return (self._root / f"{_LOCK}{key}").read_bytes()
+            return _content(self._root / f"{_LOCK}{key}")
         return b""
 
     def after_commit(self, prefix: str) -> None:
@@ -203,6 +210,18 @@ class LocalStorage:
             raise
         path.unlink(missing_ok=True)
 
+    def _require_no_links(self, folder: Path) -> None:
+        """Refuse symbolic links on the way from the root to ``folder``."""
+        below = folder.relative_to(self._root).parts
+        for depth in range(1, len(below) + 1):
+            path = self._root.joinpath(*below[:depth])
+            try:
+                is_link = stat.S_ISLNK(path.lstat().st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            if is_link:
+                raise NotRegularFile(errno.ELOOP, "it is a symbolic link", str(path))
+
     def _create_temporary(self, folder: Path) -> tuple[IO[bytes], Path]:
         for _ in range(_ATTEMPTS):
             path = self._hidden_path(folder)
@@ -222,6 +241,7 @@ class LocalStorage:
 
     def _make_folder(self, folder: Path) -> None:
         """``mkdir -p`` whose new directories survive a power failure."""
+        self._require_no_links(folder)
         missing: list[Path] = []
         while not folder.exists():
             missing.append(folder)
@@ -276,7 +296,8 @@ class LocalStorage:
         self._sync_directory(path.parent)
         return True
 
-    def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
+    def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects below ``folder``; directories that hold no key with ``prefix`` are left out."""
         try:
             entries = _entries(folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -284,14 +305,15 @@ class LocalStorage:
         for entry in entries:
             if entry.name.startswith(_HIDDEN):
                 continue
+            key = Path(entry.path).relative_to(self._root).as_posix()
             if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(entry.path))
+                if prefix.startswith(f"{key}/") or f"{key}/".startswith(prefix):
+                    yield from self._walk(Path(entry.path), prefix)
                 continue
             with suppress(FileNotFoundError):  # deleted since the directory was read
-                if entry.is_file():
-                    found = entry.stat()
-                    key = Path(entry.path).relative_to(self._root).as_posix()
-                    yield ObjectInfo(key=key, size_bytes=found.st_size, modified=found.st_mtime)
+                found = entry.stat(follow_symlinks=False)
+                size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+                yield ObjectInfo(key=key, size_bytes=size, modified=found.st_mtime)
 
     def _remove_empty(self, folder: Path) -> None:
         """Remove ``folder`` and its parents below the root as long as only abandoned temporary files are in them."""
@@ -309,6 +331,11 @@ def _require_directory(path: Path) -> None:
     with suppress(FileNotFoundError):
         if not stat.S_ISDIR(path.stat().st_mode):  # one call: another process may remove it between two
             raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(path))
+
+
+def _content(path: Path) -> bytes:
+    with open(open_regular(path), "rb") as stream:
+        return stream.read()
 
 
 @contextmanager
@@ -335,7 +362,7 @@ def _sweep(folder: Path) -> None:
         for path in folder.glob(f"{_TEMPORARY}*"):
             with suppress(OSError):
                 path.rmdir()  # fails for files; whoever is about to give it its name makes another
-            with suppress(OSError), open(path, "rb") as stream:
+            with suppress(OSError), open(open_regular(path), "rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 

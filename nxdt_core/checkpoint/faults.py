@@ -6,7 +6,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nxdt_core.errors import StorageDenied, StorageError, StorageFull, StoragePathIsFile
+from nxdt_core.errors import CheckpointIsNoFile, StorageDenied, StorageError, StorageFull, StoragePathIsFile
+from nxdt_core.regular_files import NotRegularFile
 
 __all__ = ["explained", "explained_os_errors"]
 
@@ -18,6 +19,8 @@ _IN_THE_WAY = frozenset({errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
 def explained(error: OSError, where: str) -> StorageError:
     """The error for a user that ``error`` means, met at the path, key or URI ``where``."""
     reason = error.strerror or str(error) or type(error).__name__
+    if isinstance(error, NotRegularFile):
+        return CheckpointIsNoFile(where=where, reason=reason)
     if error.errno in _FULL:
         return StorageFull(where=where, reason=reason)
     if error.errno in _DENIED:

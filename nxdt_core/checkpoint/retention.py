@@ -82,7 +82,8 @@ def plan_prune(storage: CheckpointStorage, keep: int | Retention, *, deep: bool 
         others.pop()
     if sound is None:
         return PrunePlan(keep=tuple(sorted(kept)), delete=(), sound=False)
-    broken = [status.step for status in found if status.state != "committed" and status.step < sound]
+    unusable = [status for status in found if status.state != "committed" and not status.is_link]
+    broken = [status.step for status in unusable if status.step < sound]
     return PrunePlan(keep=tuple(sorted(kept)), delete=tuple(sorted([*others, *broken])), sound=True)
 
 

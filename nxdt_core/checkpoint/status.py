@@ -53,6 +53,9 @@ class CheckpointStatus:
     """Of everything below the step's directory, leftovers of other attempts included."""
     problem: str = ""
     """What is wrong with it, naming the file."""
+    is_link: bool = False
+    """Whether a symbolic link or a file stands where the step's directory should be. It counts as damaged, and
+    :func:`nxdt_core.checkpoint.prune` leaves it alone: the data lies elsewhere."""
     created: str = ""
     """Time of the save in UTC, ISO 8601; empty where no manifest can be read."""
     facts: CheckpointFacts | None = None
@@ -66,9 +69,9 @@ def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> lis
     none."""
     sizes: dict[int, dict[str, int]] = defaultdict(dict)
     with explained_os_errors(storage.uri):
-        for info in storage.list("step-" if step is None else step_prefix(step)):
+        for info in storage.list("step-" if step is None else step_name(step)):
             found = step_of(info.key.partition("/")[0])
-            if found is not None:
+            if found is not None and step in (None, found):
                 sizes[found][info.key] = info.size_bytes
         return [_status(storage, step, sizes[step]) for step in sorted(sizes)]
 
@@ -213,17 +216,22 @@ def find_checkpoint(
 
 
 def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> CheckpointStatus:
+    own_name = step_name(step)
+
     def status(state: State, problem: str = "", manifest: Manifest | None = None) -> CheckpointStatus:
         return CheckpointStatus(
             step=step,
             state=state,
-            uri=f"{storage.uri}/{step_name(step)}",
+            uri=f"{storage.uri}/{own_name}",
             size_bytes=sum(sizes.values()),
             problem=problem,
+            is_link=own_name in sizes,
             created=manifest.created if manifest else "",
             facts=manifest.facts if manifest else None,
         )
 
+    if own_name in sizes:
+        return status("damaged", f"{storage.uri}/{own_name}: {_unreadable(storage, own_name) or 'it is a file'}")
     if manifest_key(step) not in sizes:
         return status("unfinished")
     try:
@@ -245,6 +253,15 @@ def _wrong_sizes(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[
             key = manifest.prefix + file
             found = sizes.get(key)
             if found != size:
-                reason = "it is missing" if found is None else f"it has {found} bytes instead of {size}"
+                unreadable = "" if found else _unreadable(storage, key)
+                reason = unreadable or f"it has {found} bytes instead of {size}"
                 problems.append(f"{storage.uri}/{key}: {reason}")
     return problems
+
+
+def _unreadable(storage: CheckpointStorage, key: str) -> str:
+    """Why ``key`` cannot be read; empty where it can."""
+    try:
+        return "it is missing" if storage.stat(key) is None else ""
+    except CheckpointDamaged as error:
+        return error.reason

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from nxdt_core.data.digest import digest
 from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+from nxdt_core.regular_files import private_directory, require_regular
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -72,9 +73,15 @@ def _mapped(place: Path, kind: type[T]) -> T | None:
     """The arrays in ``place``; None where there are none, or damaged ones."""
     try:
         names = [each.name for each in fields(kind)]
-        return kind(**{name: np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names})
+        return kind(**{name: _mapped_array(place / f"{name}.npy") for name in names})
     except (OSError, ValueError, EOFError):
         return None
+
+
+def _mapped_array(path: Path) -> np.ndarray[Any, Any]:
+    require_regular(path)  # a pipe would block
+    mapped: np.ndarray[Any, Any] = np.load(path, mmap_mode="r").view(np.ndarray)
+    return mapped
 
 
 def _store(place: Path, made: DataclassInstance) -> None:
@@ -119,5 +126,5 @@ def _try_lock(path: Path, note: bytes) -> FileLock | None:
     try:
         return take_file_lock(path, note)
     except LocksUnsupported:
-        node = Path(tempfile.gettempdir()) / f"nxdt-cache-{os.getuid()}-{digest(str(path))}.lock"
-        return take_file_lock(node, note)
+        own = private_directory(Path(tempfile.gettempdir()) / f"nxdt-locks-{os.geteuid()}")
+        return take_file_lock(own / f"{digest(str(path))}.lock", note)

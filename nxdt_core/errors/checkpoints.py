@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointConflict",
     "CheckpointDamaged",
     "CheckpointFilesMissing",
+    "CheckpointIsNoFile",
     "CheckpointNotFound",
     "CheckpointRankFailed",
     "CheckpointTooNew",
@@ -84,6 +85,17 @@ class CheckpointDamaged(StorageError):
     remedy = (
         "Resume from another step ('nxdt checkpoint list' shows them), or restore the file from a copy; "
         "'nxdt checkpoint verify --deep' lists all that is damaged."
+    )
+
+
+class CheckpointIsNoFile(CheckpointDamaged):
+    """A symbolic link, a pipe or a device stands where a file or directory of a checkpoint should be."""
+
+    code = "NXDT-S019"
+    happened = "nxdt does not open {where}: {reason}."
+    remedy = (
+        "Below a checkpoint directory nxdt follows no symbolic links and opens regular files only; the directory "
+        "itself may be a link. Copy the files to this place, or name the place that a link leads to."
     )
 
 

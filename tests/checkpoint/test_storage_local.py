@@ -16,8 +16,17 @@ import pytest
 
 from nxdt_core.builtins.storage_config import LocalStorageConfig
 from nxdt_core.builtins.storage_local import LocalStorage
-from nxdt_core.checkpoint import check_writable, latest, list_checkpoints, verify
-from nxdt_core.errors import BadStorageUri, StorageDenied, StoragePathIsFile
+from nxdt_core.checkpoint import (
+    check_writable,
+    find_checkpoint,
+    latest,
+    list_checkpoints,
+    load_model,
+    load_state,
+    prune,
+    verify,
+)
+from nxdt_core.errors import BadStorageUri, CheckpointDamaged, CheckpointIsNoFile, StorageDenied, StoragePathIsFile
 
 NOBODY = 65534
 
@@ -239,3 +248,100 @@ def test_a_killed_save_leaves_the_one_before_and_is_swept_later(store: LocalStor
 
 def temporary(store: LocalStorage) -> list[Path]:
     return [path for path in Path(store.uri).rglob("*") if path.name.startswith(".")]
+
+
+# --- links, pipes and devices in a directory that somebody else can write to ------------------------------------------
+
+
+@pytest.fixture
+def three(tmp_path: Path, save: Any) -> LocalStorage:
+    """Steps 1 to 3, all sound, in ``tmp_path/store``."""
+    store = LocalStorage(str(tmp_path / "store"))
+    for step in (1, 2, 3):
+        save(store, step)
+    return store
+
+
+def moved_and_linked(path: Path, elsewhere: Path) -> None:
+    shutil.move(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "dangling link"])
+def test_a_lock_is_never_written_into_another_file(three: LocalStorage, tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    lock = Path(three.uri) / ".nxdt-lock-owner"
+    if kind != "dangling link":
+        victim.write_text("precious")
+    if kind == "hard link":
+        os.link(victim, lock)
+    else:
+        lock.symlink_to(victim)
+    with pytest.raises(CheckpointIsNoFile, match=r"NXDT-S019.*\.nxdt-lock-owner"):
+        three.try_lock("owner", b"me")
+    assert not victim.exists() if kind == "dangling link" else victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("part", ["step", "attempt", "section"])
+def test_a_linked_directory_is_damage_to_every_command(three: LocalStorage, tmp_path: Path, part: str) -> None:
+    step = Path(three.uri) / "step-00000003"
+    attempt = next(path for path in step.iterdir() if path.is_dir())
+    link = {"step": step, "attempt": attempt, "section": attempt / "model"}[part]
+    moved_and_linked(link, tmp_path / "other disk")
+
+    listed = {status.step: status for status in list_checkpoints(three)}
+    assert [listed[number].state for number in (1, 2, 3)] == ["committed", "committed", "damaged"]
+    assert listed[3].is_link == (part == "step")
+    for problem in (listed[3].problem, verify(three, 3)[0], verify(three, 3, deep=False)[0]):
+        assert str(link) in problem
+        assert "symbolic link" in problem
+    assert list_checkpoints(three, 3) == [listed[3]]
+    lines: list[str] = []
+    newest = latest(three, warn=lines.append)
+    assert newest is not None
+    assert newest.step == 2
+    assert "symbolic link" in lines[0]
+    with pytest.raises(CheckpointDamaged, match="symbolic link"):
+        load_model(three, find_checkpoint(three, 3, warn=lines.append))
+
+
+def test_nothing_is_written_or_deleted_behind_a_link(three: LocalStorage, tmp_path: Path) -> None:
+    other = tmp_path / "other disk"
+    moved_and_linked(Path(three.uri) / "step-00000001", other)
+    before = sorted(other.rglob("*"))
+    assert prune(three, 1) == [2]
+    with pytest.raises(CheckpointIsNoFile):
+        three.delete_many(["step-00000001/manifest.json"])
+    with pytest.raises(CheckpointIsNoFile), three.open_write("step-00000001/new/file") as stream:
+        stream.write(b"x")
+    with pytest.raises(CheckpointIsNoFile):
+        three.put_if_absent("step-00000001/file", b"x")
+    assert sorted(other.rglob("*")) == before
+    assert (Path(three.uri) / "step-00000001").is_symlink()
+
+
+def test_the_directory_itself_may_be_a_link(three: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "alias").symlink_to(three.uri)
+    alias = LocalStorage(str(tmp_path / "alias"))
+    assert [status.state for status in list_checkpoints(alias)] == ["committed"] * 3
+    assert verify(alias, 3) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model/shard-00000-00000.safetensors", "state/rank-00000.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "device"])
+def test_a_pipe_or_device_in_place_of_a_file_is_damage_and_does_not_block(
+    three: LocalStorage, name: str, make: Callable[[Path], None]
+) -> None:
+    step = Path(three.uri) / "step-00000003"
+    attempt = next(path for path in step.iterdir() if path.is_dir())
+    path = (step if name == "manifest.json" else attempt) / name
+    path.unlink()
+    make(path)
+    assert list_checkpoints(three)[2].state == "damaged"
+    assert str(path) in verify(three, 3)[0]
+    newest = latest(three, warn=lambda line: None)
+    assert newest is not None
+    assert newest.step == 2
+    with pytest.raises(CheckpointDamaged):
+        load_model(three, find_checkpoint(three, 3, warn=lambda line: None))
+        load_state(three, find_checkpoint(three, 3, warn=lambda line: None))
