@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["NotRegularFile", "kind_of", "open_regular", "private_directory", "require_regular"]
@@ -78,10 +79,8 @@ def private_directory(path: Path) -> Path:
     Raises:
         NotRegularFile: it is not a directory, or it belongs to another user or is open to others.
     """
-    try:
+    with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        pass
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotRegularFile(errno.ENOTDIR, f"it is {kind_of(found.st_mode) or 'a file'}, not a directory", str(path))

@@ -80,6 +80,11 @@ class VerifiedFile:
         """The bytes of the file of its digests."""
         self._digests = self._decode_digests()
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the file, as the manifest says."""
+        return self._entry.size_bytes
+
     def verify(self) -> None:
         """Read the whole file and compare every block with its digest."""
         for _ in self.blocks():
@@ -96,9 +101,9 @@ class VerifiedFile:
         check_size(*self._file)
         wanted = sorted((each for each in ranges if len(each.into)), key=lambda each: each.start)
         if any(each.start < 0 or each.end > self._entry.size_bytes for each in wanted):
-            raise self._damaged("the manifest names bytes beyond its end")
+            raise self.damaged("the manifest names bytes beyond its end")
         if any(left.end > right.start for left, right in pairwise(wanted)):
-            raise self._damaged("the manifest names the same bytes twice")
+            raise self.damaged("the manifest names the same bytes twice")
         for first, last in _runs(wanted, self._digests.block_bytes):
             for offset, block in self._visit(first, last):
                 _scatter(block, offset, wanted)
@@ -114,12 +119,12 @@ class VerifiedFile:
                     offset = number * block_bytes
                     block = buffer[: min(block_bytes, size - offset)]
                     if not _fill(stream, block):
-                        raise self._damaged("it is shorter than its digests say")
+                        raise self.damaged("it is shorter than its digests say")
                     if block_digest(block) != self._digests.blocks[number]:
-                        raise self._damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
+                        raise self.damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
                     yield offset, block
         except FileNotFoundError as error:
-            raise self._damaged("it is missing") from error
+            raise self.damaged("it is missing") from error
 
     def _read_digests_file(self) -> bytes:
         where, entry = self._digests_where, self._entry
@@ -144,7 +149,8 @@ class VerifiedFile:
             raise CheckpointDamaged(where=where, reason="it and the manifest give different sizes")
         return digests
 
-    def _damaged(self, reason: str) -> CheckpointDamaged:
+    def damaged(self, reason: str) -> CheckpointDamaged:
+        """The error that names this file."""
         return CheckpointDamaged(where=self._where, reason=reason)
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from nxdt_core.checkpoint.hf_json import read_json
 from nxdt_core.checkpoint.hf_keys import Source
-from nxdt_core.checkpoint.safetensors_layout import DTYPES
+from nxdt_core.checkpoint.tensor_index import DTYPES
 from nxdt_core.devices import HOST
 from nxdt_core.errors import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsPickled
 from nxdt_core.nn.patterns import matches_any

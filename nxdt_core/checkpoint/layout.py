@@ -21,6 +21,7 @@ __all__ = [
     "attempt_prefix",
     "digests_name",
     "hf_name",
+    "is_state_name",
     "manifest_key",
     "new_attempt",
     "shard_name",
@@ -36,6 +37,7 @@ SECTIONS = ("model", "optim", "state")
 MASTER_WEIGHT = "master_weight"
 """Optimizer state ``<parameter name>/master_weight``: the weight that one in bfloat16 was rounded from."""
 
+_STATE = re.compile(r"state/rank-[0-9]{5,}\.json")
 _STEP = re.compile(r"step-([0-9]{8,15})")
 
 
@@ -78,6 +80,11 @@ def shard_name(section: str, rank: int, number: int) -> str:
 def state_name(rank: int) -> str:
     """The JSON state of ``rank``."""
     return f"state/rank-{rank:05d}.json"
+
+
+def is_state_name(name: str) -> bool:
+    """Whether a file is the JSON state of a rank."""
+    return _STATE.fullmatch(name) is not None
 
 
 def hf_name(file: str) -> str:

@@ -5,7 +5,6 @@ Whole tensors onto the host, for one process that wants all of them; or into wha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,13 +14,13 @@ from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import read_whole
 from nxdt_core.checkpoint.fitting import Unmatched, check_model, check_optimizer
 from nxdt_core.checkpoint.layout import state_name
-from nxdt_core.checkpoint.manifest import Manifest
+from nxdt_core.checkpoint.manifest import Manifest, state_tensors
 from nxdt_core.checkpoint.pieces import empty_like, piece_of
 from nxdt_core.checkpoint.reading import check_fits, fill
-from nxdt_core.checkpoint.state_tree import decode_tree
+from nxdt_core.checkpoint.state_tree import decode_state
 from nxdt_core.checkpoint.tensor_index import TensorEntry
 from nxdt_core.checkpoint.together import together
-from nxdt_core.errors import CheckpointDamaged, TensorNotInCheckpoint
+from nxdt_core.errors import TensorNotInCheckpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import Replicas
 from nxdt_core.protocols.piece import Box, Piece
@@ -224,12 +223,5 @@ def _state_of(storage: CheckpointStorage, manifest: Manifest, rank: int) -> dict
     where = f"{storage.uri}/{manifest.prefix}{name}"
     with explained_os_errors(where):
         data = read_whole(storage, manifest, name)
-        own = [tensor for tensor in manifest.tensors.get("state", {}) if tensor.startswith(f"rank-{rank:05d}/")]
-        tensors = read_tensors(storage, manifest, "state", own)
-    try:
-        state = decode_tree(json.loads(data), tensors)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(where=where, reason=f"it is no state ({error})") from error
-    if not isinstance(state, dict):
-        raise CheckpointDamaged(where=where, reason="it is no state")
-    return state
+        tensors = read_tensors(storage, manifest, "state", state_tensors(manifest, name))
+    return decode_state(data, tensors, where=where)

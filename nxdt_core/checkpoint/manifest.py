@@ -9,15 +9,25 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from datetime import datetime
+from typing import Any, Literal, get_args
 
 from nxdt_core.checkpoint import layout
 from nxdt_core.checkpoint.digests import digest
 from nxdt_core.checkpoint.state_tree import decode_tree, encode_tree
-from nxdt_core.checkpoint.tensor_index import TensorEntry, decode_index, encode_index
+from nxdt_core.checkpoint.tensor_index import TensorEntry, check_places, decode_index, encode_index
 from nxdt_core.errors import CheckpointDamaged, CheckpointTooNew
 
-__all__ = ["CheckpointFacts", "FileEntry", "Keep", "Manifest", "decode_manifest", "encode_facts", "encode_manifest"]
+__all__ = [
+    "CheckpointFacts",
+    "FileEntry",
+    "Keep",
+    "Manifest",
+    "decode_manifest",
+    "encode_facts",
+    "encode_manifest",
+    "state_tensors",
+]
 
 FORMAT = 1
 """Version of the layout and of this file; a reader refuses a greater one."""
@@ -142,25 +152,75 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
     return manifest
 
 
+def state_tensors(manifest: Manifest, name: str) -> list[str]:
+    """Names of the tensors in the state that the file ``name`` holds, which is one of :func:`layout.state_name`."""
+    own = name.removeprefix("state/").removesuffix(".json")
+    return [tensor for tensor in manifest.tensors.get("state", {}) if tensor.startswith(f"{own}/")]
+
+
 def _from_table(table: Mapping[str, Any]) -> Manifest:
     # Facts that a later version adds are missing in what this one wrote, and have defaults.
     known = [item.name for item in fields(CheckpointFacts) if item.name in table]
     facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in known})
+    _check_facts(facts)
+    files = {_plain(name): _file_entry(name, row) for name, row in table["files"].items()}
+    tensors = {section: decode_index(index) for section, index in table["tensors"].items()}
+    check_places(tensors, {name: entry.size_bytes for name, entry in files.items()})
     return Manifest(
-        step=table["step"],
+        step=_count(table["step"], "step"),
         attempt=_plain(table["attempt"]),
-        created=table["created"],
+        created=_time(table["created"]),
         facts=facts,
-        files={
-            _plain(name): FileEntry(
-                size_bytes=int(row["size_bytes"]),
-                digests_bytes=int(row["digests_bytes"]),
-                digests_digest=str(row["digests_digest"]),
-            )
-            for name, row in table["files"].items()
-        },
-        tensors={section: decode_index(index) for section, index in table["tensors"].items()},
+        files=files,
+        tensors=tensors,
     )
+
+
+def _check_facts(facts: CheckpointFacts) -> None:
+    """Check types and ranges: what reads a manifest takes them for granted."""
+    for name in ("consumed_samples", "consumed_tokens", "updates", "fencing"):
+        _count(getattr(facts, name), name)
+    for name in ("plugin_fingerprint", "base"):
+        _require(type(getattr(facts, name)) is str, name)
+    for name, kinds in (
+        ("config", object),
+        ("hf", object),
+        ("versions", str),
+        ("mesh", int),
+        ("metrics", (int, float)),
+    ):
+        mapping = getattr(facts, name)
+        _require(isinstance(mapping, dict), name)
+        for key, value in mapping.items():
+            _require(type(key) is str and isinstance(value, kinds), f"{name}.{key}")
+    _require(facts.keep in get_args(Keep), "keep")
+    _require(type(facts.without_base) is bool, "without_base")
+
+
+def _file_entry(name: str, row: Mapping[str, Any]) -> FileEntry:
+    _require(type(row["digests_digest"]) is str, f"files.{name}.digests_digest")
+    return FileEntry(
+        size_bytes=_count(row["size_bytes"], f"files.{name}.size_bytes"),
+        digests_bytes=_count(row["digests_bytes"], f"files.{name}.digests_bytes"),
+        digests_digest=row["digests_digest"],
+    )
+
+
+def _count(value: object, name: str) -> int:
+    _require(type(value) is int and 0 <= value < 2**63, name)
+    assert isinstance(value, int)
+    return value
+
+
+def _time(value: object) -> str:
+    if type(value) is not str or datetime.fromisoformat(value).isoformat(timespec="seconds") != value:
+        raise ValueError("the value of 'created' is no time")
+    return value
+
+
+def _require(sound: bool, name: str) -> None:
+    if not sound:
+        raise ValueError(f"the value of {name!r} is not of its type")
 
 
 def _plain(name: str) -> str:

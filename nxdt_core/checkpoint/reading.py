@@ -16,6 +16,7 @@ import torch
 from nxdt_core.checkpoint.files import VerifiedFile, Wanted, check_size
 from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.checkpoint.safetensors_layout import bytes_of
+from nxdt_core.checkpoint.shard_headers import check_header, tensors_by_file
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.devices import profile_of
 from nxdt_core.errors import CheckpointDamaged
@@ -61,6 +62,8 @@ def fill(
         CheckpointDamaged: a file is not what was written.
     """
     files: dict[str, VerifiedFile] = {}
+    needed = {part.file for entry in entries.values() for part in entry.parts}
+    stored = tensors_by_file(manifest, needed)
     for batch in _batches(_reads(wanted, entries)):
         ranges: dict[str, list[Wanted]] = defaultdict(list)
         for read in batch:
@@ -68,6 +71,7 @@ def fill(
         for name, chosen in ranges.items():
             if name not in files:
                 files[name] = VerifiedFile(storage, manifest, name)
+                check_header(files[name], stored[name])
             files[name].read(chosen)
         for read in batch:
             read.finish()

@@ -13,30 +13,10 @@ from typing import Protocol
 
 import torch
 
-from nxdt_core.checkpoint.tensor_index import ITEM_BYTES
+from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES
 from nxdt_core.devices import HOST
 
-__all__ = ["DTYPES", "SafetensorsLayout", "TensorSpec", "Writable", "bytes_of", "grouped"]
-
-_SAFETENSORS_NAME: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-}
-DTYPES: Mapping[str, str] = {theirs: ours for ours, theirs in _SAFETENSORS_NAME.items()}
-"""Name of the torch dtype by the format's name, for every dtype that a checkpoint can hold."""
+__all__ = ["SafetensorsLayout", "TensorSpec", "Writable", "bytes_of", "grouped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +51,7 @@ class SafetensorsLayout:
         ends, end = [0], 0
         for name, spec in self._specs.items():
             end += spec.size_bytes
-            dtype = _SAFETENSORS_NAME[spec.dtype]
+            dtype = SAFETENSORS_NAMES[spec.dtype]
             table[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [ends[-1], end]}
             ends.append(end)
         encoded = json.dumps(table, separators=(",", ":")).encode()

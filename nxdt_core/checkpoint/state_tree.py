@@ -8,13 +8,14 @@ that would have to be constructed is a class that a file could make construct it
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nxdt_core.errors import UnsavableState
+from nxdt_core.errors import CheckpointDamaged, UnsavableState
 
-__all__ = ["decode_tree", "encode_tree"]
+__all__ = ["decode_state", "decode_tree", "encode_tree"]
 
 _TAG = "$"
 _DEEPEST = 200
@@ -50,6 +51,21 @@ def decode_tree(form: Any, tensors: Mapping[str, Any] | None = None) -> Any:
         return _decode(form, tensors or {})
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"malformed state tree: {error!r}") from error
+
+
+def decode_state(data: bytes, tensors: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The state tree of a rank from the bytes of its file at ``where``; ``tensors`` as of :func:`decode_tree`.
+
+    Raises:
+        CheckpointDamaged: it is no state.
+    """
+    try:
+        state = decode_tree(json.loads(data), tensors)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(where=where, reason=f"it is no state ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(where=where, reason="it is no state")
+    return state
 
 
 def _encode(value: Any, at: str, put_tensor: Callable[[str, object], str | None], depth: int) -> Any:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from nxdt_core.checkpoint.committed import read_manifest
 from nxdt_core.checkpoint.faults import explained_os_errors
-from nxdt_core.checkpoint.files import VerifiedFile
-from nxdt_core.checkpoint.layout import digests_name, manifest_key, step_name, step_of, step_prefix
-from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
+from nxdt_core.checkpoint.files import VerifiedFile, read_whole
+from nxdt_core.checkpoint.layout import digests_name, is_state_name, manifest_key, step_name, step_of, step_prefix
+from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest, state_tensors
+from nxdt_core.checkpoint.shard_headers import StoredTensor, check_header, tensors_by_file
+from nxdt_core.checkpoint.state_tree import decode_state
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.checkpoint.together import on_first_rank, rank_of, together
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
@@ -130,6 +132,7 @@ def find_problems(
                 return problems
 
         stop = threading.Event()
+        stored = tensors_by_file(manifest, manifest.files)
 
         def problem_of(name: str) -> str | None:
             try:
@@ -139,6 +142,8 @@ def find_problems(
                         if stop.is_set():
                             break
                         progress(len(block))
+                    if not stop.is_set():
+                        _check_content(file, stored.get(name, ()), storage, manifest, name)
             except CheckpointDamaged as error:
                 return f"{error.where}: {error.reason}"
             return None
@@ -146,6 +151,17 @@ def find_problems(
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
         found = in_threads(problem_of, largest_first[share[0] :: share[1]], threads=threads, stop=stop)
         return [problem for problem in found if problem is not None]
+
+
+def _check_content(
+    file: VerifiedFile, stored: Collection[StoredTensor], storage: CheckpointStorage, manifest: Manifest, name: str
+) -> None:
+    """Whether a file whose bytes are right holds what loading it takes for granted."""
+    if stored:
+        check_header(file, stored)
+    if is_state_name(name):
+        tensors = dict.fromkeys(state_tensors(manifest, name))
+        decode_state(read_whole(storage, manifest, name), tensors, where=f"{storage.uri}/{manifest.prefix}{name}")
 
 
 def latest(
@@ -230,8 +246,9 @@ def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> 
             facts=manifest.facts if manifest else None,
         )
 
-    if own_name in sizes:
-        return status("damaged", f"{storage.uri}/{own_name}: {_unreadable(storage, own_name) or 'it is a file'}")
+    unreadable = _unreadable(storage, own_name) if own_name in sizes else ""
+    if unreadable:
+        return status("damaged", f"{storage.uri}/{own_name}: {unreadable}")
     if manifest_key(step) not in sizes:
         return status("unfinished")
     try:

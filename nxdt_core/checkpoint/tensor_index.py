@@ -7,11 +7,22 @@ one. A part's elements lie contiguously, row-major, in one file.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Any
 
-__all__ = ["ITEM_BYTES", "TensorEntry", "TensorPart", "decode_index", "encode_index"]
+__all__ = [
+    "DTYPES",
+    "ITEM_BYTES",
+    "SAFETENSORS_NAMES",
+    "TensorEntry",
+    "TensorPart",
+    "check_places",
+    "decode_index",
+    "encode_index",
+]
 
 ITEM_BYTES: Mapping[str, int] = {
     "bool": 1,
@@ -31,6 +42,30 @@ ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
 }
 """Bytes of an element by the name of the torch dtype, for every dtype that a checkpoint can hold."""
+
+SAFETENSORS_NAMES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+}
+"""Name of the safetensors format by the name of the torch dtype."""
+DTYPES: Mapping[str, str] = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.items()}
+"""Name of the torch dtype by the format's name, for every dtype that a checkpoint can hold."""
+
+_MOST_CUT = 8
+"""Dimensions of one tensor that its boxes divide; what claims more is forged, and each one doubles the corners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +114,31 @@ def decode_index(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
     return index
 
 
+def check_places(sections: Mapping[str, Mapping[str, TensorEntry]], sizes: Mapping[str, int]) -> None:
+    """Check that no two tensors have the same bytes, and that each lies in a file of its own section.
+
+    Args:
+        sections: the index of each section.
+        sizes: bytes of each file of the checkpoint.
+
+    Raises:
+        ValueError: they do not.
+    """
+    ranges: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for section, index in sections.items():
+        for name, entry in index.items():
+            for part in entry.parts:
+                if part.file not in sizes or part.file.partition("/")[0] != section:
+                    raise ValueError(f"tensor {name!r} of {section!r} lies in {part.file!r}, which holds none of these")
+                size = entry.part_bytes(part)
+                if size:
+                    ranges[part.file].append((part.start, part.start + size, name))
+    for file, taken in ranges.items():
+        for (_, end, name), (start, _, other) in pairwise(sorted(taken)):
+            if start < end:
+                raise ValueError(f"tensors {name!r} and {other!r} have the same bytes of {file!r}")
+
+
 def _encode_entry(entry: TensorEntry) -> dict[str, Any]:
     row: dict[str, Any] = {"dtype": entry.dtype, "shape": entry.shape}
     if entry.same_as is not None:
@@ -104,7 +164,28 @@ def _decode_entry(name: str, row: Mapping[str, Any]) -> TensorEntry:
         ends = (offset + size for offset, size in zip(part.offsets, part.shape, strict=True))
         if any(end > size for end, size in zip(ends, shape, strict=True)):
             raise ValueError(f"a part of tensor {name!r} lies outside of it")
+    if not _tile(parts, shape):
+        raise ValueError(f"the parts of tensor {name!r} overlap")
     return TensorEntry(dtype=dtype, shape=shape, parts=parts)
+
+
+def _tile(parts: tuple[TensorPart, ...], shape: tuple[int, ...]) -> bool:
+    """Whether boxes inside a box, which have as many elements as it, cover each of them once.
+
+    Where they do, every corner of a box but those of the whole is shared by an even number of boxes; and where every
+    corner is, each element is covered an odd number of times, hence once. That takes time in proportion to the boxes.
+    """
+    boxes = [part for part in parts if math.prod(part.shape)]
+    if len(boxes) < 2:
+        return True
+    cut = [dim for dim, size in enumerate(shape) if any(part.shape[dim] != size for part in boxes)]
+    if len(cut) > _MOST_CUT:
+        raise ValueError(f"its parts are cut along {len(cut)} dimensions")
+    odd: set[tuple[int, ...]] = set(product(*((0, shape[dim]) for dim in cut)))
+    for part in boxes:
+        ends = ((part.offsets[dim], part.offsets[dim] + part.shape[dim]) for dim in cut)
+        odd.symmetric_difference_update(product(*ends))
+    return not odd
 
 
 def _decode_part(row: list[Any], whole: tuple[int, ...]) -> TensorPart:

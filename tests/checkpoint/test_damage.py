@@ -178,12 +178,12 @@ def test_cheap_status_sees_what_names_and_sizes_show(store: LocalStorage, save: 
 
 
 def test_damage_in_another_block_does_not_hinder_a_partial_load(store: LocalStorage, save: Any) -> None:
-    manifest = save(store, 1, model={"big": torch.randn(BLOCK_BYTES // 2), "z": torch.ones(3)})
+    manifest = save(store, 1, model={"big": torch.randn(BLOCK_BYTES), "z": torch.ones(3)})
     path = path_of(store, manifest, FILES[1])
     data = path.read_bytes()
-    path.write_bytes(flip(data, 8 * (BLOCK_BYTES // 2)))
+    path.write_bytes(flip(data, 8 * (3 * BLOCK_BYTES // 2)))
     assert torch.equal(load_model(store, manifest, ["z"])["z"], torch.ones(3))
-    with pytest.raises(CheckpointDamaged, match="bytes 0 to 8388608"):
+    with pytest.raises(CheckpointDamaged, match="bytes 8388608 to 16777216"):
         load_model(store, manifest)
 
 
@@ -217,7 +217,7 @@ def test_pickles_with_forged_digests_execute_nothing(store: LocalStorage, save: 
     marker = tmp_path / "executed"
     manifest = save(store, 1)
     forge(store, manifest, name, pickle.dumps(Payload(marker), 0))
-    assert verify(store, 1) == []
+    assert [problem for problem in verify(store, 1) if name in problem]
     with pytest.raises(CheckpointDamaged, match=name):
         load_all(store, 1)
     assert not marker.exists()

@@ -262,6 +262,12 @@ def three(tmp_path: Path, save: Any) -> LocalStorage:
     return store
 
 
+def load_all(store: LocalStorage, step: int) -> None:
+    manifest = find_checkpoint(store, step, warn=lambda line: None)
+    load_model(store, manifest)
+    load_state(store, manifest)
+
+
 def moved_and_linked(path: Path, elsewhere: Path) -> None:
     shutil.move(path, elsewhere)
     path.symlink_to(elsewhere)
@@ -343,5 +349,4 @@ def test_a_pipe_or_device_in_place_of_a_file_is_damage_and_does_not_block(
     assert newest is not None
     assert newest.step == 2
     with pytest.raises(CheckpointDamaged):
-        load_model(three, find_checkpoint(three, 3, warn=lambda line: None))
-        load_state(three, find_checkpoint(three, 3, warn=lambda line: None))
+        load_all(three, 3)
