@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from nxdt_core.config.node import Node, Origin, join
-from nxdt_core.errors import ConfigProblem, DuplicateKey, WrongValue, YamlSyntax
+from nxdt_core.errors import ConfigProblem, DuplicateKey, WrongValue, YamlSyntax, YamlTooLarge
 
 __all__ = ["parse_scalar", "parse_yaml"]
 
@@ -26,6 +26,14 @@ _TEXTS = {f"{_TAG}{name}" for name in ("str", "timestamp", "value")}
 _COLLECTIONS = {f"{_TAG}{name}" for name in ("map", "seq")}
 _DECIMAL = re.compile(r"[-+]?0[0-9_]+")
 """``010``: eight in YAML 1.1, ten in YAML 1.2 and for everybody who writes it."""
+
+_MOST_LEVELS = 100
+"""Collections inside one another; a run's file has about six."""
+_MOST_NODES = 100_000
+"""Values of a document with its aliases written out; a run's file has some hundreds. Ten aliases of ten aliases, eight
+times over, are a hundred million."""
+_SHOWN = 60
+"""Characters of a value that a message shows."""
 
 # libyaml composes a run's file in 1 ms, the pure Python parser in 20 ms; a wheel without libyaml still works.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -48,6 +56,14 @@ def parse_scalar(text: str) -> Any:
     return text if problems else tree.plain("value")
 
 
+class _TooLarge(Exception):
+    """Ends the reading of a document with its one problem."""
+
+    def __init__(self, problem: YamlTooLarge) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
 class _Document:
     """One pass over one document's nodes."""
 
@@ -57,10 +73,13 @@ class _Document:
         self.problems: list[ConfigProblem] = []
         self.open: set[int] = set()
         """Identities of the collections that are being read: an anchor inside itself would never end."""
+        self.nodes = 0
+        """Nodes read so far; those of an alias count each time."""
 
     def read(self, text: str) -> tuple[Node, list[ConfigProblem]]:
         loader = _Loader(text)
         try:
+            self._check_depth(text)
             root = loader.get_single_node()
             if root is None:
                 return Node({}, self._origin(1)), []
@@ -68,8 +87,25 @@ class _Document:
             return self._node(root, ""), self.problems
         except yaml.YAMLError as error:
             return Node({}, self._origin(1)), [self._syntax(error)]
+        except _TooLarge as error:
+            return Node({}, self._origin(1)), [error.problem]
         finally:
             loader.dispose()
+
+    def _check_depth(self, text: str) -> None:
+        """Refuse deep nesting before anything recurses into it; the parser itself does not."""
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                if depth > _MOST_LEVELS:
+                    line = event.start_mark.line + 1 if event.start_mark else 1
+                    raise self._too_large(line, f"it is nested deeper than {_MOST_LEVELS} levels")
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+
+    def _too_large(self, line: int, reason: str) -> _TooLarge:
+        return _TooLarge(YamlTooLarge(place=f"{self.source}:{line}", line=line, key="", reason=reason))
 
     def _syntax(self, error: yaml.YAMLError) -> YamlSyntax:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -83,6 +119,11 @@ class _Document:
 
     def _node(self, node: yaml.Node, path: str) -> Node:
         origin = self._origin(node.start_mark.line + 1)
+        self.nodes += 1
+        if self.nodes > _MOST_NODES:
+            raise self._too_large(
+                origin.line, f"with its aliases (*name) written out it has over {_MOST_NODES:,} values"
+            )
         if isinstance(node, yaml.ScalarNode):
             return Node(self._scalar(node, path, origin), origin)
         if id(node) in self.open:
@@ -141,12 +182,13 @@ class _Document:
             return None
         if ":" in node.value:  # YAML 1.1 reads 1:30 as the number 90
             return node.value
-        if _DECIMAL.fullmatch(node.value):
-            return int(node.value.replace("_", ""))
         try:
+            if _DECIMAL.fullmatch(node.value):
+                return int(node.value.replace("_", ""))
             return self.construct(node)
-        except (yaml.YAMLError, ValueError):  # an explicit tag on text that is none: `!!int x`
-            self._wrong(path, origin, f"{node.value!r} tagged {node.tag.replace(_TAG, '!!')}", "a value of that type")
+        except (yaml.YAMLError, ValueError):  # an explicit tag on text that is none (`!!int x`), or endless digits
+            text = node.value if len(node.value) <= _SHOWN else f"{node.value[:_SHOWN]}…"
+            self._wrong(path, origin, f"{text!r} tagged {node.tag.replace(_TAG, '!!')}", "a value of that type")
             return None
 
     def _tagged(self, node: Any, path: str, origin: Origin) -> None:

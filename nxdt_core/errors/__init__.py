@@ -61,6 +61,7 @@ from nxdt_core.errors.configuration import (
     UnknownRecipe,
     WrongValue,
     YamlSyntax,
+    YamlTooLarge,
 )
 from nxdt_core.errors.context import (
     AttentionCoreMissing,
@@ -424,5 +425,6 @@ __all__ = [
     "WorldSizeMismatch",
     "WrongValue",
     "YamlSyntax",
+    "YamlTooLarge",
     "ZeroBubbleCannot",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "UnknownRecipe",
     "WrongValue",
     "YamlSyntax",
+    "YamlTooLarge",
 ]
 
 
@@ -94,6 +95,15 @@ class YamlSyntax(ConfigProblem):
     code = "NXDT-C004"
     happened = "not valid YAML: {reason}."
     remedy = "Correct that line or the one above it."
+    reason: str
+
+
+class YamlTooLarge(ConfigProblem):
+    """A document that would take memory or time without end: nested too deep, or aliases of aliases."""
+
+    code = "NXDT-C008"
+    happened = "the document is too large for a configuration: {reason}."
+    remedy = "Check where the file comes from. Write values out instead of nesting aliases."
     reason: str
 
 

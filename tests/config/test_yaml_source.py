@@ -72,6 +72,46 @@ def test_documents_that_are_no_plain_data_are_refused(text, found):
     assert problems[0].place == "f:1"
 
 
+BOMB = "\n".join(
+    [
+        "a0: &a0 [x, x, x, x, x, x, x, x, x, x]",
+        *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)),
+    ]
+)
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["libyaml", "pure Python"])
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        (BOMB, 1, "with its aliases"),
+        ("m: &m {a: 1}\n" + BOMB.replace("x", "*m"), 1, "with its aliases"),
+        ("ok: 1\na: " + "[" * 3000 + "]" * 3000, 2, "nested deeper than 100 levels"),
+        ("ok: 1\na: " + "{b: " * 3000 + "}" * 3000, 2, "nested deeper than 100 levels"),
+        ("".join(" " * i + f"k{i}:\n" for i in range(3000)), 101, "nested deeper than 100 levels"),
+    ],
+    ids=["aliases", "aliases of a mapping", "lists", "mappings", "blocks"],
+)
+def test_documents_without_end_are_refused_with_their_line(text, line, reason, pure, monkeypatch):
+    import yaml
+
+    from nxdt_core.config import yaml_source
+
+    if pure:
+        monkeypatch.setattr(yaml_source, "_Loader", yaml.SafeLoader)
+    _, problems = parse_yaml(text, "f")
+    assert [type(problem).__name__ for problem in problems] == ["YamlTooLarge"]
+    assert reason in problems[0].what()
+    assert problems[0].line == line
+
+
+@pytest.mark.parametrize("text", ["a: " + "1" * 10_000, "a: 0" + "1" * 10_000, "a: 0x" + "f" * 10_000, "a: 1e99999"])
+def test_endless_digits_are_a_problem_or_a_number(text):
+    tree, problems = parse_yaml(text, "f")
+    assert len(problems) == 1 or isinstance(tree.plain("a"), int | float)
+    assert all(len(problem.what()) < 200 for problem in problems)
+
+
 def test_the_parser_without_libyaml_reads_the_same(monkeypatch):
     import yaml
 
