@@ -16,10 +16,14 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
+import nxdt_plugin_megatron_data.preprocess.command as preprocess_command
+import nxdt_plugin_megatron_data.preprocess.run as preprocess_run
 import pytest
 import zstandard
+from click.testing import CliRunner
 from nxdt_plugin_megatron_data.format import bin_path, idx_path
 from nxdt_plugin_megatron_data.note import read_note
+from nxdt_plugin_megatron_data.preprocess.errors import WorkerDied
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -263,6 +267,19 @@ def test_a_worker_that_dies_is_told_and_the_next_run_goes_on(corpus, tmp_path):
     assert (run.returncode, "NXDT-D113" in said, "Traceback" in said) == (2, True, False), said
     assert nxdt(*job(corpus, "out"), cwd=tmp_path).returncode == 0
     assert content(tmp_path / "out") == content(corpus / "whole")
+
+
+def test_a_pool_that_breaks_while_it_takes_a_block_is_a_dead_worker(corpus, tmp_path, monkeypatch):
+    """CPython raises an OSError without a number where the pool's pipe closes between its check and its use."""
+
+    class Breaking(preprocess_run.ProcessPoolExecutor):
+        def submit(self, *_):
+            raise OSError("handle is closed")
+
+    monkeypatch.setattr(preprocess_run, "ProcessPoolExecutor", Breaking)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(preprocess_command.preprocess, list(map(str, job(corpus, "out")[1:])))
+    assert isinstance(done.exception, WorkerDied), done.output
 
 
 def test_a_full_disk_is_told_in_words_and_the_next_run_goes_on(corpus, tmp_path):

@@ -151,7 +151,7 @@ def _encoded(blocks: Iterator[Block], job: Job) -> Iterator[tuple[Block, Encoded
     try:
         for block in blocks:
             json_lines = is_json(job.files[block.begin.file])
-            begun.append((block, pool.submit(encode_here, block.content, json_lines)))
+            begun.append((block, _submitted(pool, block, json_lines)))
             if len(begun) > _AHEAD_PER_WORKER * job.workers:
                 first, future = begun.popleft()
                 yield first, future.result()
@@ -165,6 +165,16 @@ def _encoded(blocks: Iterator[Block], job: Job) -> Iterator[tuple[Block, Encoded
         raise WorkerDied() from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _submitted(pool: ProcessPoolExecutor, block: Block, json_lines: bool) -> Future[Encoded]:
+    try:
+        return pool.submit(encode_here, block.content, json_lines)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # CPython: the pool's pipe was closed, because a worker died, after `submit` had checked that it is whole.
+        raise BrokenProcessPool(str(error)) from error
 
 
 def _judge(output: Output, share: float, *, at_least: int) -> None:
