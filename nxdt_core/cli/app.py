@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import click
 from nxdt_core._version import __version__
 from nxdt_core.cli.lazy import LazyCommand, LazyGroup
 from nxdt_core.errors import NxdtError
+from nxdt_core.visible_text import VisibleFormatter
 
 __all__ = ["COMMANDS", "main", "root"]
 
@@ -73,6 +75,8 @@ def main(args: Sequence[str] | None = None) -> int:
         raised, so that Python prints its traceback and exits with status 1.
     """
     _accept_all_characters()
+    if logging.lastResort is not None:  # prints warnings of whoever sets no handler, as the command line does not
+        logging.lastResort.setFormatter(VisibleFormatter())
     color = False if os.environ.get("NO_COLOR") else None  # None: colours where a terminal reads them
     try:
         status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)

@@ -8,7 +8,7 @@ import click
 
 from nxdt_core.cli.migrate import migrate
 from nxdt_core.cli.table import print_facts
-from nxdt_core.cli.verb import VerbGroup, as_json, config_arguments, print_json
+from nxdt_core.cli.verb import VerbGroup, as_json, config_arguments, print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -40,7 +40,7 @@ def check(source: str, overrides: tuple[str, ...]) -> None:
 
     resolved = load(source, overrides)
     for note in (*resolved.notes, *vocabulary_notes(resolved)):
-        click.echo(f"note: {note}", err=True)
+        print_note(note)
     check_layout(resolved)
     click.echo(f"{click.style('ok', fg='green')}: {source}")
     print_facts(_summary(resolved))
@@ -65,7 +65,7 @@ def show(source: str, overrides: tuple[str, ...], only_set: bool, json_output: b
     if json_output:
         print_json({"config": resolved.to_dict(), "origins": _origins(resolved)})
     else:
-        click.echo(render_show(resolved, only_set=only_set), nl=False)
+        say(render_show(resolved, only_set=only_set), end="")
 
 
 @config.command("schema", examples=("nxdt config schema > nxdt.schema.json",))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.verb import Verb
+from nxdt_core.cli.verb import Verb, say
 
 if TYPE_CHECKING:
     from nxdt_core.training.loaded import LoadedModel
@@ -66,7 +66,7 @@ def evaluate(
         found |= _records(loaded, files, limit=limit, max_new_tokens=max_new_tokens, show=0 if as_json else show)
     if judge is not None:
         found["tasks"] = judge(loaded)
-    click.echo(json.dumps(found) if as_json else "\n".join(_lines(found)))
+    say(json.dumps(found) if as_json else "\n".join(_lines(found)))
 
 
 def _records(
@@ -83,7 +83,7 @@ def _records(
     for answer in ask(loaded, asked, Sampling(max_new_tokens=max_new_tokens)):
         answers.append(answer)
         if len(answers) <= show:
-            click.echo(f"{answer.question.place}\n  wanted: {answer.question.wanted}\n  given:  {answer.given}")
+            say(f"{answer.question.place}\n  wanted: {answer.question.wanted}\n  given:  {answer.given}")
     return {"records": len(answers), "unused": unused.counts, **scores(answers)}
 
 

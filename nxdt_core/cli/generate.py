@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import click
 
 from nxdt_core.cli.verb import Verb
+from nxdt_core.visible_text import visible
 
 __all__ = ["generate"]
 
@@ -71,9 +73,9 @@ def generate(
         seed=seed,
         base=base,
     )
-    click.echo(
-        ("" if chat else prompt) + next(pieces, ""), nl=False
-    )  # only now, so that an error comes before any text
+    shown = visible if sys.stdout.isatty() else str  # a file gets what the model says
+    first = next(pieces, "")  # only then the prompt, so that an error comes before any text
+    click.echo(("" if chat else prompt) + shown(first), nl=False)
     for piece in pieces:
-        click.echo(piece, nl=False)
+        click.echo(shown(piece), nl=False)
     click.echo()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from nxdt_core.cli.plan_report import print_report
-from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json
+from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
 
 __all__ = ["plan"]
 
@@ -50,7 +50,7 @@ def plan(
     world = () if world_size is None else (f"trainer.devices={world_size}", "trainer.num_nodes=1")
     config = load(source, (*overrides, *world))
     for note in config.notes:
-        click.echo(f"note: {note}", err=True)
+        print_note(note)
 
     from nxdt_core.training.plan import plan as make  # imports torch: only a configuration that is right pays for it
 

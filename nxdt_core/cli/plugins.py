@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.table import print_facts, print_table, shade
-from nxdt_core.cli.verb import VerbGroup, as_json, print_json
+from nxdt_core.cli.verb import VerbGroup, as_json, print_json, print_note
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel, RegisteredComponent
@@ -48,7 +48,7 @@ def list_(json_output: bool) -> None:
         rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
     print_table(("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT"), rows)
     for note in plugin_notes(kernel.plugins):
-        click.echo(f"note: {note}", err=True)
+        print_note(note)
 
 
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))

@@ -8,7 +8,7 @@ from operator import attrgetter
 import click
 
 from nxdt_core.cli.table import print_table
-from nxdt_core.cli.verb import VerbGroup, as_json, print_json
+from nxdt_core.cli.verb import VerbGroup, as_json, print_json, say
 
 __all__ = ["recipes"]
 
@@ -49,4 +49,4 @@ def show(name: str) -> None:
     from nxdt_core.kernel import Kernel
 
     recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))
-    click.echo(recipe.text, nl=not recipe.text.endswith("\n"))
+    say(recipe.text, end="" if recipe.text.endswith("\n") else "\n")

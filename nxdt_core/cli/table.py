@@ -10,6 +10,8 @@ from itertools import zip_longest
 
 import click
 
+from nxdt_core.visible_text import visible
+
 __all__ = ["human_size", "print_facts", "print_table", "shade"]
 
 _GAP = "  "
@@ -43,6 +45,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
             wraps at its edge, and one of the others where the last would have no room.
         right: titles of the columns that are aligned to the right; not the last.
     """
+    rows = [[visible(cell, colours=True) for cell in cells] for cells in rows]
     filled = [column for column in range(len(header)) if any(cells[column] for cells in rows)]
     titles = [header[column] for column in filled]
     table = [[cells[column] for column in filled] for cells in rows]
@@ -58,6 +61,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print ``name  value`` lines with the values aligned."""
+    facts = [(visible(name), value) for name, value in facts]
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         lines = _lines(value, max(_columns() - width - len(_GAP), _NARROWEST_LAST))
@@ -102,7 +106,7 @@ def _columns() -> int:
 
 def _lines(text: str, width: int) -> list[str]:
     """The lines of a cell, each wrapped at ``width``; text with colours stays as it is."""
-    lines = text.split("\n")
+    lines = visible(text, colours=True).split("\n")
     if not sys.stdout.isatty() or click.unstyle(text) != text:
         return lines
     return [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.verb import Verb, config_arguments
+from nxdt_core.cli.verb import Verb, config_arguments, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -58,7 +58,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
 
     outcome = launch(config)
     if outcome.text:
-        click.echo(outcome.text, err=True)
+        say(outcome.text, err=True)
     ctx.exit(outcome.status)
 
 
@@ -70,7 +70,7 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
     config = load(source, overrides)
     for note in (*config.notes, *vocabulary_notes(config), environment_note(os.environ)) if prints else ():
         if note is not None:
-            click.echo(f"note: {note}", err=True)
+            print_note(note)
     return config
 
 

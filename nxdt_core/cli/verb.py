@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from nxdt_core.visible_text import visible
+
 if TYPE_CHECKING:
     from nxdt_core.cli.contributed import PluginGroup
     from nxdt_core.cli.lazy import LazyCommand
 
-__all__ = ["Suggesting", "Verb", "VerbGroup", "as_json", "config_arguments", "print_json", "write_examples"]
+__all__ = [
+    "Suggesting",
+    "Verb",
+    "VerbGroup",
+    "as_json",
+    "config_arguments",
+    "print_json",
+    "print_note",
+    "say",
+    "write_examples",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -119,4 +131,14 @@ def config_arguments(function: _F) -> _F:
 
 def print_json(value: object) -> None:
     """Write one JSON document to standard output; its keys keep their order, a contract of the ``--json`` option."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    say(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def say(text: str, *, err: bool = False, end: str = "\n") -> None:
+    """Print text that may hold what files, data or other programs say; their control characters become visible."""
+    click.echo(visible(text) + end, nl=False, err=err)
+
+
+def print_note(text: str) -> None:
+    """Print a note to standard error."""
+    say(f"note: {text}", err=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, dataclass_transform
 
+from nxdt_core.visible_text import visible
+
 __all__ = ["NxdtError", "listing"]
 
 
@@ -58,7 +60,7 @@ class NxdtError(Exception):
         return {name: getattr(self, name) for name in self._fields()}
 
     def __str__(self) -> str:
-        return f"[{self.code}] {self.what()}\n  {self.do()}"
+        return visible(f"[{self.code}] {self.what()}\n  {self.do()}")
 
 
 def _rebuild(cls: type[NxdtError], data: dict[str, Any]) -> NxdtError:

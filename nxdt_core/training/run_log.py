@@ -10,6 +10,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.training.run_files import run_dir_explained
+from nxdt_core.visible_text import VisibleFormatter
 
 __all__ = ["run_log"]
 
@@ -43,7 +44,7 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         name = f"globalrank-{info.rank}_localrank-{info.local_rank}.txt"
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
     for file in files:
-        file.setFormatter(logging.Formatter(_FORM, defaults={"rank": info.rank}))
+        file.setFormatter(VisibleFormatter(_FORM, defaults={"rank": info.rank}))
     try:
         with _attached([*files, *_printing(info)]):
             yield
@@ -71,6 +72,7 @@ def _printing(info: RankInfo) -> list[logging.Handler]:
         return [logging.lastResort]
     errors = logging.StreamHandler()
     errors.setLevel(logging.ERROR)
+    errors.setFormatter(VisibleFormatter())
     return [errors]
 
 

@@ -9,7 +9,7 @@ import click
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for
 from nxdt_core.cli.progress import byte_bar
 from nxdt_core.cli.table import human_size
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ def copy(source: str, destination: str, steps: str, deep: bool, threads: int, js
                 report = copy_checkpoint(origin, target, status.step, threads=threads, deep=deep, progress=progress)
             reports.append(report)
             if not json_output:
-                click.echo(_sentence(report, target.uri))
+                say(_sentence(report, target.uri))
     if json_output:
         print_json([_facts(report, target.uri) for report in reports])
 

@@ -10,7 +10,7 @@ import click
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, open_one
 from nxdt_core.cli.progress import byte_bar
 from nxdt_core.cli.table import print_table
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ def _facts(sides: Sequence[Side], found: Difference) -> dict[str, object]:
 
 def _print(sides: Sequence[Side], found: Difference) -> None:
     for name, side in zip("AB", sides, strict=True):
-        click.echo(f"{name}  {_address(side)}")
+        say(f"{name}  {_address(side)}")
     if found.is_empty:
         click.echo(f"They are equal, bit by bit: {found.tensors_compared:,} tensors.")
         return

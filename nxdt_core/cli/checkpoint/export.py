@@ -11,7 +11,7 @@ from nxdt_core.cli.checkpoint.ranks import on_all_ranks
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
 from nxdt_core.cli.size import size
 from nxdt_core.cli.table import human_size
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.training.export import ExportDtype, Exported
@@ -82,6 +82,6 @@ def _report(exported: Exported, json_output: bool) -> None:
         print_json(asdict(exported))
         return
     size = human_size(exported.size_bytes)
-    click.echo(f"Exported {exported.source} to {exported.target}: {size} of weights.")
+    say(f"Exported {exported.source} to {exported.target}: {size} of weights.")
     for note in exported.notes:
-        click.echo(f"note: {note}", err=True)
+        print_note(note)

@@ -9,7 +9,7 @@ import click
 
 from nxdt_core.cli.checkpoint.ranks import on_all_ranks
 from nxdt_core.cli.table import human_size
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.training.foreign import Imported
@@ -75,6 +75,6 @@ def _report(imported: Imported, json_output: bool) -> None:
         print_json(asdict(imported))
         return
     what = f"{imported.tensors} tensors, {human_size(imported.size_bytes)}, a model of {imported.model!r}"
-    click.echo(f"Imported {imported.source} ({imported.format}) to {imported.target}: {what}.")
+    say(f"Imported {imported.source} ({imported.format}) to {imported.target}: {what}.")
     for note in imported.notes:
-        click.echo(f"note: {note}", err=True)
+        print_note(note)

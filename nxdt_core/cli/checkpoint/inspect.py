@@ -10,7 +10,7 @@ import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, open_one
 from nxdt_core.cli.table import human_size, print_facts, print_table
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ def _print_config(config: Mapping[str, Any], json_output: bool) -> None:
     if json_output:
         print_json(config)
     else:
-        click.echo(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), nl=False)
+        say(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), end="")
 
 
 def _facts(manifest: Manifest, uri: str) -> dict[str, object]:

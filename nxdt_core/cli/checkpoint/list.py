@@ -8,7 +8,7 @@ import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, nothing_at
 from nxdt_core.cli.table import human_size, print_table, shade
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ def list_(uri: str, json_output: bool) -> None:
         header = ("STEP", "TIME (UTC)", "STATE", *(("ARCHIVE",) if archived else ()), "SIZE", "MESH", "METRICS", "URI")
         print_table(header, [_row(status, archived) for status in found], right=("STEP", "SIZE"))
     else:
-        click.echo(f"No checkpoint lies at {uri}: {nothing_at(uri, storage, found)}.", err=True)
+        say(f"No checkpoint lies at {uri}: {nothing_at(uri, storage, found)}.", err=True)
 
 
 def _facts(status: CheckpointStatus) -> dict[str, object]:

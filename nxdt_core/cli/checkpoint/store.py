@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nxdt_core.cli.verb import say
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -70,7 +72,7 @@ def own_for(command: str, storage: CheckpointStorage) -> AbstractContextManager[
     """
     from nxdt_core.checkpoint import owned
 
-    return owned(storage, run=f"nxdt checkpoint {command}", say=lambda line: click.echo(line, err=True))
+    return owned(storage, run=f"nxdt checkpoint {command}", say=lambda line: say(line, err=True))
 
 
 def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:

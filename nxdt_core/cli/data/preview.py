@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json
+from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
 
 if TYPE_CHECKING:
     from nxdt_core.data.preview import Preview, ShownDocument
@@ -50,7 +50,7 @@ def preview(
 
     config = load(source, overrides)
     for note in config.notes:
-        click.echo(f"note: {note}", err=True)
+        print_note(note)
 
     from nxdt_core.training.preview import preview as look  # imports torch: only a right configuration pays for it
 

@@ -11,6 +11,7 @@ from nxdt_core.cli.table import print_facts, print_table
 from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
 from nxdt_core.data.unused_fields import describe_unused
 from nxdt_core.protocols.dataloader import DataReport, TokenCount
+from nxdt_core.visible_text import visible
 
 __all__ = ["length_summary", "print_preview"]
 
@@ -68,13 +69,13 @@ def _text(document: ShownDocument, ids: bool, coloured: bool) -> str:
 
 
 def _part(part: Part, ids: bool, coloured: bool) -> str:
-    text = _with_ids(part, coloured) if ids or not part.text else _shaded(part.text, part.trained, coloured)
+    text = _with_ids(part, coloured) if ids or not part.text else _shaded(visible(part.text), part.trained, coloured)
     return f"⟦{text}⟧" if part.trained and not coloured else text
 
 
 def _with_ids(part: Part, coloured: bool) -> str:
     pairs = zip(part.texts, part.ids, strict=True)
-    return "".join(_shaded(text, part.trained, coloured) + _small(f"·{id_}·", coloured) for text, id_ in pairs)
+    return "".join(_shaded(visible(text), part.trained, coloured) + _small(f"·{id_}·", coloured) for text, id_ in pairs)
 
 
 def _shaded(text: str, trained: bool, coloured: bool) -> str:

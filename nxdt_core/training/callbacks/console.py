@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from nxdt_core.visible_text import visible
+
 __all__ = ["Console", "human"]
 
 _log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class Console:
         _log.info(line)
         if self._bar is not None:
             self._bar.clear()
-        print(line, file=self._stream, flush=True)
+        print(visible(line), file=self._stream, flush=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics."""

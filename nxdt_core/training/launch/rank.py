@@ -13,6 +13,7 @@ from nxdt_core.training.launch import meeting
 from nxdt_core.training.launch.hub import Hub
 from nxdt_core.training.launch.lifeline import Lifeline
 from nxdt_core.training.launch.verdict import INTERRUPTION, Verdict
+from nxdt_core.visible_text import visible
 
 __all__ = ["as_rank"]
 
@@ -67,4 +68,4 @@ def _join(place: Place) -> Lifeline:
 
 
 def _tell(verdict: Verdict) -> None:
-    print(verdict.text, file=sys.stderr, flush=True)
+    print(visible(verdict.text), file=sys.stderr, flush=True)

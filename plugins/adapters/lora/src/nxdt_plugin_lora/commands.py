@@ -10,7 +10,7 @@ import click
 from nxdt_core.cli.checkpoint.ranks import on_all_ranks
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
 from nxdt_core.cli.table import human_size
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from nxdt_plugin_lora.merging import Merged
@@ -55,7 +55,7 @@ def _report(merged: Merged, json_output: bool) -> None:
         print_json(asdict(merged))
         return
     what = f"{merged.merged} updates, {human_size(merged.size_bytes)}"
-    click.echo(f"Merged {merged.source} into {merged.target}: {what}.")
+    say(f"Merged {merged.source} into {merged.target}: {what}.")
 
 
 @click.command(
@@ -81,4 +81,4 @@ def export_lora(source: str, target: str, base_model: str | None, json_output: b
         print_json(asdict(exported))
         return
     what = f"{exported.updates} updates, {human_size(exported.size_bytes)}"
-    click.echo(f"Exported {exported.source} to {exported.target}: {what}.")
+    say(f"Exported {exported.source} to {exported.target}: {what}.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +195,7 @@ def _tell(job: Job, outcome: Outcome) -> None:
     if counts.bad:
         click.echo(f"{counts.bad:,} of {counts.records:,} records hold no text and are left out; the first of them:")
         for fault in counts.first_bad:
-            click.echo(f"  {fault}")
+            say(f"  {fault}")
 
 
 def _cores() -> int:

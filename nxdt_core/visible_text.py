@@ -1,0 +1,47 @@
+"""Text from files, data and models on its way to a terminal or a log: control characters become visible escapes.
+
+A terminal obeys what it is sent: escape sequences write the clipboard, clear the screen or set the title, a carriage
+return overwrites a line, and marks of direction let text read as other text. None of that is the reader's wish.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+__all__ = ["VisibleFormatter", "visible"]
+
+_CONTROLS = (
+    *range(0x20),  # C0
+    *range(0x7F, 0xA0),  # DEL and C1
+    0x061C,  # marks of direction: Arabic letter mark, …
+    *range(0x200E, 0x2010),
+    *range(0x2028, 0x202F),  # … with line and paragraph separators
+    *range(0x2066, 0x206A),
+    0xFEFF,
+)
+_ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROLS if chr(code) not in "\n\t"}
+_COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def visible(text: str, *, colours: bool = False) -> str:
+    r"""Return ``text`` with control characters and marks of direction as ``\u001b``, the escapes of JSON.
+
+    Line feeds and tabs stay, and so do letters of every script.
+
+    Args:
+        text: any text.
+        colours: keep sequences that set colours and weight: those that this program has put in.
+    """
+    if not colours:
+        return text.translate(_ESCAPES)
+    parts = _COLOUR.split(text)
+    return "".join(part if number % 2 else part.translate(_ESCAPES) for number, part in enumerate(parts))
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats log records, whose messages may hold what files and data say, with :func:`visible`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of the record, its traceback included."""
+        return visible(super().format(record))
