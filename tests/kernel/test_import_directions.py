@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "nxdt_core"
 
 LAYERS = (
-    {"_version"},
+    {"_version", "visible_text"},
     {"errors"},
-    {"api", "devices", "mounts"},
+    {"api", "devices", "mounts", "regular_files"},
     {"protocols"},
     {"file_lock", "kernel"},
     {"config"},
