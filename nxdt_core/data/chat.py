@@ -9,6 +9,7 @@ from typing import Any
 
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.chat_templates import ChatTemplate, find_template
+from nxdt_core.data.time_limit import TookTooLong, time_limit
 from nxdt_core.errors import ChatTemplateMissing, NxdtError, SpecialTokenInText, TemplateRefuses, TemplateUnreadable
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
@@ -18,6 +19,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 Span = tuple[int, int]
 """First character, and the one behind the last."""
+
+_MOST_SECONDS = 10
+"""That the rendering of one conversation may take; a long one takes milliseconds."""
+_MOST_CHARACTERS = 100_000_000
+"""Of one conversation."""
 
 _ANSWER = "This one"
 """Of a conversation that shows what stands behind an answer."""
@@ -69,27 +75,36 @@ class TemplateRunner:
 
         Raises:
             TemplateUnreadable: the template is none.
-            TemplateRefuses: it raises an exception for these messages.
+            TemplateRefuses: it raises an exception for these messages, does not end, or writes without end.
         """
-        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+        from jinja2.exceptions import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, blocks = render_jinja_template(
-                [list(messages)],
-                tools=None if tools is None else list(tools),
-                chat_template=self._source,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompts,
-                **self._told,
-            )
+            with time_limit(_MOST_SECONDS):
+                texts, blocks = render_jinja_template(
+                    [list(messages)],
+                    tools=None if tools is None else list(tools),
+                    chat_template=self._source,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=prompts,
+                    **self._told,
+                )
         except TemplateSyntaxError as error:
             reason = f"line {error.lineno}: {error.message}"
             raise TemplateUnreadable(origin=self.template.origin, reason=reason) from error
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            reason = str(error).rstrip(".") or type(error).__name__
-            raise TemplateRefuses(place=place, origin=self.template.origin, reason=reason) from error
+        except ImportError:
+            raise
+        except TookTooLong as error:
+            raise self._refuses(place, f"it has not ended after {_MOST_SECONDS} seconds") from error
+        except Exception as error:  # a template is a program, which can fail in every way that Python can
+            raise self._refuses(place, str(error).rstrip(".") or type(error).__name__) from error
+        if len(texts[0]) > _MOST_CHARACTERS:
+            raise self._refuses(place, f"it writes {len(texts[0]):,} characters, more than {_MOST_CHARACTERS:,}")
         return str(texts[0]), list(blocks[0]) if marks else []
+
+    def _refuses(self, place: str, reason: str) -> TemplateRefuses:
+        return TemplateRefuses(place=place, origin=self.template.origin, reason=reason)
 
 
 def runner_of(keys: ChatKeys, tokenizer: ChatTokenizer) -> TemplateRunner | None:

@@ -1,0 +1,82 @@
+"""Chat templates come with models and data: whatever one does is an error that names it and the record, within seconds
+and without taking the machine's memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from nxdt_core.data import chat
+from nxdt_core.data.chat import TemplateRunner
+from nxdt_core.data.chat_templates import ChatTemplate
+from nxdt_core.data.time_limit import TookTooLong, time_limit
+from nxdt_core.errors import NxdtError, TemplateRefuses
+
+HELLO = [{"role": "user", "content": "hello"}]
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def run(text):
+    return TemplateRunner(ChatTemplate(text, "of the test"), {}).run(HELLO, place="chats.jsonl:7")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range too big"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{{ messages[0].content.encode('nope') }}", "unknown encoding"),
+        ("{{ [] | first + 1 }}", "sequence was empty"),
+        ("{{ messages[0]['content'] % 5 }}", "not all arguments converted"),
+        ("{{ 10 ** 400 * 1.5 }}", "int too large"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ 'a' * 200000000 }}", "characters"),
+        ("{{ raise_exception('no system prompt') }}", "no system prompt"),
+    ],
+)
+def test_what_a_template_does_wrong_is_its_error(text, reason):
+    with pytest.raises(TemplateRefuses) as caught:
+        run(text)
+    assert reason in str(caught.value)
+    assert "chats.jsonl:7" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{{ " * 5000, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 400])
+def test_a_template_that_cannot_be_read_is_an_error(text):
+    with pytest.raises(NxdtError):
+        run(text)
+
+
+@pytest.mark.parametrize("text", [ENDLESS, "{% for a in range(9999) %}" * 6 + "x" + "{% endfor %}" * 6])
+def test_a_template_without_end_is_ended(text, monkeypatch):
+    monkeypatch.setattr(chat, "_MOST_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(TemplateRefuses, match="has not ended"):
+        run(text)
+    assert time.monotonic() - began < 60
+
+
+def test_the_limit_counts_in_every_thread_and_leaves_nothing_behind():
+    ended: list[BaseException | None] = []
+
+    def spin(seconds: float) -> None:
+        try:
+            with time_limit(0.3):
+                end = time.monotonic() + seconds
+                while time.monotonic() < end:
+                    pass
+            ended.append(None)
+        except TookTooLong as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=spin, args=(60.0,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    spin(0.0)
+    assert [type(each) for each in ended] == [TookTooLong, TookTooLong, type(None)]
+    time.sleep(0.5)  # nothing comes late
