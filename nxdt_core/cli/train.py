@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nxdt_core.cli.closed_output import survive_closed_output
 from nxdt_core.cli.verb import Verb, config_arguments, print_note, say
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     as a dotted path. Everything is checked before anything is built.
 
     The same command goes on from the newest checkpoint where exp_manager.resume_if_exists is true. Ctrl-C
-    and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once.
+    and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once. A reader of its
+    output that goes away does not stop it.
 
     With trainer.devices above 1 it starts one process a device. With trainer.num_nodes above 1 run it on each
     node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, Slurm's srun, or whatever sets RANK,
@@ -43,6 +45,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     """
     from nxdt_core.parallel.environment import place_from_environment
 
+    survive_closed_output()
     place = place_from_environment()
     if place.world_size > 1:
         from nxdt_core.training.launch.rank import as_rank
