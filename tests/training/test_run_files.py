@@ -1,5 +1,6 @@
 """What lies in a run's directory beside figures and checkpoints: logs of each rank, commands, copied files."""
 
+import json
 import re
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def test_a_directory_of_the_time_and_the_command_that_goes_on_there(small_run, t
 
 
 def test_ranks_agree_on_the_time(tmp_path):
-    more = ("exp_manager.use_datetime_version=true", "exp_manager.resume_if_exists=false")
+    more = ("exp_manager.use_datetime_version=true", "checkpoint.enabled=false")
     RankPool(2).run(averaged_run, str(tmp_path), *TWO, *more, timeout_s=120)
     (run_dir,) = (tmp_path / "run").iterdir()
     assert {path.name for path in run_dir.iterdir()} >= {"config.yaml", "metrics.jsonl", "checkpoints", "logs"}
@@ -160,3 +161,34 @@ def test_ranks_agree_on_the_time(tmp_path):
 def test_a_run_that_resumes_stays_in_its_directory(small_run):
     config = small_run("trainer.max_steps=1", "exp_manager.use_datetime_version=true")
     assert train(config).run_dir == config.run_dir
+
+
+def steps_of(run_dir, name="metrics.jsonl"):
+    return [json.loads(line)["step"] for line in (run_dir / name).read_text().splitlines()]
+
+
+def test_a_resumed_run_has_each_step_once_and_keeps_the_rows_that_it_repeats(small_run):
+    """As after a crash between two checkpoints: the rows of the steps behind the last one are there, the last torn."""
+    extra = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1", "exp_manager.resume_if_exists=true")
+    config = small_run("trainer.max_steps=4", "checkpoint.every_n_train_steps=4", *extra)
+    train(config)
+    lost = [json.dumps({"step": step, "loss": 9.0}) for step in (5, 6)]
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        with (config.run_dir / name).open("a") as file:
+            file.write("\n".join(lost) + '\n{"step": 7, "lo')
+    (config.run_dir / "other.jsonl").write_text('{"mine": 1}\n')
+    train(small_run("trainer.max_steps=8", "checkpoint.every_n_train_steps=4", *extra))
+    assert steps_of(config.run_dir) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps_of(config.run_dir, "validation.jsonl") == [2, 4, 6, 8]
+    aside = (config.run_dir / "metrics.replaced.jsonl").read_text().splitlines()
+    assert aside == [*lost, '{"step": 7, "lo']
+    assert (config.run_dir / "other.jsonl").read_text() == '{"mine": 1}\n'
+    assert not (config.run_dir / "saves.replaced.jsonl").exists()
+
+
+def test_a_fresh_start_in_a_used_directory_has_its_own_rows_alone(small_run):
+    for steps in (4, 2):
+        config = small_run(f"trainer.max_steps={steps}", "checkpoint.enabled=false")
+        train(config)
+    assert steps_of(config.run_dir) == [1, 2]
+    assert steps_of(config.run_dir, "metrics.replaced.jsonl") == [1, 2, 3, 4]

@@ -20,6 +20,7 @@ from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
 from nxdt_core.training.datamodule import UNNAMED
+from nxdt_core.training.figure_files import set_later_rows_aside
 
 if TYPE_CHECKING:
     from nxdt_core.training.datamodule import NxdtDataModule
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["METRICS_FILE", "VALIDATION_FILE", "MetricsWriter"]
 
 METRICS_FILE = "metrics.jsonl"
-"""One JSON object per logged training step; appended, so after a resume the last row of a step counts."""
+"""One JSON object per logged training step, each step once; see :mod:`nxdt_core.training.figure_files`."""
 VALIDATION_FILE = "validation.jsonl"
 """One JSON object per validation."""
 
@@ -85,9 +86,11 @@ class MetricsWriter(pl.Callback):
         reset_max_memory(device)
         peak = peak_flops(device, self._compute_dtype)
         self._peak = None if peak is None else peak * pl_module.engine.rank_info.world_size
-        if trainer.is_global_zero:
-            self._file = (self._run_dir / METRICS_FILE).open("a", encoding="utf-8")
         state = pl_module.train_state
+        if trainer.is_global_zero:
+            with self._explained():
+                set_later_rows_aside(self._run_dir, state.step)
+                self._file = (self._run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
         self._waited, self._begun = self._wait(trainer), time.perf_counter()
 
