@@ -219,6 +219,8 @@ from nxdt_core.errors.training import (
     CannotWriteRunDirectory,
     GenerationsNeedTokenizer,
     NoCheckpointToResume,
+    NotOurBatch,
+    NotOurModule,
     NoTrainingData,
     OptimizerStateDoesNotFit,
     OptimizerStateNotTensor,
@@ -226,6 +228,7 @@ from nxdt_core.errors.training import (
     ScheduleHasNoEnd,
     ShareOfUnknownLength,
     StepNotFinite,
+    TrainerArgumentsIgnored,
 )
 
 __all__ = [
@@ -343,6 +346,8 @@ __all__ = [
     "NodePlaceMissing",
     "NotAChatTokenizer",
     "NotEnoughDevices",
+    "NotOurBatch",
+    "NotOurModule",
     "NotSupported",
     "NothingToJudge",
     "NxdtError",
@@ -406,6 +411,7 @@ __all__ = [
     "TokenizerFileNotFound",
     "TokenizerLibraryMissing",
     "TooFewTokens",
+    "TrainerArgumentsIgnored",
     "UnknownAccelerator",
     "UnknownComponent",
     "UnknownKey",

@@ -12,12 +12,15 @@ __all__ = [
     "GenerationsNeedTokenizer",
     "NoCheckpointToResume",
     "NoTrainingData",
+    "NotOurBatch",
+    "NotOurModule",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "RunAlreadyHasCheckpoints",
     "ScheduleHasNoEnd",
     "ShareOfUnknownLength",
     "StepNotFinite",
+    "TrainerArgumentsIgnored",
 ]
 
 
@@ -139,3 +142,41 @@ class StepNotFinite(NxdtError):
     skipped: int
     loss: float
     grad_norm: float
+
+
+class NotOurModule(NxdtError):
+    """A Lightning module that the strategy cannot train."""
+
+    code = "NXDT-T040"
+    happened = "NxdtStrategy drives an NxdtModule, and trainer.fit was given a {found}."
+    remedy = (
+        "Pass NxdtModule(config) or a subclass of it. A loss of your own is an objective plugin, or the attribute "
+        "objective of a subclass; a model of your own is a model plugin."
+    )
+    found: str
+
+
+class NotOurBatch(NxdtError):
+    """A batch that comes from another dataloader than the data module's."""
+
+    code = "NXDT-T041"
+    happened = "A training or validation step was given a {found} instead of the micro-batches of a global batch."
+    remedy = (
+        "Pass NxdtDataModule(config) to the trainer, or a dataloader that yields "
+        "nxdt_core.training.datamodule.StepInput. Data of your own are a dataloader plugin."
+    )
+    found: str
+
+
+class TrainerArgumentsIgnored(NxdtError):
+    """Arguments of a user's Trainer that would have no effect."""
+
+    code = "NXDT-T042"
+    happened = "Trainer(…) has arguments that NxdtStrategy does not carry out: {found}."
+    remedy = "Leave them out, and use instead: {instead}."
+    arguments: tuple[tuple[str, str], ...]
+    """Argument, and what does its work."""
+
+    def _view(self) -> dict[str, Any]:
+        found, instead = zip(*self.arguments, strict=True)
+        return {**super()._view(), "found": "; ".join(found), "instead": "; ".join(instead)}

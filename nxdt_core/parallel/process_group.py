@@ -7,6 +7,7 @@ no device and never mixes with the collectives of training.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self, TypeVar, cast
@@ -23,6 +24,9 @@ from nxdt_core.parallel.store import connect_store
 __all__ = ["Ranks", "check_devices"]
 
 _T = TypeVar("_T")
+
+_starts = itertools.count()
+"""Default groups that this process has made: each has its own keys in the store, which keeps those of the last one."""
 
 _COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest wait within one collective. Dead ranks are noticed elsewhere, in seconds; this bounds deadlocks."""
@@ -83,7 +87,7 @@ class Ranks:
         if not dist.is_initialized():
             dist.init_process_group(
                 profile_of(device).process_group_backend,
-                store=PrefixStore(f"nxdt/{self.place.attempt}", connect_store(self.place)),
+                store=PrefixStore(f"nxdt/{self.place.attempt}/{next(_starts)}", connect_store(self.place)),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timeout,

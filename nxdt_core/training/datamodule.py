@@ -20,17 +20,16 @@ from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import assemble
+from nxdt_core.training.callbacks.validation_figures import UNNAMED
 from nxdt_core.training.reference import with_reference
 
 if TYPE_CHECKING:
     from nxdt_core.training.module import NxdtModule
 
-__all__ = ["UNNAMED", "NxdtDataModule", "StepInput", "TrainLoader"]
+__all__ = ["NxdtDataModule", "StepInput", "TrainLoader"]
 
 Dataset = MapDataset | IterableDataset
 
-UNNAMED = ""
-"""Of the only validation set."""
 _CACHE = "data"
 """Directory of the run for what is derived from its data."""
 
@@ -138,6 +137,14 @@ class NxdtDataModule(pl.LightningDataModule):
         engine: ParallelEngine = trainer.strategy.engine
         sets = self._validation.values()
         return [TrainLoader(assemble.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
+
+    def test_dataloader(self) -> list[TrainLoader]:
+        """As :meth:`val_dataloader`: the configuration names no third split."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> list[TrainLoader]:
+        """As :meth:`val_dataloader`."""
+        return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """``batch`` as it is: micro-batches go to the device one at a time."""

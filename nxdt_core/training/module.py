@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +18,14 @@ from nxdt_core.checkpoint.foreign import recognise
 from nxdt_core.checkpoint.hf_source import read_hf_source
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.digest import digest
+from nxdt_core.errors import NotOurBatch
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.training import assemble, primitives
+from nxdt_core.training.callbacks.validation_figures import UNNAMED, ValidationFigures, scalars
 from nxdt_core.training.hidden_state import watch_objective
 from nxdt_core.training.managed_save import ManagedSave
 from nxdt_core.training.misfit import misfit_explained
@@ -42,6 +45,10 @@ class NxdtModule(pl.LightningModule):
 
     Args:
         config: the run.
+        logs_metrics: log figures as Lightning modules do, so that loggers get them and ``EarlyStopping`` and
+            ``ModelCheckpoint`` can monitor them: ``loss``, ``grad_norm`` and ``lr`` of each training step, and
+            ``val_loss``, its perplexity and metrics of each validation (``test_…`` of ``trainer.test``). The run of
+            ``nxdt train`` has a callback for that.
     """
 
     model: ParallelModel
@@ -49,10 +56,12 @@ class NxdtModule(pl.LightningModule):
     last: primitives.StepResult
     """Result of the newest training step."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, *, logs_metrics: bool = True) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.config = config
+        self._logs_metrics = logs_metrics
+        self._figures: ValidationFigures | None = None
         self.train_state = TrainState()
         self.objective = assemble.objective(config)
         self.horizon = assemble.schedule_horizon(config)
@@ -199,7 +208,12 @@ class NxdtModule(pl.LightningModule):
         return {"lightning": lightning, "horizon": self.horizon.max_steps}
 
     def training_step(self, batch: StepInput, batch_idx: int) -> None:
-        """One optimizer step."""
+        """One optimizer step.
+
+        Raises:
+            NotOurBatch: the batch is of another dataloader.
+        """
+        _check_batch(batch)
         counted: Any = self.optimizers(use_pl_optimizer=True)
         self.last = primitives.train_step(
             self.model,
@@ -214,14 +228,20 @@ class NxdtModule(pl.LightningModule):
         self.train_state.data = batch.position
         if self.average is not None:
             self.average.after_step(self.model, self.train_state.step)
+        if self._logs_metrics:
+            loss = self.last.loss
+            self.log_dict({"loss": loss.loss, "grad_norm": self.last.grad_norm, **loss.metrics}, batch_size=1)
+            self.log("lr", self.horizon.lr * self.last.lr_factor, batch_size=1)
 
     def on_validation_epoch_start(self) -> None:
         """Validate the average where ``exp_manager.ema.evaluate_ema_weights_instead`` says so."""
         if self.average and self.config.run.exp_manager.ema.evaluate_ema_weights_instead:
             self._unaveraged = self.average.put_into(self.model)
+        self._figures = ValidationFigures(traits_of(self.objective).unit) if self._logs_metrics else None
 
     def on_validation_epoch_end(self) -> None:
-        """Go back to the weights, before any callback's ``on_validation_end`` saves them."""
+        """Log what was found, and go back to the weights, before any callback's ``on_validation_end`` saves them."""
+        self._log_figures("val")
         if self.average and self._unaveraged is not None:
             self.average.put_back(self.model, self._unaveraged)
             self._unaveraged = None
@@ -229,9 +249,55 @@ class NxdtModule(pl.LightningModule):
     def validation_step(  # type: ignore[override]
         self, batch: StepInput, batch_idx: int, dataloader_idx: int = 0
     ) -> StepLoss:
-        """Loss of one global batch."""
-        return self.model.run_eval(self._referred(batch.micro_batches), self.objective)
+        """Loss of one global batch.
+
+        Raises:
+            NotOurBatch: the batch is of another dataloader.
+        """
+        _check_batch(batch)
+        found = self.model.run_eval(self._referred(batch.micro_batches), self.objective)
+        if self._figures is not None:
+            self._figures.add(dataloader_idx, found)
+        return found
+
+    def on_test_epoch_start(self) -> None:
+        """As before a validation."""
+        self.on_validation_epoch_start()
+
+    def test_step(  # type: ignore[override]
+        self, batch: StepInput, batch_idx: int, dataloader_idx: int = 0
+    ) -> StepLoss:
+        """As :meth:`validation_step`; its figures are ``test_loss`` and so on."""
+        return self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """As after a validation."""
+        self._log_figures("test")
+        self.on_validation_epoch_end()
+
+    def predict_step(self, batch: StepInput, batch_idx: int, dataloader_idx: int = 0) -> dict[str, torch.Tensor]:
+        """Return ``loss``, ``weight`` (what it is a mean over) and the objective's metrics of one global batch.
+
+        Scalars, equal on all ranks. Text is what ``nxdt generate`` writes.
+        """
+        _check_batch(batch)
+        found = self.model.run_eval(self._referred(batch.micro_batches), self.objective)
+        return {"loss": found.loss, "weight": found.weight, **found.metrics}
+
+    def _log_figures(self, stage: str) -> None:
+        figures, self._figures = self._figures, None
+        if figures is None:
+            return
+        data: Any = getattr(self.trainer, "datamodule", None)
+        row = figures.row(getattr(data, "validation_sets", (UNNAMED,)))
+        named = scalars(row, traits_of(self.objective).unit, stage)
+        self.log_dict({name: math.nan if value is None else value for name, value in named.items()}, batch_size=1)
 
     def _referred(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
         """With the log-probabilities under the frozen base, where the objective wants them at each step."""
         return with_base(micro_batches, self.model) if self._refers else micro_batches
+
+
+def _check_batch(batch: object) -> None:
+    if not hasattr(batch, "micro_batches"):
+        raise NotOurBatch(found=type(batch).__name__)

@@ -107,7 +107,7 @@ def _train(
         return _finished(config, start)
     base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
     config = told_step(config, base or start)
-    module = NxdtModule(config)
+    module = NxdtModule(config, logs_metrics=False)
     data.prepare()
     loggers: list[Logger] = []
     ranks.on_rank_zero(lambda: loggers.extend(_built(selected, config.run_dir) for selected in config.loggers))
@@ -149,6 +149,7 @@ def _train(
         raise
     finally:
         console.close()
+        strategy.close()
     return _summary(config, own, start, module, metrics, signals)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -20,6 +21,7 @@ from nxdt_core.parallel.environment import place_from_environment
 from nxdt_core.training import assemble
 from nxdt_core.training.launch.agreement import check_agreement, check_world_size
 from nxdt_core.training.managed_save import ManagedSave
+from nxdt_core.training.user_trainer import check_trainer
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -89,7 +91,18 @@ class NxdtStrategy(Strategy):
         if not self._started:
             self.engine.start()
             self._started = True
+            if self.engine.rank_info.world_size > 1:
+                atexit.register(self.close)
             check_agreement(self.config, self.engine.ranks)
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module that the trainer was given.
+
+        Raises:
+            NotOurModule, TrainerArgumentsIgnored: see :func:`check_trainer`.
+        """
+        super().connect(model)
+        check_trainer(model)
 
     def setup_environment(self) -> None:
         """Start the engine before any hook runs."""
@@ -202,9 +215,12 @@ class NxdtStrategy(Strategy):
         """Remember it: the groups stay. Leaving them waits for ranks that are stuck in them, or fails those, too."""
         self._broken = True
 
-    def teardown(self) -> None:
-        """Stop the engine."""
-        super().teardown()
+    def close(self) -> None:
+        """Stop the engine: after the last of ``fit``, ``validate``, ``test`` and ``predict``, whose model it holds.
+
+        A process that ends does this by itself. A second call does nothing.
+        """
+        atexit.unregister(self.close)
         if not self._broken or self.engine.ranks.world_size == 1:
             self.engine.shutdown()
             self._started = False

@@ -18,8 +18,7 @@ from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.nn.flops import TokenFlops
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
-from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
-from nxdt_core.training.datamodule import UNNAMED
+from nxdt_core.training.callbacks.validation_figures import UNNAMED, ValidationFigures, scalars
 from nxdt_core.training.figure_files import set_later_rows_aside
 
 if TYPE_CHECKING:

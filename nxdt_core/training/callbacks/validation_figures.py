@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from nxdt_core.protocols.engine import StepLoss
-from nxdt_core.training.datamodule import UNNAMED
 
-__all__ = ["ValidationFigures", "scalars"]
+__all__ = ["UNNAMED", "ValidationFigures", "scalars"]
+
+UNNAMED = ""
+"""Name of the only validation set."""
 
 Figures = dict[str, float | int | None]
 
@@ -55,10 +57,10 @@ class ValidationFigures:
         return {**found, **dict(zip(self._names, metrics, strict=True))}
 
 
-def scalars(row: Mapping[str, Any], unit: str) -> dict[str, float | None]:
+def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, float | None]:
     """The figures of a row under the names that loggers have for them: ``val_loss``, ``val_loss/<set>``, …"""
     found: dict[str, float | None] = {}
     for suffix, figures in (("", row), *((f"/{name}", part) for name, part in row.get("sets", {}).items())):
         named = {key: value for key, value in figures.items() if key not in ("step", "sets", unit)}
-        found |= {f"val_{key}{suffix}": value for key, value in named.items()}
+        found |= {f"{stage}_{key}{suffix}": value for key, value in named.items()}
     return found
