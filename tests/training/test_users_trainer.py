@@ -1,6 +1,8 @@
 """A ``Trainer`` of the user's own: every entry point in any order on one and on two ranks, monitors, arguments."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -12,6 +14,7 @@ from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
 from tests.training.small import SMALL
 
+PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 SHORT = ("trainer.limit_val_batches=2", "trainer.max_steps=3")
 
 
@@ -76,6 +79,40 @@ def test_two_ranks_find_what_one_finds(alone, tmp_path, layout):
     assert found[0] == found[1]
     for name, value in alone.items():
         assert found[0][name] == pytest.approx(value, rel=1e-4), name
+
+
+def programs():
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def focal(directory, overrides):
+    from nxdt_core.config import load
+
+    config = load("recipe:llama-tiny", [*SMALL, *SHORT, f"exp_manager.exp_dir={directory}", "name=run", *overrides])
+    namespace = {"NxdtModule": NxdtModule}
+    exec(programs()[1], namespace)
+    module, trainer = namespace["FocalModule"](config), trainer_of(config)
+    trainer.fit(module, NxdtDataModule(config))
+    return float(trainer.callback_metrics["loss"])
+
+
+def test_the_loss_of_the_page_is_the_same_with_a_sharded_vocabulary(alone, tmp_path):
+    (one,) = RankPool(1).run(focal, str(tmp_path / "1"), (), timeout_s=240)
+    layout = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
+    two = RankPool(2).run(focal, str(tmp_path / "2"), layout, timeout_s=240)
+    assert two == pytest.approx([one, one], rel=1e-4)
+    assert one < alone["fit"]
+
+
+def test_the_program_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = f"[*{SMALL!r}, 'trainer.max_steps=3']"
+    namespace = {}
+    exec(
+        programs()[0].replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {small}').replace("=10,", "=2,"), namespace
+    )
+    assert namespace["trainer"].global_step == 3
+    assert "val_loss" in namespace["trainer"].callback_metrics
 
 
 def test_figures_can_be_monitored(small_run, tmp_path):
