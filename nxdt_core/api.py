@@ -41,9 +41,11 @@ __all__ = [
     "PROJECT",
     "AdapterComponent",
     "CallbackComponent",
+    "CheckpointFormatComponent",
     "CliCommand",
     "Component",
     "ConfigFinding",
+    "ConfigMigrationComponent",
     "DataloaderComponent",
     "EngineComponent",
     "Kind",
@@ -154,6 +156,19 @@ class StorageComponent(Component):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFormatComponent(Component):
+    """A :class:`nxdt_core.protocols.checkpoint_format.CheckpointFormat`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigMigrationComponent(Component):
+    """A :class:`nxdt_core.protocols.config_migration.ConfigMigration`."""
+
+    program: str = ""
+    """Whose configurations it takes over, in words: ``NxD Training``. Empty: its ``name``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterComponent(Component):
     """A :class:`nxdt_core.protocols.adapter.Adapter`."""
 
@@ -229,7 +244,7 @@ class Kind:
     protocol: str
     """``package.module:Class`` that documents what the target must look like."""
     section: str
-    """Key of the configuration that selects the component: ``model.name``."""
+    """Key of the configuration, or option of a command, that selects the component: ``model.name``."""
     summary: str = ""
 
 
@@ -264,6 +279,20 @@ KINDS: tuple[Kind, ...] = (
         "checkpoint_storage:CheckpointStorage",
         "checkpoint.uri",
         "where checkpoint bytes lie",
+    ),
+    _kind(
+        "checkpoint_format",
+        CheckpointFormatComponent,
+        "checkpoint_format:CheckpointFormat",
+        "nxdt checkpoint import --format",
+        "checkpoints of other programs",
+    ),
+    _kind(
+        "config_migration",
+        ConfigMigrationComponent,
+        "config_migration:ConfigMigration",
+        "nxdt config migrate --from",
+        "configurations of other programs",
     ),
     _kind("adapter", AdapterComponent, "adapter:Adapter", "adapter.name", "changes to a model, such as LoRA"),
     _kind("objective", ObjectiveComponent, "objective:Objective", "objective.name", "losses"),

@@ -49,7 +49,8 @@ def yaml_page() -> str:
 @page("reference/schema.md")
 def schema_page() -> str:
     """What has become of every key of NxD Training."""
-    from nxdt_core.config.migration import schema_page
+    from nxdt_plugin_migrate.config.table import schema_page
+
     from nxdt_core.kernel import Kernel
 
     return schema_page(Kernel.start())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from nxdt_core.api import (
     CallbackComponent,
+    CheckpointFormatComponent,
     DataloaderComponent,
     EngineComponent,
     LoggerComponent,
@@ -103,6 +104,18 @@ def nxdt_checkpoint_storages() -> list[StorageComponent]:
             config=f"{_HERE}.storage_config:LocalStorageConfig",
             summary="a directory; atomic rename, files and directories fsynced",
             uri_schemes=("file",),
+        )
+    ]
+
+
+@hookimpl
+def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
+    """Directories of Hugging Face."""
+    return [
+        CheckpointFormatComponent(
+            name="hf",
+            target="nxdt_core.checkpoint.hf_format:HFFormat",
+            summary="a Hugging Face directory with config.json and safetensors weights",
         )
     ]
 

@@ -7,32 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.errors import TensorStateUnsupported
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.piece import Box, Held, Listing, Place
 
-__all__ = ["Held", "Listing", "Place", "assign", "merge"]
-
-Place = tuple[str, str]
-"""Section and name of a tensor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What one rank holds of one tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
-    same_as: str | None = None
-    """Name, in the same section, of the tensor that is the very same memory here."""
-
-
-Listing = Mapping[Place, Held]
-"""All that one rank holds."""
+__all__ = ["assign", "merge"]
 
 
 def assign(listings: Sequence[Listing]) -> list[set[Place]]:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from nxdt_core.checkpoint.assignment import Listing, Place
 from nxdt_core.checkpoint.background import BackgroundJob
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.fingerprint import check_weights_moved
@@ -30,7 +29,7 @@ from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import rank_of, together
 from nxdt_core.errors import StorageError
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.piece import Listing, Piece, Place
 from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["CheckpointManager"]

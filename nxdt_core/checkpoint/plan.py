@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from nxdt_core.checkpoint.assignment import Listing, Place, assign
+from nxdt_core.checkpoint.assignment import assign
 from nxdt_core.checkpoint.together import rank_of, together
+from nxdt_core.protocols.piece import Listing, Place
 from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["Planner", "SavePlan", "agree_on_plan"]

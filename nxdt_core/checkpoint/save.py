@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.assignment import Listing, Place, merge
+from nxdt_core.checkpoint.assignment import merge
 from nxdt_core.checkpoint.commit import clear_other_attempts, commit, prepare_step, withdraw
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import AttemptWriter
@@ -34,7 +34,7 @@ from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import on_first_rank, rank_of, together
 from nxdt_core.errors import CheckpointFilesMissing
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.piece import Listing, Piece, Place
 from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["save_checkpoint", "save_listed", "save_planned"]

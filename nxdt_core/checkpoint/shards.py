@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from nxdt_core.checkpoint.assignment import Held
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import shard_name
 from nxdt_core.checkpoint.pieces import dtype_name
 from nxdt_core.checkpoint.safetensors_layout import SafetensorsLayout, TensorSpec, grouped
 from nxdt_core.checkpoint.tensor_index import TensorPart
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.piece import Held, Piece
 
 __all__ = ["write_listed", "write_pieces"]
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.assignment import Held, Listing, Place
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import SECTIONS, state_name
 from nxdt_core.checkpoint.pieces import list_pieces
 from nxdt_core.checkpoint.shards import write_pieces
 from nxdt_core.checkpoint.state_tree import encode_tree
 from nxdt_core.checkpoint.tensor_index import TensorPart
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.piece import Held, Listing, Piece, Place
 
 __all__ = ["Share", "encode_state", "prepare_share", "write_share"]
 

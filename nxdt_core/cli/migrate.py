@@ -11,14 +11,14 @@ from nxdt_core.cli.table import print_facts
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 if TYPE_CHECKING:
-    from nxdt_core.config.migration import Migration
+    from nxdt_core.protocols.config_migration import MigratedConfig
 
 __all__ = ["migrate"]
 
 
 @click.command(
     cls=Verb,
-    short_help="Write a file of NxD Training or NeMo anew for nxdt.",
+    short_help="Rewrite a configuration of another program for nxdt.",
     examples=(
         "nxdt config migrate hf_llama3_8B_config.yaml --from nxdt -o my_run.yaml",
         "nxdt config migrate megatron_gpt_config.yaml --from nemo -o my_run.yaml --report my_run.md",
@@ -28,20 +28,24 @@ __all__ = ["migrate"]
 @click.option(
     "--from",
     "framework",
-    type=click.Choice(["nxdt", "nemo", "nnm"]),
-    required=True,
-    help="What FILE is of: NxD Training, NeMo 1.x, or neuronx-nemo-megatron.",
+    metavar="NAME",
+    help="Migration of the program that FILE is of, such as nxdt, nemo or nnm; by default the one that recognises it.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write what became of every key, as Markdown.")
 @click.option("--force", is_flag=True, help="Replace the files where they exist.")
 @as_json
-def migrate(source: Path, framework: str, output: Path, report: Path | None, force: bool, json_output: bool) -> None:
-    """Write a configuration of NxD Training, NeMo 1.x or neuronx-nemo-megatron anew for nxdt, and report every key.
+def migrate(
+    source: Path, framework: str | None, output: Path, report: Path | None, force: bool, json_output: bool
+) -> None:
+    """Rewrite a configuration of another program for nxdt, and report every key.
 
-    Order and comments stay. Each key is mapped, renamed, changed, unneeded, off (unset or switched off), ignored (the
-    other framework never read it) or unsupported. What leaving out would change is added. The values and paths that
-    are still to be set are listed at the end. A file of another framework is refused.
+    Plugins bring the migrations: nxdt-plugin-migrate those of NxD Training (nxdt), NeMo 1.x (nemo) and
+    neuronx-nemo-megatron (nnm), which keep order and comments.
+
+    Each key is mapped, renamed, changed, unneeded, off (unset or switched off), ignored (the other program never read
+    it) or unsupported. Keys are added where leaving them out would change something. The values and paths that are
+    still to be set are listed at the end. A file of another program is refused.
     """
     from nxdt_core.config.migration import migrate as migrated
     from nxdt_core.config.migration import report_json, report_markdown
@@ -70,14 +74,14 @@ def _write(path: Path, text: str) -> None:
         raise MigrationTargetUnwritable(path=str(path), reason=(error.strerror or str(error)).lower()) from error
 
 
-def _print(done: Migration, report: Path | None) -> None:
+def _print(done: MigratedConfig, report: Path | None) -> None:
     from nxdt_core.config.migration import summary
 
-    click.echo(f"Wrote {done.target} from {done.source} ({done.framework}).")
+    click.echo(f"Wrote {done.target} from {done.source} ({done.program}).")
     print_facts(summary(done))
     if report is not None:
         click.echo(f"Wrote {report}: every key, with its line and reason.")
-    lost = [(f"{row.key} (line {row.line})", row.reason) for row in done.rows if row.verdict == "unsupported"]
+    lost = [(f"{row.key} (line {row.line})", row.reason) for row in done.keys if row.verdict == "unsupported"]
     for title, entries in (
         ("Not carried over:", lost),
         ("Still to be set:", done.to_set),

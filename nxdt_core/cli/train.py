@@ -68,11 +68,11 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
 def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> ResolvedConfig:
     from nxdt_core.cli.vocabulary import vocabulary_notes
     from nxdt_core.config import load
-    from nxdt_core.config.foreign_environment import environment_note
+    from nxdt_core.config.migration import environment_notes
 
     config = load(source, overrides)
-    for note in (*config.notes, *vocabulary_notes(config), environment_note(os.environ)) if prints else ():
-        if note is not None:
+    if prints:
+        for note in (*config.notes, *vocabulary_notes(config), *environment_notes(os.environ, config.kernel)):
             print_note(note)
     return config
 

@@ -17,6 +17,7 @@ from nxdt_core.config.given import find_ungiven, mandatory_keys, merge_plugin_de
 from nxdt_core.config.hf_config import merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.location import Locator
+from nxdt_core.config.migration import explained
 from nxdt_core.config.node import Node, Origin
 from nxdt_core.config.overrides import apply_overrides
 from nxdt_core.config.policy import read_policy, start_kernel, unusable_files
@@ -95,7 +96,7 @@ class _Load:
         self.overrides = overrides
         self.passed = kernel
         self.started: Kernel | None = None
-        """A kernel that was started to find the recipe."""
+        """The kernel in use; before it is known, one that was started to find the recipe."""
         self.problems: list[ConfigProblem] = []
         self.mandatory: Mapping[str, Origin] = {}
         self.given: Node | None = None
@@ -107,7 +108,7 @@ class _Load:
         source = read_based(self.wanted, self._kernel_for_recipes, self.label)
         given = self._collect(source)
         locator = Locator(source.label)
-        kernel = self._start(given, locator)
+        kernel = self.started = self._start(given, locator)
         self.problems += unusable_files(kernel, given) if self.passed is None else ()
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
         given, pairs = spread_alignment(given)
@@ -115,7 +116,8 @@ class _Load:
         completion = complete(given, composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
         reading = self.reading = read_tree(filled, composition, completion.known, locator)
-        self.problems += [*reading.problems, *find_conflicts(reading.tree, [*pairs, *completion.pairs])]
+        self.problems += explained(reading.problems, completion.known, kernel)
+        self.problems += find_conflicts(reading.tree, [*pairs, *completion.pairs])
         self.problems += find_ungiven(self.mandatory, reading.tree)
         extensions = select_extensions(reading.tree, kernel, locator)
         self.problems += extensions.problems
@@ -198,7 +200,7 @@ class _Load:
 
     def _error(self, label: str) -> ConfigError:
         followers = self.reading.followers if self.reading is not None else {}
-        return error_report(label, self.problems, followers, self.given)
+        return error_report(label, self.problems, followers, self.given, self.passed or self.started)
 
 
 def _assemble(

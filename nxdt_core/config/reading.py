@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from nxdt_core.config.complete import complete, section_keys
-from nxdt_core.config.foreign_keys import current_name, why_unneeded
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.keys import Key
 from nxdt_core.config.location import Locator
@@ -137,12 +136,8 @@ class _Reader:
         if legacy is not None and path not in self.composition.open:
             self._legacy(legacy[0], node, where, path)
         elif legacy is None and path not in self.composition.open:
-            meant, reason = self._elsewhere(where), why_unneeded(where)
-            near = (meant,) if meant else () if reason else nearest_keys(where, self.known)
-            problem = UnknownKey(
-                **node.origin.at(where), candidates=near, known=tuple(declared), unneeded=None if meant else reason
-            )
-            self.result.problems.append(problem)
+            near = nearest_keys(where, self.known)
+            self.result.problems.append(UnknownKey(**node.origin.at(where), candidates=near, known=tuple(declared)))
 
     def _legacy(self, key: Key, node: Node, path: str, section: str) -> None:
         (value,) = self._leaf((key,), node, path)
@@ -159,22 +154,10 @@ class _Reader:
             **node.origin.at(path),
             found=describe_value(to_plain(node)),
             reason=f"it is a key of NxD Training that {reads}",
-            allowed=self._instead(key, path),
-            of_incumbent=True,
+            allowed=f"{key.default!r}, or leave it out" if key.default else "leave it out",
+            of_legacy=True,
         )
         self.result.problems.append(problem)
-
-    def _elsewhere(self, path: str) -> str | None:
-        """Return the key, of today's or the older schema, that another framework calls ``path``."""
-        older = {join(section, name) for section, cls in LEGACY.items() for name in section_keys(cls, None)}
-        return current_name(path, self.known) or current_name(path, older)
-
-    def _instead(self, key: Key, path: str) -> str:
-        """Return what may be written in place of a key of the older schema."""
-        meant = current_name(path, self.known)
-        if meant is not None:
-            return f"{meant} in its place"
-        return f"{key.default!r}, or leave it out" if key.default else "leave it out"
 
     def _missing(self, path: str, section: Node, key: Key) -> None:
         where = path.rpartition(".")[0]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from nxdt_core.config.frameworks import FRAMEWORKS, framework_of
-from nxdt_core.config.node import Node
+from nxdt_core.config.migration.programs import program_of, recognising
+from nxdt_core.config.node import Node, to_plain
 from nxdt_core.config.recipes import RECIPE_SCHEME
+from nxdt_core.config.schema.legacy import PROGRAM
 from nxdt_core.errors import ConfigError, ConfigFileNotFound, ConfigProblem, ConflictingKeys, NotSupported
+from nxdt_core.kernel import Kernel
 
 __all__ = ["error_report"]
 
 
-_INCUMBENT = ("model_source", "model_alignment_strategy", "aync_exec_max_inflight_requests")
-"""Keys that files of NxD Training have; those that were written for nxdt name their model and data beside them."""
-
-
 def error_report(
-    label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str], given: Node | None = None
+    label: str,
+    problems: Iterable[ConfigProblem],
+    followers: Mapping[str, str],
+    given: Node | None = None,
+    kernel: Kernel | None = None,
 ) -> ConfigError:
     """One error of all problems: by line of the file first, then those of the command line and of defaults.
 
@@ -26,6 +29,7 @@ def error_report(
         problems: In the order in which they were found.
         followers: Key → key that it takes its value from.
         given: What was written; None where it could not be read.
+        kernel: Its plugins recognise files of other programs; None where it could not be started.
     """
     found = list(problems)
     keys = {problem.key for problem in found}
@@ -37,24 +41,29 @@ def error_report(
     if not kept:
         raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
     ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
-    migrates = not label.startswith(RECIPE_SCHEME) and _migrates(given, ordered)
-    framework = (framework_of(given)[0] if given is not None else "") or "nxdt"
-    return ConfigError(
-        source=label, problems=tuple(ordered), migrates=(framework, FRAMEWORKS[framework]) if migrates else None
-    )
+    migrates = None if label.startswith(RECIPE_SCHEME) or kernel is None else _migration(given, ordered, kernel)
+    install = kernel.registry.missing_dist("config_migration", migrates[0]) if migrates and kernel else None
+    return ConfigError(source=label, problems=tuple(ordered), migrates=migrates, install=install)
 
 
-def _shows_nemo(given: Node) -> tuple[str, ...]:
-    framework, key = framework_of(given)
-    return (key,) if framework in ("nemo", "nnm") else ()
-
-
-def _migrates(given: Node | None, problems: Iterable[ConfigProblem]) -> bool:
-    """Return whether a migration would help: it is another framework's file, and more than a path is wrong."""
-    if any(isinstance(problem, NotSupported) and problem.of_incumbent for problem in problems):
-        return True
+def _migration(given: Node | None, problems: Sequence[ConfigProblem], kernel: Kernel) -> tuple[str, str] | None:
+    """Return value of ``--from`` and program where a migration would help: the file is of another program, and more
+    than a path is wrong."""
+    found = recognising(_of_files(given), kernel) if given is not None else []
+    named = (found[0].record.name, program_of(found[0])) if found else None
+    if any(isinstance(problem, NotSupported) and problem.of_legacy for problem in problems):
+        return named or PROGRAM
     if given is None or all(isinstance(problem, ConfigFileNotFound) for problem in problems):
-        return False
-    keys = [*_INCUMBENT, *_shows_nemo(given)]
-    theirs = any(node.origin.kind == "file" for key in keys if (node := given.find(key)) is not None)
-    return theirs and given.find("model.name") is None and given.find("data.name") is None
+        return None
+    own = given.find("model.name") is not None or given.find("data.name") is not None
+    return None if own else named
+
+
+def _of_files(given: Node) -> dict[str, Any]:
+    """What files say, without overrides."""
+    tree = Node({}, given.origin)
+    for path, node in given.leaf_nodes():
+        if path and node.origin.kind == "file":
+            tree = tree.set(path, node)
+    found: dict[str, Any] = to_plain(tree)
+    return found

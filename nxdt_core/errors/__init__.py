@@ -128,12 +128,7 @@ from nxdt_core.errors.launch import (
 )
 from nxdt_core.errors.layouts import LayoutRefused, ShardNotComputed
 from nxdt_core.errors.losses import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
-from nxdt_core.errors.migration import (
-    MigrationRefused,
-    MigrationTargetExists,
-    MigrationTargetUnwritable,
-    NoDecoder,
-)
+from nxdt_core.errors.migration import MigrationTargetExists, MigrationTargetUnwritable, MigrationUnknown
 from nxdt_core.errors.models import (
     BadModelConfig,
     HFExchangeUnsupported,
@@ -148,17 +143,6 @@ from nxdt_core.errors.models import (
     UnknownRecomputeName,
     VocabularyTooSmall,
     WeightsDoNotFit,
-)
-from nxdt_core.errors.neuronx import (
-    NeuronxFileDamaged,
-    NeuronxMisfit,
-    NeuronxRanksMissing,
-    NeuronxReplicasDiffer,
-    NeuronxStateUnread,
-    NeuronxStepUnknown,
-    NeuronxUnfinished,
-    NeuronxUnreadable,
-    PickleRefused,
 )
 from nxdt_core.errors.optimizers import (
     HiddenObjectiveState,
@@ -319,25 +303,16 @@ __all__ = [
     "LossesAreNotLogits",
     "MetricNotLogged",
     "MicroBatchesDoNotFit",
-    "MigrationRefused",
     "MigrationTargetExists",
     "MigrationTargetUnwritable",
+    "MigrationUnknown",
     "MissingKey",
     "MixedSamples",
     "ModelReadsValues",
     "ModelWithoutExperts",
     "ModelWithoutHead",
-    "NeuronxFileDamaged",
-    "NeuronxMisfit",
-    "NeuronxRanksMissing",
-    "NeuronxReplicasDiffer",
-    "NeuronxStateUnread",
-    "NeuronxStepUnknown",
-    "NeuronxUnfinished",
-    "NeuronxUnreadable",
     "NoAnswerToJudge",
     "NoCheckpointToResume",
-    "NoDecoder",
     "NoInitRule",
     "NoMasterWeights",
     "NoRecords",
@@ -357,7 +332,6 @@ __all__ = [
     "OutOfMemory",
     "OwnershipLost",
     "ParameterGroupEmpty",
-    "PickleRefused",
     "PipelineCutsDoNotFit",
     "PipelinePlanMissing",
     "PluginHookFailed",

@@ -54,14 +54,19 @@ class ConfigError(NxdtError):
     source: str
     problems: tuple[ConfigProblem, ...]
     migrates: tuple[str, str] | None = None
-    """Value of ``--from`` and name of the framework that it is a file of, if it can be migrated."""
+    """Value of ``--from`` and name of the program that it is a file of, if it can be migrated."""
+    install: str | None = None
+    """Distribution that migrates it, where that is not installed."""
 
     def _view(self) -> dict[str, Any]:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         rows = [problem.row() for problem in self.problems]
         if self.migrates:
             option, name = self.migrates
-            rows.append(f"A file of {name} is taken over by: nxdt config migrate FILE --from {option} -o NEW.yaml")
+            first = f"pip install {self.install}, then " if self.install else ""
+            rows.append(
+                f"A file of {name} is taken over by: {first}nxdt config migrate FILE --from {option} -o NEW.yaml"
+            )
         return {**super()._view(), "count": count, "rows": "\n  ".join(rows)}
 
 
@@ -148,12 +153,14 @@ class UnknownKey(ConfigProblem):
     remedy = "{near}"
     candidates: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
-    unneeded: str | None = None
-    """Of a key of NeMo: why nothing here stands for it."""
+    unneeded: str = ""
+    """Of a key of another program: why nothing here stands for it."""
+    program: str = ""
+    """That program."""
 
     def _view(self) -> dict[str, Any]:
         if self.unneeded:
-            near = f"It is a key of NeMo: {self.unneeded}. Leave it out."
+            near = f"It is a key of {self.program}: {self.unneeded}. Leave it out."
         elif self.candidates:
             near = f"Did you mean {' or '.join(repr(name) for name in self.candidates)}?"
         else:
@@ -218,7 +225,7 @@ class NotSupported(ConfigProblem):
     found: str
     reason: str
     allowed: str
-    of_incumbent: bool = False
+    of_legacy: bool = False
     """Whether it is a key of NxD Training that the selected component does not know."""
 
 

@@ -18,18 +18,27 @@ __all__ = [
 
 
 class ForeignFormatUnknown(NxdtError):
-    """What shall be imported is nothing that is known."""
+    """A path that is to be imported and that no installed format recognises."""
 
     code = "NXDT-S070"
-    happened = "'{path}' is no checkpoint that can be imported: {reason}."
-    remedy = "Name one of: {known}."
+    happened = "'{path}' is no checkpoint that can be imported: {reason}.{bad}"
+    remedy = "Name one of: {known}.{more}"
     path: str
     reason: str
     formats: list[str]
     """Each in a few words."""
+    install: tuple[str, ...] = ()
+    """``name (pip install DIST)`` of each known format whose distribution is not installed."""
+    unusable: tuple[str, ...] = ()
+    """One sentence for each installed plugin that cannot be used and might have recognised it."""
 
     def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "known": "; ".join(self.formats)}
+        return {
+            **super()._view(),
+            "known": "; ".join(self.formats) or "no format is installed",
+            "bad": f" Installed but unusable: {'; '.join(self.unusable)}." if self.unusable else "",
+            "more": f" Further formats: {'; '.join(self.install)}." if self.install else "",
+        }
 
 
 class ForeignConfigMissing(NxdtError):

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxdt_core.errors.base import NxdtError, listing
+from nxdt_core.errors.base import NxdtError
 
-__all__ = ["MigrationRefused", "MigrationTargetExists", "MigrationTargetUnwritable", "NoDecoder"]
-
-
-class MigrationRefused(NxdtError):
-    """A file of another framework than the one it was said to be of, or of none that can be told."""
-
-    code = "NXDT-C030"
-    happened = "{source} is no file of {wanted}: {reason}."
-    remedy = "{advice}"
-    source: str
-    wanted: str
-    reason: str
-    advice: str
+__all__ = ["MigrationTargetExists", "MigrationTargetUnwritable", "MigrationUnknown"]
 
 
 class MigrationTargetExists(NxdtError):
@@ -40,17 +28,26 @@ class MigrationTargetUnwritable(NxdtError):
     reason: str
 
 
-class NoDecoder(NxdtError):
-    """A file of a model that is no decoder, and would be trained as one."""
+class MigrationUnknown(NxdtError):
+    """A configuration that no installed migration recognises."""
 
-    code = "NXDT-C033"
-    happened = "{source} is of {model} ({found}), and models here are transformer decoders."
-    remedy = "Train it where it is from, or begin a decoder from one of 'nxdt recipes list'; the models here: {known}."
+    code = "NXDT-C034"
+    happened = "No installed migration recognises '{source}'.{bad}"
+    remedy = "{known}{more}"
     source: str
-    model: str
-    keys: list[str]
-    models: list[str]
+    installed: tuple[str, ...] = ()
+    """``name (program)`` of each installed migration."""
+    install: tuple[str, ...] = ()
+    """``name (pip install DIST)`` of each known migration whose distribution is not installed."""
+    unusable: tuple[str, ...] = ()
+    """One sentence for each installed plugin that cannot be used and might have recognised it."""
 
     def _view(self) -> dict[str, Any]:
-        found = " and ".join(self.keys)
-        return {**super()._view(), "found": found, "known": listing(self.models) or "none is installed"}
+        known = f"Name the migration with --from: {', '.join(self.installed)}." if self.installed else ""
+        more = f"Install the migration: {'; '.join(self.install)}." if self.install else ""
+        return {
+            **super()._view(),
+            "bad": f" Installed but unusable: {'; '.join(self.unusable)}." if self.unusable else "",
+            "known": known or ("" if more else "No plugin offers any migration."),
+            "more": f" {more}" if known and more else more,
+        }

@@ -67,6 +67,14 @@ class Hooks:
         """Stores that plugins offer."""
         return tuple(self._calls.collect("nxdt_checkpoint_storages"))
 
+    def nxdt_checkpoint_formats(self) -> tuple[HookResult[Iterable[api.CheckpointFormatComponent]], ...]:
+        """Checkpoints of other programs that plugins read."""
+        return tuple(self._calls.collect("nxdt_checkpoint_formats"))
+
+    def nxdt_config_migrations(self) -> tuple[HookResult[Iterable[api.ConfigMigrationComponent]], ...]:
+        """Configurations of other programs that plugins take over."""
+        return tuple(self._calls.collect("nxdt_config_migrations"))
+
     def nxdt_adapters(self) -> tuple[HookResult[Iterable[api.AdapterComponent]], ...]:
         """Adapters that plugins offer."""
         return tuple(self._calls.collect("nxdt_adapters"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Final
 
-__all__ = ["offering_dist", "reading_model", "serving_dist"]
+__all__ = ["known_offers", "offering_dist", "reading_model", "serving_dist"]
 
 _COMPONENTS: Final = {
     ("model_builder", "llama"): "nxdt-plugin-llama",
@@ -30,6 +30,10 @@ _COMPONENTS: Final = {
     ("objective", "dpo"): "nxdt-plugin-preference",
     ("objective", "orpo"): "nxdt-plugin-preference",
     ("parallel_engine", "nxd"): "nxdt-plugin-nxd",
+    ("checkpoint_format", "neuronx"): "nxdt-plugin-migrate",
+    ("config_migration", "nxdt"): "nxdt-plugin-migrate",
+    ("config_migration", "nemo"): "nxdt-plugin-migrate",
+    ("config_migration", "nnm"): "nxdt-plugin-migrate",
 }
 
 _ARCHITECTURES: Final = {
@@ -46,6 +50,11 @@ _ARCHITECTURES: Final = {
 def offering_dist(kind: str, name: str) -> str | None:
     """Distribution that offers the component, however the name is written (``SFT_Chat``, ``Mixtral``)."""
     return _COMPONENTS.get((kind, name.lower().replace("_", "-")))
+
+
+def known_offers(kind: str) -> dict[str, str]:
+    """Distribution by name of each component of ``kind`` that is known here."""
+    return {name: dist for (of, name), dist in _COMPONENTS.items() if of == kind}
 
 
 def reading_model(architecture: str) -> str | None:

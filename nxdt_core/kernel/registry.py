@@ -10,7 +10,7 @@ from nxdt_core.api import Kind, ModelComponent, StorageComponent
 from nxdt_core.errors import AmbiguousComponent, UnknownComponent, UnknownKind, UnknownScheme
 from nxdt_core.kernel.component import RegisteredComponent
 from nxdt_core.kernel.doctor import diagnose
-from nxdt_core.kernel.known import offering_dist, reading_model, serving_dist
+from nxdt_core.kernel.known import known_offers, offering_dist, reading_model, serving_dist
 from nxdt_core.kernel.plugin import PluginInfo
 from nxdt_core.kernel.policy import names, normalise
 
@@ -87,7 +87,7 @@ class Registry:
         ]
         if not offers:
             raise self._unknown(kind, name)
-        return self._chosen(kind, name, offers)
+        return self.choose(kind, name, offers)
 
     def storage_for_scheme(self, scheme: str) -> RegisteredComponent:
         """The store that serves ``scheme://`` locations (``s3``, without ``://``).
@@ -104,7 +104,7 @@ class Registry:
             if scheme.lower() in schemes:
                 offers.append(component)
         if offers:
-            return self._chosen("checkpoint_storage", scheme, offers)
+            return self.choose("checkpoint_storage", scheme, offers)
         dist = serving_dist(scheme)
         raise UnknownScheme(
             scheme=scheme,
@@ -135,8 +135,29 @@ class Registry:
         dist = offering_dist("model_builder", models[0]) if models else None
         return self._missing(dist), self._unusable(dist)
 
-    def _chosen(self, kind: str, name: str, offers: list[RegisteredComponent]) -> RegisteredComponent:
-        """The only offer, or the one whose plugin stands first in ``prefer``."""
+    def missing_dist(self, kind: str, name: str) -> str | None:
+        """Return the distribution that is known to offer a component and is not installed; None where there is none."""
+        return self._missing(offering_dist(kind, name))
+
+    def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Where no component of ``kind`` is the one that is sought: ``name (pip install DIST)`` of each that is known
+        and whose distribution is not installed, and a sentence for each installed plugin that cannot be used."""
+        known = known_offers(kind)
+        missing = tuple(f"{name} (pip install {dist})" for name, dist in known.items() if self._missing(dist))
+        unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known.values())
+        return missing, tuple(unusable)
+
+    def choose(self, kind: str, name: str, offers: Sequence[RegisteredComponent]) -> RegisteredComponent:
+        """Return the only one of ``offers``, or the one whose plugin stands first in ``plugins.prefer``.
+
+        Args:
+            kind: of the offers.
+            name: What they are offered for, in the error.
+            offers: At least one.
+
+        Raises:
+            AmbiguousComponent: there are several, and ``plugins.prefer`` names none of their plugins.
+        """
         if len(offers) == 1:
             return offers[0]
         for entry in self._prefer:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Box", "Piece"]
+__all__ = ["Box", "Held", "Listing", "Piece", "Place"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,3 +59,23 @@ class Piece:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     box: Box
+
+
+Place = tuple[str, str]
+"""Section and name of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one rank holds of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    same_as: str | None = None
+    """Name, in the same section, of the tensor that is the very same memory here."""
+
+
+Listing = Mapping[Place, Held]
+"""All that one rank, or one checkpoint, holds."""

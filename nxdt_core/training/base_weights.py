@@ -11,7 +11,7 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
-from nxdt_core.checkpoint.foreign import open_foreign, recognise
+from nxdt_core.checkpoint.formats import format_of, open_checkpoint
 from nxdt_core.checkpoint.safetensors_layout import TensorSpec
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import AdapterOfAnotherBase
@@ -71,8 +71,8 @@ def base_weights(
     named = base or began
     if named is None:
         return _fresh(assemble.model_builder(config), config.run.seed, assemble.precision(config).parameters)
-    if recognise(Path(named)) is not None:
-        return _foreign(named, assemble.model_builder(config))
+    if format_of(Path(named), config.kernel) is not None:
+        return _foreign(named, config)
     found, step = checkpoint.locate(named, config.kernel)
     return _of_checkpoint(found, checkpoint.find_checkpoint(found, step, warn=_log.warning))
 
@@ -86,9 +86,9 @@ def _of_checkpoint(storage: CheckpointStorage, manifest: Manifest) -> BaseWeight
     return BaseWeights(origin=f"'{assemble.step_uri(storage, manifest.step)}'", specs=specs, read=read)
 
 
-def _foreign(path: str, builder: ModelBuilder) -> BaseWeights:
-    _, found = open_foreign(Path(path))
-    listed = found.listing(builder).items()
+def _foreign(path: str, config: ResolvedConfig) -> BaseWeights:
+    _, found = open_checkpoint(Path(path), config.kernel)
+    listed = found.listing(assemble.model_builder(config)).items()
     specs = {name: TensorSpec(held.dtype, held.shape) for (section, name), held in listed if section == "model"}
     return BaseWeights(origin=f"'{path}'", specs=specs, read=lambda name: next(iter(found.read([("model", name)]))))
 

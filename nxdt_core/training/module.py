@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 
 from nxdt_core.checkpoint import Manifest
-from nxdt_core.checkpoint.foreign import recognise
+from nxdt_core.checkpoint.formats import format_of
 from nxdt_core.checkpoint.hf_source import read_hf_source
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.digest import digest
@@ -168,7 +168,7 @@ class NxdtModule(pl.LightningModule):
         for loaded in (self._resume, self._weights_only):
             if loaded is not None and loaded[1].facts.hf:
                 return loaded[1].facts.hf
-        if self._foreign is None or recognise(self._foreign) != "hf":
+        if self._foreign is None or format_of(self._foreign, self.config.kernel) != "hf":
             return {}
         return read_hf_source(self._foreign).facts()
 

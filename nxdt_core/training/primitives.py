@@ -24,7 +24,7 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
-from nxdt_core.checkpoint.foreign_load import load_foreign_into
+from nxdt_core.checkpoint.format_load import load_format_into
 from nxdt_core.checkpoint.manifest import Keep
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import AdapterOfAnotherBase
@@ -367,11 +367,11 @@ def load_foreign(path: Path, *, config: ResolvedConfig, engine: ParallelEngine, 
     Collective: every rank calls it and reads the parameters that it holds a part of.
 
     Args:
-        path: of a format in :data:`nxdt_core.checkpoint.foreign.FORMATS`.
+        path: of an installed checkpoint format.
         config: of the run; its model is that of the weights.
         engine: of ``model``.
         model: its weights are replaced.
     """
     weights = {name: weight for name, weight in model.state_dict().items() if name not in model.added}
-    load_foreign_into(path, assemble.model_builder(config), weights, ranks=engine.ranks)
+    load_format_into(path, assemble.model_builder(config), config.kernel, weights, ranks=engine.ranks)
     model.load_state_dict(weights, strict=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
-from nxdt_core.checkpoint.foreign import recognise
+from nxdt_core.checkpoint.formats import format_of
 from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.together import on_first_rank
 from nxdt_core.config import ResolvedConfig
@@ -113,7 +113,7 @@ def _named(
     config: ResolvedConfig, uri: str, say: Callable[[str], None], ranks: RankAgreement | None, began: int | None = None
 ) -> Start | ForeignStart:
     weights_only = config.run.checkpoint.weight_init_only
-    format = on_first_rank(ranks, lambda: recognise(Path(uri)), where=uri)
+    format = on_first_rank(ranks, lambda: format_of(Path(uri), config.kernel), where=uri)
     if format is not None:
         if not weights_only:
             raise ForeignHasWeightsOnly(path=uri, format=format)

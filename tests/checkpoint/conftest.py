@@ -13,6 +13,9 @@ import torch
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, Manifest, save_checkpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from tests.checkpoint.poison import builder, little_memory, marker
+
+__all__ = ["builder", "little_memory", "marker", "save", "store"]
 
 Save = Callable[..., Manifest]
 

@@ -15,7 +15,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.parallel.process_group import Ranks
 from nxdt_core.training import assemble, primitives
 from nxdt_core.training.export import export_hf
-from nxdt_core.training.foreign import import_foreign
+from nxdt_core.training.importing import import_checkpoint
 from nxdt_core.training.state import TrainState
 from tests.checkpoint.sharded import in_group
 
@@ -97,7 +97,7 @@ def import_together(source: str, uri: str) -> str:
     """Import, on each rank."""
 
     def work(ranks: Ranks) -> str:
-        return import_foreign(source, uri, ranks=ranks).target
+        return import_checkpoint(source, uri, ranks=ranks).target
 
     return str(in_group(work))
 

@@ -13,7 +13,7 @@ from nxdt_core.checkpoint.hf_source import HFSource, read_hf_source
 from nxdt_core.cli import main
 from nxdt_core.errors import HFFileDamaged
 from nxdt_core.training.export import export_hf
-from nxdt_core.training.foreign import import_foreign
+from nxdt_core.training.importing import import_checkpoint
 from nxdt_core.training.loaded import load_model
 from tests.checkpoint.exchange import newest, write_tokenizer
 from tests.checkpoint.test_import import write_model
@@ -80,7 +80,7 @@ def check(directory: Path, padding: list[int]) -> None:
 
 def test_stop_tokens_and_generation_settings_come_back(tmp_path, chat):
     uri = str(tmp_path / "store")
-    imported = import_foreign(str(chat), uri)
+    imported = import_checkpoint(str(chat), uri)
     assert imported.notes == ("not in the checkpoint: 'LICENSE', 'README.md', 'preprocessor_config.json'",)
     exported = export_hf(uri, str(tmp_path / "out"))
     check(tmp_path / "out", [300, 301, 302, 303])
@@ -90,7 +90,7 @@ def test_stop_tokens_and_generation_settings_come_back(tmp_path, chat):
 
 def test_they_come_back_without_a_tokenizer(tmp_path, chat):
     source, uri = without_tokenizer(chat, tmp_path / "in"), str(tmp_path / "store")
-    import_foreign(str(source), uri)
+    import_checkpoint(str(source), uri)
     exported = export_hf(uri, str(tmp_path / "out"))
     assert exported.notes[0] == "no tokenizer is included: the run names none"
     check(tmp_path / "out", [])
@@ -98,7 +98,7 @@ def test_they_come_back_without_a_tokenizer(tmp_path, chat):
 
 def test_a_generation_ends_at_each_stop_token(tmp_path, chat):
     uri = str(tmp_path / "store")
-    import_foreign(str(chat), uri)
+    import_checkpoint(str(chat), uri)
     assert set(load_model(uri).stop_ids) == set(STOPS)
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_begins_with_them_keeps_them(tmp_path, chat, monkeypatch, beg
     source = str(chat)
     if begin == "checkpoint":
         source = str(tmp_path / "store")
-        import_foreign(str(chat), source)
+        import_checkpoint(str(chat), source)
     words = (
         *("train", "recipe:hf-tiny", "name=run", "model.name=null", f"model.model_config={chat}"),
         *(f"checkpoint.resume_from={source}", "checkpoint.weight_init_only=true", "trainer.val_check_interval=null"),
@@ -165,7 +165,7 @@ def test_transformers_reads_the_same_configuration_again(tmp_path, family):
     }
     before = transformers.AutoConfig.for_model(family, **keys)
     transformers.AutoModelForCausalLM.from_config(before).save_pretrained(tmp_path / "in")
-    import_foreign(str(tmp_path / "in"), str(tmp_path / "store"))
+    import_checkpoint(str(tmp_path / "in"), str(tmp_path / "store"))
     exported = export_hf(str(tmp_path / "store"), str(tmp_path / "out"))
     assert exported.notes == ("no tokenizer is included: the run names none",)
     theirs, again = (transformers.AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("in", "out"))
@@ -183,7 +183,7 @@ def test_ids_that_mean_something_else_to_the_run_are_not_kept(tmp_path, chat):
     (other / "tokenizer.json").write_text(json.dumps(content))
     (other / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     uri = str(tmp_path / "store")
-    import_foreign(str(chat), uri, overrides=[f"data.tokenizer.model={other}"])
+    import_checkpoint(str(chat), uri, overrides=[f"data.tokenizer.model={other}"])
     exported = export_hf(uri, str(tmp_path / "out"))
     config, generation = said(tmp_path / "out")
     assert (config["eos_token_id"], generation["eos_token_id"]) == (1, 1)

@@ -12,8 +12,8 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.builtins.storage_local import LocalStorage
-from nxdt_core.checkpoint import foreign_hf
-from nxdt_core.checkpoint.foreign import open_foreign
+from nxdt_core.checkpoint import hf_reader
+from nxdt_core.checkpoint.formats import open_checkpoint
 from nxdt_core.checkpoint.hf import load_hf
 from nxdt_core.checkpoint.hf_files import HFWeights
 from nxdt_core.checkpoint.hf_keys import Source
@@ -26,15 +26,17 @@ from nxdt_core.errors import (
     ImportPlaceTaken,
     NxdtError,
     StorageFull,
+    UnknownComponent,
     WeightsDoNotFit,
     WeightsPickled,
 )
+from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.testing.storage_faults import FaultyStorage
-from nxdt_core.training import assemble, foreign, primitives
+from nxdt_core.training import assemble, importing, primitives
 from nxdt_core.training.export import export_hf
-from nxdt_core.training.foreign import import_foreign
 from nxdt_core.training.generate import generate
+from nxdt_core.training.importing import import_checkpoint
 from nxdt_core.training.saved_config import saved_config
 from nxdt_core.training.start import ForeignStart, decide_start
 from tests.checkpoint.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
@@ -81,7 +83,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 def test_what_is_imported_and_exported_again_is_equal_and_speaks_alike(tmp_path, tied):
     model = write_model(tmp_path / "theirs", tie_word_embeddings=tied)
     uri = str(tmp_path / "store")
-    imported = import_foreign(str(tmp_path / "theirs"), uri)
+    imported = import_checkpoint(str(tmp_path / "theirs"), uri)
     assert (imported.format, imported.model, imported.step) == ("hf", "llama", 0)
     assert {entry.dtype for entry in newest(uri).tensors["model"].values()} == {"bfloat16"}
     export_hf(uri, str(tmp_path / "again"))
@@ -138,7 +140,7 @@ def test_a_run_names_a_directory_to_begin_with(tmp_path, theirs):
 def test_the_directory_may_go_afterwards(tmp_path):
     write_model(tmp_path / "theirs")
     uri = str(tmp_path / "store")
-    import_foreign(str(tmp_path / "theirs"), uri)
+    import_checkpoint(str(tmp_path / "theirs"), uri)
     (tmp_path / "theirs/config.json").unlink()
     builder = assemble.model_builder(saved_config(newest(uri), where=""))
     assert (builder.vocab_size, builder.config.num_layers, builder.config.kv_heads) == (304, 2, 2)
@@ -146,7 +148,7 @@ def test_the_directory_may_go_afterwards(tmp_path):
 
 def test_ranks_divide_the_tensors(tmp_path, theirs):
     RankPool(2).run(import_together, str(theirs), str(tmp_path / "store"))
-    import_foreign(str(theirs), str(tmp_path / "alone"))
+    import_checkpoint(str(theirs), str(tmp_path / "alone"))
     both, alone = newest(str(tmp_path / "store")), newest(str(tmp_path / "alone"))
     writers = {part.file for entry in both.tensors["model"].values() for part in entry.parts}
     assert len(writers) == 2
@@ -174,8 +176,8 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path, theirs, monkeypatch):
         nonlocal held
         held -= 1
 
-    monkeypatch.setattr(foreign_hf.HFWeights, "read", counted)
-    import_foreign(str(theirs), str(tmp_path / "store"))
+    monkeypatch.setattr(hf_reader.HFWeights, "read", counted)
+    import_checkpoint(str(theirs), str(tmp_path / "store"))
     assert len(alive) == 2 * 9 + 3
     assert max(alive) == 1
 
@@ -183,24 +185,26 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path, theirs, monkeypatch):
 def test_an_import_that_fails_leaves_nothing_and_can_be_repeated(tmp_path, theirs, monkeypatch):
     storage = LocalStorage(str(tmp_path / "store"))
     for fail_at in (0, 3, 8, 15):
-        monkeypatch.setattr(foreign.checkpoint, "open_storage", lambda uri, n=fail_at: FaultyStorage(storage, n))
+        monkeypatch.setattr(importing.checkpoint, "open_storage", lambda uri, n=fail_at: FaultyStorage(storage, n))
         with pytest.raises(StorageFull):
-            import_foreign(str(theirs), "store")
+            import_checkpoint(str(theirs), "store")
         assert checkpoint.list_checkpoints(storage) == []
     monkeypatch.undo()
-    import_foreign(str(theirs), str(tmp_path / "store"))
+    import_checkpoint(str(theirs), str(tmp_path / "store"))
     assert checkpoint.verify(storage, 0) == []
 
 
 def test_a_place_with_a_checkpoint_is_refused(tmp_path, theirs):
-    import_foreign(str(theirs), str(tmp_path / "store"))
+    import_checkpoint(str(theirs), str(tmp_path / "store"))
     with pytest.raises(ImportPlaceTaken, match="step 0"):
-        import_foreign(str(theirs), str(tmp_path / "store"))
+        import_checkpoint(str(theirs), str(tmp_path / "store"))
 
 
 def test_a_configuration_of_another_model_is_refused(tmp_path, theirs):
     with pytest.raises(WeightsDoNotFit) as caught:
-        import_foreign(str(theirs), str(tmp_path / "store"), overrides=["model.num_layers=3", "model.vocab_size=320"])
+        import_checkpoint(
+            str(theirs), str(tmp_path / "store"), overrides=["model.num_layers=3", "model.vocab_size=320"]
+        )
     assert len(caught.value.missing) == 9
     assert caught.value.shapes == [
         "model.embed_tokens.weight: (304, 32) instead of (320, 32)",
@@ -216,7 +220,7 @@ def test_an_architecture_that_nobody_reads_is_refused(tmp_path, theirs, architec
     config = {**json.loads((theirs / "config.json").read_text()), "architectures": architectures}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ArchitectureUnread, match="LlamaForCausalLM"):
-        import_foreign(str(tmp_path), str(tmp_path / "store"))
+        import_checkpoint(str(tmp_path), str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +246,7 @@ def test_what_is_wrong_in_a_config_json_is_told_with_the_file_and_its_own_key(tm
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     with pytest.raises(ConfigError) as caught:
-        import_foreign(str(tmp_path), str(tmp_path / "store"))
+        import_checkpoint(str(tmp_path), str(tmp_path / "store"))
     assert said.format(file=file) in str(caught.value)
     assert str(caught.value).startswith(f"[NXDT-C001] {tmp_path}: ")
     assert "mapping" not in str(caught.value)
@@ -253,7 +257,7 @@ def test_a_size_that_a_config_json_lacks_is_told_with_the_file(tmp_path, theirs)
     del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=f"'{tmp_path}/config.json' cannot be read: it has no hidden_size"):
-        import_foreign(str(tmp_path), str(tmp_path / "store"))
+        import_checkpoint(str(tmp_path), str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +282,7 @@ def test_a_key_of_the_wrong_type_is_told_with_the_file(tmp_path, theirs, changes
     config = {**json.loads((theirs / "config.json").read_text()), **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(NxdtError) as caught:
-        import_foreign(str(tmp_path), str(tmp_path / "store"))
+        import_checkpoint(str(tmp_path), str(tmp_path / "store"))
     assert f"{tmp_path}/config.json" in str(caught.value)
     assert said in str(caught.value)
 
@@ -291,7 +295,7 @@ def test_pickled_weights_are_refused_and_not_run(tmp_path, theirs):
     (tmp_path / "config.json").write_text((theirs / "config.json").read_text())
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(WeightsPickled, match=r"(?s)pytorch_model\.bin.*save_pretrained"):
-        import_foreign(str(tmp_path), str(tmp_path / "store"))
+        import_checkpoint(str(tmp_path), str(tmp_path / "store"))
     assert not (tmp_path / "went off").exists()
     assert not (tmp_path / "store").exists()
 
@@ -301,14 +305,20 @@ def test_a_truncated_file_is_named_and_nothing_committed(tmp_path):
     file = sorted((tmp_path / "theirs").glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(HFFileDamaged, match=file.name):
-        import_foreign(str(tmp_path / "theirs"), str(tmp_path / "store"))
+        import_checkpoint(str(tmp_path / "theirs"), str(tmp_path / "store"))
     assert checkpoint.list_checkpoints(LocalStorage(str(tmp_path / "store"))) == []
 
 
-@pytest.mark.parametrize("format", [None, "hf", "acme"])
+@pytest.mark.parametrize("format", [None, "hf"])
 def test_what_is_no_checkpoint_is_told_with_what_would_be(tmp_path, format):
+    kernel = Kernel.start()
     (tmp_path / "model.onnx").write_text("")
     with pytest.raises(ForeignFormatUnknown, match=r"config\.json"):
-        open_foreign(tmp_path, format)
+        open_checkpoint(tmp_path, kernel, format)
     with pytest.raises(ForeignFormatUnknown, match="does not exist"):
-        open_foreign(tmp_path / "none", format)
+        open_checkpoint(tmp_path / "none", kernel, format)
+
+
+def test_a_format_that_nobody_offers_is_told_with_those_that_are_there(tmp_path):
+    with pytest.raises(UnknownComponent, match=r"No checkpoint_format is called 'acme'(?s:.*)Available: 'hf'"):
+        open_checkpoint(tmp_path, Kernel.start(PluginPolicy(allow=())), "acme")

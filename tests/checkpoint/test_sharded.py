@@ -20,10 +20,10 @@ from nxdt_core.checkpoint import (
     saved_ranks,
     verify,
 )
-from nxdt_core.checkpoint.assignment import Held, assign, merge
+from nxdt_core.checkpoint.assignment import assign, merge
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.errors import TensorStateUnsupported
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.piece import Box, Held
 from nxdt_core.testing.ranks import RankPool
 from tests.checkpoint import sharded
 from tests.checkpoint.sharded import SHAPES, STEP, Layout, whole

@@ -13,6 +13,11 @@ from nxdt_core.testing.terminal import on_terminal
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 _NO_TORCH = "import sys\nfor name in {names!r}:\n    sys.modules[name] = None\n"
+_UNINSTALLED = """
+from importlib import metadata
+installed = metadata.distributions
+metadata.distributions = lambda **at: (each for each in installed(**at) if each.name not in {dists!r})
+"""
 
 
 @pytest.fixture
@@ -33,11 +38,15 @@ def work(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nxdt(work: Path, site: Path) -> Run:
-    """Run ``nxdt ARGS`` in an empty directory; ``without`` names modules that cannot be imported."""
+    """Run ``nxdt ARGS`` in an empty directory; ``without`` names modules that cannot be imported, and ``uninstalled``
+    distributions that are not there."""
 
-    def run(*args: str, without: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        *args: str, without: tuple[str, ...] = (), uninstalled: tuple[str, ...] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         (site / "usercustomize.py").write_text("")
-        (site / "sitecustomize.py").write_text(_NO_TORCH.format(names=without))
+        hidden = _UNINSTALLED.format(dists=uninstalled) if uninstalled else ""
+        (site / "sitecustomize.py").write_text(_NO_TORCH.format(names=without) + hidden)
         return subprocess.run(
             [sys.executable, "-m", "nxdt_core", *args],
             cwd=work,

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from nxdt_core import config
-from nxdt_core.errors import ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
 
 EXAMPLES = Path(__file__).parent / "nxdt"
@@ -19,16 +18,6 @@ EXPECTED = {
     "llama3_8b_sft": {"data.name", "model.name", "model.encoder_seq_length", "model.optim.name", "precision.type"},
     "llama3_8b_lora": {"data.name", "model.name", "model.encoder_seq_length", "model.optim.name", "adapter.name"},
 }
-
-
-REFUSED = {
-    "llama3_8b_sft": "NXDT-C014",
-    "llama3.1_405b_pretrain": "NXDT-C016",
-    "megatron_llama_7b": "NXDT-C015",
-}
-"""Files that cannot be read as they are → a code of what is wrong with them."""
-
-HINT = "A file of NxD Training is taken over by: nxdt config migrate FILE --from nxdt -o NEW.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -54,40 +43,5 @@ def test_nothing_that_was_expected_to_be_refused_is_taken(builtins, name):
     assert EXPECTED[name] - keys <= taken
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_is_refused_as_it_is_names_the_way_to_take_it_over(name):
-    with pytest.raises(ConfigError) as caught:
-        config.load(EXAMPLES / f"{name}.yaml")
-    assert f"[{REFUSED[name]}]" in str(caught.value)
-    assert str(caught.value).rstrip().endswith(HINT)
-
-
-@pytest.mark.parametrize(
-    ("name", "option"), [("nemo_gpt", "nemo"), ("nnm_llama", "nnm"), ("nxdt_megatron_gpt", "nxdt")]
-)
-def test_the_way_to_take_a_file_over_names_its_own_framework(name, option):
-    with pytest.raises(ConfigError, match=f"nxdt config migrate FILE --from {option} -o NEW.yaml"):
-        config.load(EXAMPLES.parent / f"migration/files/{name}.yaml")
-
-
-def test_a_missing_path_and_a_file_of_nxdt_itself_have_no_such_hint(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        config.load(EXAMPLES / "llama3_8b_pretrain.yaml")
-    assert "[NXDT-C002]" in str(caught.value)
-    assert HINT not in str(caught.value)
-    own = (EXAMPLES / "llama3_8b_sft.yaml").read_text()
-    (tmp_path / "run.yaml").write_text(own.replace("\nmodel:\n", "\nmodel:\n  name: llama\n"))
-    with pytest.raises(ConfigError) as caught:
-        config.load(tmp_path / "run.yaml")
-    assert "[NXDT-C014]" in str(caught.value)
-    assert HINT not in str(caught.value)
-
-
 def _spellings(kernel, kind):
     return {text for found in kernel.registry.all(kind) for text in (found.record.name, *found.record.aliases)}
-
-
-def test_a_recipe_of_ours_is_not_called_a_file_to_migrate():
-    with pytest.raises(ConfigError, match="it is a key of NxD Training") as refused:
-        config.load("recipe:llama-tiny", ["model.optim.sched.name=constant"])
-    assert HINT not in str(refused.value)

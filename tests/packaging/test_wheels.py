@@ -22,6 +22,7 @@ OURS = {
     "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/configs/qwen3-tiny/config.json",)),
     "nxdt_plugin_lora": ("nxdt-plugin-lora", ("nxdt_plugin_lora/recipes/llama-tiny-lora.yaml",)),
     "nxdt_plugin_llama": ("nxdt-plugin-llama", ("nxdt_plugin_llama/recipes/llama-tiny.yaml",)),
+    "nxdt_plugin_migrate": ("nxdt-plugin-migrate", ("nxdt_plugin_migrate/config/nxdt.py",)),
     "nxdt_plugin_mixtral": ("nxdt-plugin-mixtral", ("nxdt_plugin_mixtral/recipes/mixtral-tiny.yaml",)),
     "nxdt_plugin_preference": ("nxdt-plugin-preference", ("nxdt_plugin_preference/recipes/llama-tiny-dpo.yaml",)),
 }

@@ -12,7 +12,7 @@ from nxdt_core.cli.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
-    from nxdt_core.training.foreign import Imported
+    from nxdt_core.training.importing import Imported
 
 __all__ = ["import_"]
 
@@ -52,11 +52,11 @@ def import_(
     Where SRC has optimizer state that is not whole, nothing is imported unless --weights-only is given.
     Memory holds one tensor at a time. Under torchrun or srun the processes divide the tensors.
     """
-    from nxdt_core.training.foreign import import_foreign
+    from nxdt_core.training.importing import import_checkpoint
 
     ctx.exit(
         on_all_ranks(
-            lambda ranks: import_foreign(
+            lambda ranks: import_checkpoint(
                 source,
                 target,
                 config=config,

@@ -78,8 +78,9 @@ def own_for(command: str, storage: CheckpointStorage) -> AbstractContextManager[
 def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:
     """Why nothing at ``uri`` can be used, where the steps ``found`` there are all unfinished, or none."""
     from nxdt_core.checkpoint import list_checkpoints
-    from nxdt_core.checkpoint.foreign import FORMATS
+    from nxdt_core.checkpoint.formats import recognise
     from nxdt_core.checkpoint.storage import scheme_of
+    from nxdt_core.kernel import Kernel
 
     if found:
         return f"the save of {', '.join(f'step {status.step}' for status in found[-3:])} was not finished"
@@ -87,8 +88,8 @@ def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointS
     if others:
         return f"the committed steps there are {', '.join(others)}"
     path = Path(uri).expanduser()
-    for known in FORMATS.values():
-        if path.exists() and known.recognises(path):
-            return f"it is {known.summary}, which 'nxdt checkpoint import' reads"
+    format = recognise(path, Kernel.start())
+    if format is not None:
+        return f"it is {format.record.summary}, which 'nxdt checkpoint import' reads"
     missing = scheme_of(uri) == "file" and not path.exists()
     return "it does not exist" if missing else "no run has saved anything there"

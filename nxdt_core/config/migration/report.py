@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, get_args
 
-from nxdt_core.config.migration.draft import Row, Verdict
-from nxdt_core.config.migration.migrate import Migration
+from nxdt_core.protocols.config_migration import MigratedConfig, MigratedKey, Verdict
 
 __all__ = ["report_json", "report_markdown", "summary"]
 
@@ -22,30 +21,30 @@ _MEANINGS: dict[Verdict, str] = {
 }
 
 
-def summary(migration: Migration) -> list[tuple[str, str]]:
+def summary(migration: MigratedConfig) -> list[tuple[str, str]]:
     """Verdict and number of keys, those that lose something last."""
-    counts = Counter(row.verdict for row in migration.rows)
+    counts = Counter(row.verdict for row in migration.keys)
     return [(verdict, str(counts[verdict])) for verdict in get_args(Verdict) if counts[verdict]]
 
 
-def report_markdown(migration: Migration) -> str:
+def report_markdown(migration: MigratedConfig) -> str:
     """The report as a page."""
-    lines = [f"# {migration.source} → {migration.target}", "", f"A file of {migration.framework}.", ""]
+    lines = [f"# {migration.source} → {migration.target}", "", f"A file of {migration.program}.", ""]
     lines += ["| verdict | keys | meaning |", "|---|---|---|"]
     lines += [f"| {verdict} | {count} | {_MEANINGS[verdict]} |" for verdict, count in summary(migration)]  # type: ignore[index]
     lines += ["", "## Still to be set", "", *_list(migration.to_set)]
     lines += ["", "## What `nxdt config check` says of it now", "", *_list(migration.remaining)]
     lines += ["", "## Every key", "", "| line | key | value | verdict | now | why |", "|---|---|---|---|---|---|"]
-    lines += [_row(row) for row in migration.rows]
+    lines += [_row(row) for row in migration.keys]
     return "\n".join(lines) + "\n"
 
 
-def report_json(migration: Migration) -> dict[str, Any]:
+def report_json(migration: MigratedConfig) -> dict[str, Any]:
     """The same for programs."""
     return {
         "source": str(migration.source),
         "target": str(migration.target),
-        "framework": migration.framework,
+        "framework": migration.program,
         "keys": [
             {
                 "key": row.key,
@@ -55,7 +54,7 @@ def report_json(migration: Migration) -> dict[str, Any]:
                 "value": row.value,
                 "reason": row.reason or None,
             }
-            for row in migration.rows
+            for row in migration.keys
         ],
         "to_set": [{"key": key, "reason": reason} for key, reason in migration.to_set],
         "remaining": [{"key": key, "problem": problem} for key, problem in migration.remaining],
@@ -66,7 +65,7 @@ def _list(entries: tuple[tuple[str, str], ...]) -> list[str]:
     return [f"- `{key}`: {text}" for key, text in entries] or ["Nothing."]
 
 
-def _row(row: Row) -> str:
+def _row(row: MigratedKey) -> str:
     cells = (
         str(row.line or ""),
         f"`{row.key}`",

@@ -14,7 +14,10 @@ from typing import Annotated, Any
 
 from nxdt_core.config.marks import NoEffect, XlaOnly
 
-__all__ = ["LEGACY"]
+__all__ = ["LEGACY", "PROGRAM"]
+
+PROGRAM = ("nxdt", "NxD Training")
+"""Migration of files with such keys, and the program that they are of."""
 
 _GRAPH = "the step counter stays where the optimizer keeps it"
 _MANUAL = "only the precision policy 'manual' reads it"

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from nxdt_core.api import (
     AdapterComponent,
     CallbackComponent,
+    CheckpointFormatComponent,
     CliCommand,
     Component,
+    ConfigMigrationComponent,
     DataloaderComponent,
     EngineComponent,
     Kind,
@@ -30,9 +32,11 @@ from nxdt_core.kernel.hookspecs.marker import hookspec
 __all__ = [
     "nxdt_adapters",
     "nxdt_callbacks",
+    "nxdt_checkpoint_formats",
     "nxdt_checkpoint_storages",
     "nxdt_cli",
     "nxdt_components",
+    "nxdt_config_migrations",
     "nxdt_dataloaders",
     "nxdt_kinds",
     "nxdt_loggers",
@@ -127,6 +131,34 @@ def nxdt_checkpoint_storages() -> Iterable[StorageComponent]:  # type: ignore[em
         @hookimpl
         def nxdt_checkpoint_storages():
             return [StorageComponent(name="tape", target="my_plugin.tape:TapeStorage", uri_schemes=("tape",))]
+    """
+
+
+@hookspec
+def nxdt_checkpoint_formats() -> Iterable[CheckpointFormatComponent]:  # type: ignore[empty-body]
+    """Offer formats of other programs' checkpoints. ``nxdt checkpoint import`` and ``checkpoint.resume_from`` take the
+    one that recognises the path; ``--format`` names one.
+
+    Example::
+
+        @hookimpl
+        def nxdt_checkpoint_formats():
+            return [CheckpointFormatComponent(name="acme", target="my_plugin.format:AcmeFormat",
+                                              summary="a directory of Acme's with model.acme")]
+    """
+
+
+@hookspec
+def nxdt_config_migrations() -> Iterable[ConfigMigrationComponent]:  # type: ignore[empty-body]
+    """Offer migrations of other programs' configurations, selected by ``nxdt config migrate --from``. ``nxdt train``
+    and ``nxdt config check`` ask them which program a file is of, and what a key means that is unknown here.
+
+    Example::
+
+        @hookimpl
+        def nxdt_config_migrations():
+            return [ConfigMigrationComponent(name="acme", target="my_plugin.migration:AcmeMigration", program="Acme",
+                                             summary="YAML files of Acme 2")]
     """
 
 

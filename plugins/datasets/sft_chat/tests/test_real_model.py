@@ -12,8 +12,8 @@ from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
 from nxdt_core.config import load as load_config
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.training.foreign import import_foreign
 from nxdt_core.training.generate import generate
+from nxdt_core.training.importing import import_checkpoint
 from nxdt_core.training.run import train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -87,7 +87,7 @@ def test_it_answers_as_in_transformers_once_imported(model, directory, theirs, t
     prompt = theirs.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
     ids = theirs(prompt, return_tensors="pt", add_special_tokens=False)
     tokens = model.generate(**ids, do_sample=False, max_new_tokens=7)[0, ids.input_ids.shape[1] :]
-    import_foreign(str(directory), str(tmp_path / "store"))
+    import_checkpoint(str(directory), str(tmp_path / "store"))
     text = "".join(generate(str(tmp_path / "store"), prompt, max_new_tokens=7))
     assert text == theirs.decode(tokens, skip_special_tokens=True)
     assert "Paris" in text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.checkpoint import locate
-from nxdt_core.checkpoint.foreign import recognise
+from nxdt_core.checkpoint.formats import format_of
 from nxdt_core.checkpoint.hf_keys import sources
 from nxdt_core.errors import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
@@ -125,4 +125,4 @@ def describe(
 
 def _began_with(saved: SavedLora) -> str | None:
     began = saved.manifest.facts.config.get("checkpoint", {}).get("resume_from")
-    return began if began is not None and recognise(Path(began)) == "hf" else None
+    return began if began is not None and format_of(Path(began), saved.config.kernel) == "hf" else None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nxdt_core.checkpoint.assignment import Held, Listing, Place
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import state_name
 from nxdt_core.checkpoint.save import save_listed
@@ -17,10 +16,10 @@ from nxdt_core.checkpoint.share import encode_state
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import rank_of
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.piece import Box, Held, Listing, Place
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
-from nxdt_core.training.foreign import check_empty
+from nxdt_core.training.importing import check_empty
 from nxdt_core.training.state import TrainState
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import MergeUnties

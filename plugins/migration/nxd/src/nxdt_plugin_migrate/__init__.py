@@ -1,0 +1,43 @@
+"""Entry module of ``nxdt-plugin-migrate``: declares what it reads; everything else is imported when it is used."""
+
+from __future__ import annotations
+
+from nxdt_core.api import CheckpointFormatComponent, ConfigMigrationComponent, hookimpl
+
+
+@hookimpl
+def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
+    """Checkpoints of neuronx-distributed."""
+    return [
+        CheckpointFormatComponent(
+            name="neuronx",
+            target="nxdt_plugin_migrate.checkpoint.format:NeuronxFormat",
+            summary="a checkpoint of NxD Training with model/dp_rank_00_tp_rank_00_pp_rank_00.pt",
+        )
+    ]
+
+
+@hookimpl
+def nxdt_config_migrations() -> list[ConfigMigrationComponent]:
+    """YAML files of three programs."""
+    programs = "nxdt_plugin_migrate.programs"
+    return [
+        ConfigMigrationComponent(
+            name="nxdt",
+            target=f"{programs}:NxDTraining",
+            program="NxD Training",
+            summary="YAML files of NxD Training 1.6",
+        ),
+        ConfigMigrationComponent(
+            name="nemo",
+            target=f"{programs}:NeMo",
+            program="NeMo 1.x",
+            summary="megatron_gpt_config.yaml and its kind",
+        ),
+        ConfigMigrationComponent(
+            name="nnm",
+            target=f"{programs}:NeuronxNemoMegatron",
+            program="neuronx-nemo-megatron",
+            summary="YAML files of NeMo with the keys that it adds",
+        ),
+    ]

@@ -1,0 +1,95 @@
+"""Older spellings and dead keys, as the schema itself marks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from nxdt_core.config.alignment import SECTION, TARGETS, target_of
+from nxdt_core.config.keys import Key, keys_of
+from nxdt_core.config.marks import AliasOf, NoEffect, XlaOnly
+from nxdt_core.config.node import join
+from nxdt_core.config.schema.legacy import LEGACY
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.slots import SLOTS
+from nxdt_core.errors import NxdtError
+from nxdt_core.kernel import Kernel
+from nxdt_plugin_migrate.config.document import Draft
+
+__all__ = ["core_keys", "drop_dead_keys", "legacy_keys", "rename_aliases", "section_class"]
+
+_CHECKPOINT = "the section checkpoint has all of saving and resuming"
+_XLA = "engines of the XLA runtime read it; elsewhere it has no effect"
+
+
+@cache
+def core_keys() -> dict[str, Key]:
+    """Every key of the core's schema by path, sections included."""
+    return dict(_walk(RunConfig, ""))
+
+
+@cache
+def legacy_keys() -> dict[str, Key]:
+    """Keys of NxD Training that only components declare, by path."""
+    return {join(section, name): key for section, cls in LEGACY.items() for name, key in keys_of(cls).items()}
+
+
+def _walk(cls: type, path: str) -> Iterator[tuple[str, Key]]:
+    for name, key in keys_of(cls).items():
+        here = join(path, name)
+        yield here, key
+        if key.section is not None:
+            yield from _walk(key.section, here)
+
+
+def rename_aliases(draft: Draft) -> None:
+    """Give aliases, and the parts of ``model_alignment_strategy``, the names that the schema has for them now."""
+    for path, key in core_keys().items():
+        alias = key.mark(AliasOf)
+        if alias is None or path not in draft.settings:
+            continue
+        if draft.value(path) is None:
+            draft.moved[draft.settings[path].source] = alias.key
+            draft.drop(path, "off", "null says that it is not set")
+        else:
+            draft.move(path, alias.key, _CHECKPOINT if alias.key.startswith("checkpoint.") else "")
+    for part, (section, name) in TARGETS.items():
+        if draft.has(f"{SECTION}.{part}"):
+            for path in draft.below(f"{SECTION}.{part}"):
+                rest = path.removeprefix(f"{SECTION}.{part}").removeprefix(".")
+                draft.move(path, target_of(part, rest) if rest else section)
+            if name is not None:
+                draft.put(f"{section}.name", name, f"{SECTION}.{part} asks for it")
+    draft.drop(SECTION, "unneeded", "it is empty")
+
+
+def drop_dead_keys(draft: Draft, kernel: Kernel) -> None:
+    """Leave out what has no effect, and say what has one on the XLA runtime alone."""
+    for path in list(draft.settings):
+        key = core_keys().get(path) or legacy_keys().get(path)
+        if key is None or _declared(path, draft, kernel):
+            continue
+        dead = key.mark(NoEffect)
+        if dead is not None:
+            draft.drop(path, "unneeded", dead.reason)
+        elif key.mark(XlaOnly) is not None:
+            draft.remark(path, _XLA)
+
+
+def _declared(path: str, draft: Draft, kernel: Kernel) -> bool:
+    """Whether the selected component reads the key."""
+    section, _, name = path.rpartition(".")
+    cls = section_class(section, draft, kernel)
+    return cls is not None and name in keys_of(cls)
+
+
+def section_class(section: str, draft: Draft, kernel: Kernel) -> type | None:
+    """The dataclass of the component that a section selects; None where it declares none or cannot be had."""
+    slot = next((slot for slot in SLOTS if slot.section == section), None)
+    name = draft.value(slot.key) if slot is not None else None
+    if slot is None or not isinstance(name, str):
+        return None
+    try:
+        return kernel.registry.get(slot.kind, name).load_config()
+    except NxdtError:
+        return None

@@ -1,0 +1,178 @@
+"""The file that is being migrated: its settings one by one, and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxdt_core.config.interpolation import UNRESOLVED, interpolate
+from nxdt_core.config.node import Node, to_plain
+from nxdt_core.protocols.config_migration import MigratedKey, Verdict
+from nxdt_plugin_migrate.config.comments import Comments
+
+__all__ = ["Draft", "Setting", "read_draft"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Setting:
+    """One key that is no section, and its value."""
+
+    source: str
+    """Key path in the file; empty for one that was added."""
+    line: int
+    value: Any
+    """Plain, with interpolations resolved."""
+    text: str | None
+    """As written; None for a value to be dumped."""
+    original: str
+    """What the report shows as its value."""
+    beside: str = ""
+    above: tuple[str, ...] = ()
+    verdict: Verdict = "mapped"
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Draft:
+    """Settings by key path, in the order in which they will be written."""
+
+    settings: dict[str, Setting]
+    headings: Mapping[str, tuple[str, ...]]
+    """Comments above sections, by key path."""
+    lines: Mapping[str, int]
+    """Where sections begin in the file, by key path."""
+    left_out: list[MigratedKey] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
+    """Key path in the file → the one that it has now, or that of the key that says the same."""
+
+    def value(self, path: str, default: Any = None) -> Any:
+        """The value of a key, or ``default`` where it is not there."""
+        found = self.settings.get(path)
+        return default if found is None else found.value
+
+    def below(self, section: str) -> list[str]:
+        """Key paths of a section, at any depth; that of the key itself where it is no section."""
+        return [path for path in self.settings if path == section or path.startswith(f"{section}.")]
+
+    def has(self, section: str) -> bool:
+        """Whether the key, or anything below it, is there."""
+        return bool(self.below(section))
+
+    def asks(self, section: str) -> bool:
+        """Whether the key, or anything below it, has a value that switches something on or chooses something."""
+        return any(self.settings[path].value not in (None, False, 0, "", [], {}) for path in self.below(section))
+
+    def remark(self, path: str, reason: str) -> None:
+        """Say something about a key that stays as it is."""
+        self.settings[path].reasons.append(reason)
+
+    def move(self, path: str, target: str, reason: str = "") -> None:
+        """Give a key, or all keys of a section, another path. What stands there already wins."""
+        for old in self.below(path):
+            new = target + old.removeprefix(path)
+            if new in self.settings:
+                self._collide(old, new)
+                continue
+            setting = self.settings[old]
+            setting.verdict = "renamed"
+            if reason:
+                setting.reasons.append(reason)
+            self.moved[setting.source] = new
+            self.settings = {new if key == old else key: each for key, each in self.settings.items()}
+
+    def _collide(self, old: str, new: str) -> None:
+        mine, other = self.settings[old], self.settings[new]
+        same = mine.value == other.value
+        if same and other.text is not None and "${" in other.text:  # perhaps a reference to the key that goes
+            other.text = mine.text
+        why = (
+            f"line {other.line} says the same"
+            if same
+            else f"it is the setting {new}, for which line {other.line} counts"
+        )
+        self.moved[mine.source] = new
+        self.drop(old, "unneeded" if same else "ignored", why)
+
+    def change(self, path: str, value: Any, reason: str) -> None:
+        """Give a key another value."""
+        setting = self.settings[path]
+        setting.value, setting.text, setting.verdict = value, None, "changed"
+        setting.reasons.append(reason)
+
+    def put(self, path: str, value: Any, reason: str) -> None:
+        """Add a key that the file lacks; nothing where it has it. A name comes first in its section."""
+        if path in self.settings:
+            return
+        added = Setting(source="", line=0, value=value, text=None, original="", verdict="added", reasons=[reason])
+        section, _, name = path.rpartition(".")
+        place = next(iter(self.below(section)), None) if name in ("name", "type") else None
+        if place is None:
+            self.settings[path] = added
+            return
+        before = list(self.settings).index(place)
+        entries = list(self.settings.items())
+        self.settings = dict([*entries[:before], (path, added), *entries[before:]])
+
+    def drop(self, path: str, verdict: Verdict, reason: str) -> None:
+        """Leave out a key, or a whole section in one line of the report."""
+        below = self.below(path)
+        if not below:
+            return
+        gone = [self.settings.pop(key) for key in below]
+        key, value = gone[0].source or path, gone[0].original
+        if below != [path]:
+            key = key.removesuffix(below[0].removeprefix(path))
+            value = value if len(gone) == 1 else f"{len(gone)} keys"
+        line = self.lines.get(key, gone[0].line)
+        self.left_out.append(MigratedKey(key=key, line=line, verdict=verdict, value=value, reason=reason))
+
+    def report(self) -> Iterator[MigratedKey]:
+        """The report, in the order of the file; added keys come last."""
+        kept = [
+            MigratedKey(
+                key=setting.source or path,
+                line=setting.line,
+                verdict=setting.verdict,
+                target=path if setting.source not in ("", path) else "",
+                value=_shown(setting),
+                reason="; ".join(setting.reasons),
+            )
+            for path, setting in self.settings.items()
+        ]
+        yield from sorted([*kept, *self.left_out], key=lambda row: (row.line == 0, row.line))
+
+
+def _shown(setting: Setting) -> str:
+    now = "null" if setting.value is None else str(setting.value)
+    return {"added": now, "changed": f"{setting.original} → {now}"}.get(setting.verdict, setting.original)
+
+
+def read_draft(tree: Node, written: Comments) -> Draft:
+    """A draft that says what the file says."""
+    resolved, _ = interpolate(tree)
+    beside, above = dict(written.beside), dict(written.above)
+    lines = dict(_sections(tree, ""))
+    headings = {path: above.pop(line, ()) for path, line in lines.items()}
+    settings: dict[str, Setting] = {}
+    for path, node in tree.leaf_nodes():
+        plain = to_plain(found) if (found := resolved.find(path)) else None
+        text = written.values.get(path)
+        settings[path] = Setting(
+            source=path,
+            line=node.origin.line,
+            value=to_plain(node) if plain is UNRESOLVED else plain,
+            text=text,
+            original=text if text is not None else str(to_plain(node)),
+            beside=beside.pop(node.origin.line, ""),  # of several keys on a line, the first has the comment
+            above=above.pop(node.origin.line, ()),
+        )
+    return Draft(settings, headings, lines)
+
+
+def _sections(node: Node, path: str) -> Iterator[tuple[str, int]]:
+    for name, child in node.children.items():
+        here = f"{path}.{name}" if path else name
+        if child.children:
+            yield here, child.origin.line
+            yield from _sections(child, here)

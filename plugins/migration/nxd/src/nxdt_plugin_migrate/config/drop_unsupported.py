@@ -1,0 +1,97 @@
+"""Lets ``nxdt config check`` judge a draft: what it refuses as unknown or not done is left out, the rest is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nxdt_core.config.load import check
+from nxdt_core.config.node import to_plain
+from nxdt_core.config.yaml_source import parse_yaml
+from nxdt_core.errors import ConfigProblem, NotSupported, UnknownKey
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.config_migration import Verdict
+from nxdt_plugin_migrate.config.document import Draft
+from nxdt_plugin_migrate.config.recognise import FRAMEWORKS
+from nxdt_plugin_migrate.config.render import TO_SET, render
+
+__all__ = ["drop_unsupported", "unset_paths"]
+
+_MODEL_CONFIG = "model.model_config"
+
+_PATHS = (
+    _MODEL_CONFIG,
+    "data.train_dir",
+    "data.val_dir",
+    "data.test_dir",
+    "data.data_prefix",
+    "data.tokenizer.type",
+    "data.tokenizer.model",
+    "data.tokenizer.vocab_file",
+    "data.tokenizer.merge_file",
+    "checkpoint.resume_from",
+)
+"""Keys of things that must be there before a run starts."""
+
+
+def drop_unsupported(draft: Draft, framework: str, kernel: Kernel, directory: Path) -> tuple[ConfigProblem, ...]:
+    """Leave out what cannot be kept, and give the problems that then remain.
+
+    Keys of an architecture are kept even where the model does not read them: without one it is another model.
+    ``directory`` is where the file will lie, and where its relative paths start.
+    """
+    given = draft.value(_MODEL_CONFIG)
+    beside = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
+    while True:
+        tree, _ = parse_yaml(render(draft, (), ()), "")
+        problems = check(to_plain(tree), beside, kernel=kernel)
+        refused = [problem for problem in problems if _can_go(problem) and draft.has(problem.key)]
+        if not refused:
+            return problems
+        for problem in refused:
+            verdict, reason = _judgement(problem, framework)
+            if verdict == "unsupported" and not draft.asks(problem.key):
+                verdict = "off"
+            draft.drop(problem.key, verdict, reason)
+
+
+def _can_go(problem: ConfigProblem) -> bool:
+    architecture = problem.key.startswith("model.") and isinstance(problem, NotSupported)
+    return isinstance(problem, (UnknownKey, NotSupported)) and not architecture
+
+
+def _judgement(problem: ConfigProblem, framework: str) -> tuple[Verdict, str]:
+    if isinstance(problem, UnknownKey):
+        near = f"; the nearest is {problem.candidates[0]}" if problem.candidates else ""
+        if framework == "nxdt":
+            return "ignored", f"{FRAMEWORKS[framework]} has no such key either{near}"
+        return "unsupported", f"nxdt has no such key{near}"
+    assert isinstance(problem, NotSupported)
+    return "unsupported", f"{problem.reason}; allowed: {problem.allowed}"
+
+
+def unset_paths(draft: Draft, directory: Path) -> Iterator[tuple[str, str]]:
+    """(key, why) of what must be set before the file can be trained: values to fill in, and paths to nothing.
+
+    ``directory`` is where the file will lie, and where its relative paths start.
+    """
+    for path, setting in draft.settings.items():
+        if setting.value == TO_SET:
+            yield path, "; ".join(setting.reasons) or "it has no value yet"
+    for section in _PATHS:
+        for path in draft.below(section):
+            value = draft.value(path)
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and text != TO_SET and _is_path(path, text) and _is_missing(text, directory):
+                    yield path, f"there is no {text} here"
+
+
+def _is_path(key: str, text: str) -> bool:
+    """Whether a value names a file on this machine; a tokenizer may be named by the id of a hub, too."""
+    return "://" not in text and (not key.endswith("tokenizer.type") or text.startswith(("/", ".", "~", "$")))
+
+
+def _is_missing(text: str, directory: Path) -> bool:
+    """Whether a path leads nowhere; a prefix of files counts as there where a file begins with it."""
+    path = directory / Path(text).expanduser()
+    return not path.exists() and not any(path.parent.glob(f"{path.name}*"))

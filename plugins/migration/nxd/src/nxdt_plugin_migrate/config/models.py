@@ -1,0 +1,84 @@
+"""Which model plugin a file of NxD Training means, and what of its architecture that plugin is given by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nxdt_plugin_migrate.config.document import Draft
+from nxdt_plugin_migrate.config.renamed_keys import LLAMA_NAMES
+from nxdt_plugin_migrate.config.render import TO_SET
+
+__all__ = ["name_model"]
+
+_LLAMA_SHAPED: Mapping[str, tuple[Any, ...]] = {
+    "normalization": ("rmsnorm",),
+    "activation": ("swiglu", "silu"),
+    "position_embedding_type": ("rope",),
+    "rotary_percentage": (1, None),
+    "position_abf_factor": (1, None),
+    "positition_interpolation_factor": (1, None),
+    "transformer_block_type": ("pre_ln", None),
+    "has_bias": (False,),
+    "hidden_dropout": (0,),
+    "attention_dropout": (0, None),
+    "ffn_dropout": (0, None),
+}
+"""Megatron key → values that are what every Llama, Mistral and Mixtral has; None stands for a key that is missing.
+
+A missing one of the others means something else: ``layernorm``, ``gelu``, learned positions, biases, dropout."""
+
+_VOCABULARY = "model.vocab_size"
+_GPT2 = ("GPT2BPETokenizer", "gpt2")
+
+
+def name_model(draft: Draft) -> None:
+    """Name the model plugin, as NxD Training's script chooses between its models."""
+    if "model.name" in draft.settings:
+        return
+    if draft.value("model_source", "hf") == "hf":
+        mixtral = "mixtral" in str(draft.value("name", "")).lower()
+        reason = "the run's name contains it" if mixtral else "model_source: hf"
+        draft.put("model.name", "mixtral" if mixtral else "llama", reason)
+        _drop_kept_values(draft)
+        return
+    wanted, reason = _megatron(draft)
+    draft.put("model.name", wanted, reason)
+    if wanted != "gpt":
+        _take_as_llama_shaped(draft, wanted)
+    if draft.value("data.tokenizer.type") in _GPT2:
+        draft.put(_VOCABULARY, 50257, "GPT-2's number of ids")
+    else:
+        multiple = draft.value("model.make_vocab_size_divisible_by")
+        filled = f", filled up to a multiple of {multiple}" if multiple and wanted != "gpt" else ""
+        draft.put(_VOCABULARY, TO_SET, f"it is taken from the tokenizer there; set its number of ids{filled}")
+    if wanted != "gpt":
+        draft.drop("model.make_vocab_size_divisible_by", "unneeded", f"{_VOCABULARY} says it")
+
+
+def _megatron(draft: Draft) -> tuple[str, str]:
+    """The plugin of the very architecture, else that of all Megatron's: the same weights, but other formats."""
+    if any(draft.value(f"model.{key}") not in usual for key, usual in _LLAMA_SHAPED.items()):
+        return "gpt", "model_source: megatron"
+    for section, name in (("model.moe", "mixtral"), ("model.sliding_window_size", "mistral")):
+        if any(draft.value(path) is not None for path in draft.below(section)):
+            return name, f"{section} is given, and all else is what a {name} has"
+    return "llama", "the architecture is a Llama's"
+
+
+def _take_as_llama_shaped(draft: Draft, name: str) -> None:
+    for key in _LLAMA_SHAPED:
+        draft.drop(f"model.{key}", "unneeded", f"every {name} is so")
+    if name == "llama":
+        draft.drop("model.sliding_window_size", "off", "null says that it is not set")
+    for old, new in LLAMA_NAMES.items():
+        draft.move(old, new)
+    if draft.value("model.head_dim", 0) is None:
+        draft.drop("model.head_dim", "off", "null says that it is not set")
+
+
+def _drop_kept_values(draft: Draft) -> None:
+    """``-1`` leaves a value to ``config.json``."""
+    for key in ("num_layers", "hidden_size", "rope_theta"):
+        if draft.value(f"model.{key}") == -1:
+            draft.drop(f"model.{key}", "unneeded", "-1 leaves it to model.model_config")

@@ -1,0 +1,115 @@
+"""Which program a file is of, by keys that no other has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nxdt_core.config.node import Node
+from nxdt_plugin_migrate.errors import MigrationRefused
+
+__all__ = ["FRAMEWORKS", "framework_of", "refuse_others", "require"]
+
+FRAMEWORKS = {"nxdt": "NxD Training", "nemo": "NeMo 1.x", "nnm": "neuronx-nemo-megatron"}
+"""Value of ``--from`` → name."""
+
+_NEMO = (
+    "model.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size",
+    "model.micro_batch_size",
+    "model.global_batch_size",
+    "model.data",
+    "model.tokenizer",
+    "model.mcore_gpt",
+)
+_NNM = (
+    "model.wrap_with_zero",
+    "model.zero_use_master_weight",
+    "model.zero_use_fp32_grad_accum",
+    "model.flexible_pipeline_parallel_stages",
+    "enable_checkpoint_removal_protection",
+)
+_NXDT = (
+    "distributed_strategy",
+    "model_source",
+    "model_alignment_strategy",
+    "aync_exec_max_inflight_requests",
+    "data.global_batch_size",
+    "model.model_config",
+)
+
+
+def framework_of(tree: Node) -> tuple[str, str]:
+    """Return the framework among :data:`FRAMEWORKS` that a file is of, and the key that shows it; empty for others."""
+    for name, keys in (("nxdt", _NXDT), ("nnm", _NNM), ("nemo", _NEMO)):
+        for key in keys:
+            if tree.find(key) is not None:
+                return name, key
+    return "", ""
+
+
+def _anywhere(name: str) -> Callable[[Node], str]:
+    def found(tree: Node) -> str:
+        return name if any(name in path.split(".") for path, _ in tree.leaf_nodes()) else ""
+
+    return found
+
+
+def _all(*paths: str) -> Callable[[Node], str]:
+    def found(tree: Node) -> str:
+        return " and ".join(paths) if all(tree.find(path) is not None for path in paths) else ""
+
+    return found
+
+
+_FOREIGN: tuple[tuple[str, Callable[[Node], str]], ...] = (
+    ("torchtune", _anywhere("_component_")),
+    ("NeMo 2 or another program that Hydra instantiates", _anywhere("_target_")),
+    ("LLaMA-Factory", _all("model_name_or_path", "finetuning_type")),
+    ("LLaMA-Factory", _all("model_name_or_path", "stage")),
+    ("axolotl", _all("base_model", "datasets")),
+    ("axolotl", _all("base_model", "sequence_len")),
+    ("Hugging Face's TrainingArguments", _all("per_device_train_batch_size")),
+    ("Hugging Face's TrainingArguments", _all("output_dir", "num_train_epochs")),
+    ("Accelerate", _all("compute_environment")),
+    ("DeepSpeed", _all("train_micro_batch_size_per_gpu")),
+    ("DeepSpeed", _all("zero_optimization")),
+    ("LLM Foundry", _all("max_duration", "train_loader")),
+    ("torchtitan", _all("training", "parallelism")),
+    ("LitGPT", _all("train.micro_batch_size", "checkpoint_dir")),
+    ("LitGPT", _all("train.micro_batch_size", "model_name")),
+    ("Megatron-LM", _all("tensor-model-parallel-size")),
+)
+"""Framework → the keys that show it, or nothing."""
+
+_BY_HAND = "Take the nearest of 'nxdt recipes list' and carry the settings over by hand."
+
+
+def refuse_others(tree: Node, wanted: str, source: Path) -> None:
+    """See that a file is of none of the frameworks that cannot be migrated.
+
+    Raises:
+        MigrationRefused: it shows that it is of one.
+    """
+    for name, shows in _FOREIGN:
+        if keys := shows(tree):
+            raise _refused(source, wanted, f"{keys} is of {name}", _BY_HAND)
+
+
+def require(tree: Node, wanted: str, source: Path) -> None:
+    """See that a file is of the framework that it is said to be of.
+
+    Raises:
+        MigrationRefused: it shows that it is of another of those that can be migrated, or nothing shows what it is of.
+    """
+    found, key = framework_of(tree)
+    if found == wanted or (found, wanted) == ("nemo", "nnm"):
+        return
+    if found:
+        advice = f"Say --from {found} if that is what it is."
+        raise _refused(source, wanted, f"{key} is of {FRAMEWORKS[found]}", advice)
+    raise _refused(source, wanted, f"it has none of the sections of {FRAMEWORKS[wanted]}", _BY_HAND)
+
+
+def _refused(source: Path, wanted: str, reason: str, advice: str) -> MigrationRefused:
+    return MigrationRefused(source=str(source), wanted=FRAMEWORKS[wanted], reason=reason, advice=advice)

@@ -1,0 +1,95 @@
+"""A draft as YAML: sections nested again, comments where they were, interpolations pointed to where keys are now."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from nxdt_plugin_migrate.config.document import Draft, Setting
+
+__all__ = ["TO_SET", "dump", "render"]
+
+TO_SET = "???"
+"""OmegaConf's mark of a value that must be given."""
+
+_REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
+"""An interpolation of another key: ``${section.key}`` or ``${.key}``. One of a resolver has a colon."""
+
+
+def render(draft: Draft, head: tuple[str, ...], tail: tuple[str, ...]) -> str:
+    """The YAML text.
+
+    Args:
+        draft: The settings.
+        head: Comment lines above them.
+        tail: Comment lines below them.
+    """
+    tree: dict[str, Any] = {}
+    for path, setting in draft.settings.items():
+        *sections, name = path.split(".")
+        here = tree
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[name] = setting
+    lines = [*_comments(head, ""), *_lines(tree, "", draft), *(("", *_comments(tail, "")) if tail else ())]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(tree: dict[str, Any], path: str, draft: Draft) -> list[str]:
+    depth = path.count(".") + 1 if path else 0
+    indent = "  " * depth
+    lines: list[str] = []
+    apart = False
+    for name, child in tree.items():
+        here = f"{path}.{name}" if path else name
+        if isinstance(child, Setting):
+            text = f"{indent}{dump(name)}: {_text(child, here, draft)}"
+            lines += [""] if apart else []
+            apart = False
+            lines += [*_comments(child.above, indent), f"{text} {child.beside}".rstrip()]
+        else:
+            apart = depth == 0
+            lines += [""] if apart else []
+            lines += [*_comments(draft.headings.get(here, ()), indent), f"{indent}{dump(name)}:"]
+            lines += _lines(child, here, draft)
+    return lines
+
+
+def _comments(lines: tuple[str, ...], indent: str) -> list[str]:
+    return [f"{indent}{line if line.startswith('#') else f'# {line}'}".rstrip() for line in lines]
+
+
+def _text(setting: Setting, path: str, draft: Draft) -> str:
+    if setting.text is None:
+        return dump(setting.value)
+    if "${" not in setting.text:
+        return setting.text
+    lost = False
+
+    def pointed(match: re.Match[str]) -> str:
+        nonlocal lost
+        target = _absolute(setting.source, match[1], match[2])
+        now = draft.moved.get(target, target)
+        lost = lost or not draft.has(now)
+        neighbours = now.rpartition(".")[0] == path.rpartition(".")[0]
+        return f"${{.{now.rpartition('.')[2]}}}" if match[1] and neighbours else f"${{{now}}}"
+
+    text = _REFERENCE.sub(pointed, setting.text)
+    return dump(setting.value) if lost else text
+
+
+def _absolute(source: str, dots: str, name: str) -> str:
+    """The key path that an interpolation at ``source`` means: one dot is the section that it stands in."""
+    if not dots:
+        return name
+    around = source.split(".")[: -len(dots)]
+    return ".".join([*around, name])
+
+
+def dump(value: object) -> str:
+    """One value on one line."""
+    if value == TO_SET:  # as OmegaConf's users write it; the dumper would quote it
+        return TO_SET
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]

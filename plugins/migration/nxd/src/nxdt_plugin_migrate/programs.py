@@ -1,0 +1,75 @@
+"""The targets of the kind ``config_migration``: one class for each program. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nxdt_core.config.node import Origin, from_plain
+from nxdt_core.protocols.config_migration import KeyMeaning, MigratedConfig
+from nxdt_plugin_migrate.config.aliases import legacy_keys
+from nxdt_plugin_migrate.config.recognise import framework_of
+from nxdt_plugin_migrate.config.renamed_keys import current_name, why_unneeded
+from nxdt_plugin_migrate.environment import environment_note
+
+__all__ = ["NeMo", "NeuronxNemoMegatron", "NxDTraining"]
+
+
+class _Program:
+    """A :class:`~nxdt_core.protocols.config_migration.ConfigMigration`. The three programs share their keys' names."""
+
+    name: ClassVar[str]
+
+    def recognise(self, config: Mapping[str, Any]) -> str:
+        """Return the key that shows that a configuration is of this program; empty where none does."""
+        found, key = framework_of(from_plain(config, Origin(kind="file", where="")))
+        return key if found == self.name else ""
+
+    def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
+        """Return the key that says the same here, or why none is needed; None for a key of none of the programs."""
+        older = legacy_keys()
+        name = current_name(key, known) or ("" if key in older else current_name(key, older))
+        if name:
+            return KeyMeaning(name=name)
+        reason = why_unneeded(key)
+        return None if reason is None else KeyMeaning(unneeded=reason, program="NeMo")
+
+    def environment_note(self, environment: Mapping[str, str]) -> str | None:
+        """Return None: the note of NxD Training's variables is that of all."""
+        return None
+
+    def migrate(self, source: Path, target: Path, kernel: Any) -> MigratedConfig:
+        """Rewrite a file for nxdt; see :func:`nxdt_plugin_migrate.config.migrate.migrate`."""
+        from nxdt_plugin_migrate.config.migrate import migrate  # only where a file is migrated
+
+        return migrate(source, target, self.name, kernel)
+
+
+class NxDTraining(_Program):
+    """Files of NxD Training."""
+
+    name = "nxdt"
+
+    _OWN: ClassVar = ("model_source", "model_alignment_strategy", "aync_exec_max_inflight_requests")
+    """Keys that its files have and that files for nxdt, which share the other sections, rarely do."""
+
+    def recognise(self, config: Mapping[str, Any]) -> str:
+        """Return the first key that files for nxdt do not share."""
+        return next((key for key in self._OWN if key in config), "")
+
+    def environment_note(self, environment: Mapping[str, str]) -> str | None:
+        """Return a line on the variables that job scripts of NxD Training and neuronx-nemo-megatron set."""
+        return environment_note(environment)
+
+
+class NeMo(_Program):
+    """Files of NeMo 1.x."""
+
+    name = "nemo"
+
+
+class NeuronxNemoMegatron(_Program):
+    """Files of neuronx-nemo-megatron."""
+
+    name = "nnm"

@@ -1,0 +1,43 @@
+"""``nxdt checkpoint import`` of a checkpoint of NxD Training that lost a file: exit status, message, what is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.config import load
+from nxdt_core.training import assemble
+from plugins.migration.nxd.tests.nxd_writer import Written
+
+pytest.importorskip("nxdt_plugin_llama", reason="nxdt-plugin-llama is not installed")
+
+MODEL = ("recipe:llama-tiny", "model.num_layers=2", "model.num_attention_heads=4", "model.num_kv_heads=2")
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A checkpoint of bfloat16 weights with float32 masters, without the state of one rank."""
+    found = sources(assemble.model_builder(load(MODEL[0], MODEL[1:])))
+    state = {source.hf_names[0]: torch.randn(source.shape) for source in found}
+    cut = Written(heads=4, kv_heads=2, tp=2, weights=torch.bfloat16)
+    directory = cut.write(tmp_path / "run--step=7-consumed_samples=56.ckpt", state, 2)
+    (directory / "optim/dp_rank_01_tp_rank_01_pp_rank_00.pt").unlink()
+    return str(directory)
+
+
+def test_lost_state_of_a_rank_stops_the_import_and_weights_alone_are_on_request(nxdt, work, damaged):
+    words = ("checkpoint", "import", damaged, "runs/a", "--config", *MODEL)
+    done = nxdt(*words)
+    assert done.returncode == 2
+    assert "[NXDT-S087]" in done.stderr
+    assert "optim/dp_rank_01_tp_rank_01_pp_rank_00.pt is missing" in done.stderr
+    assert "--weights-only" in done.stderr
+    assert not list((work / "runs/a").glob("step-*"))
+    done = nxdt(*words, "--weights-only")
+    assert done.returncode == 0, done.stderr
+    assert "master weights included, is not read" in done.stderr
+    assert "Imported" in done.stdout
+    (step,) = (work / "runs/a").glob("step-*")
+    assert step.name == "step-00000000", "no run resumes at step 7 without the optimizer's state"
+    assert not list((step / "optim").glob("*.safetensors"))

@@ -1,0 +1,270 @@
+"""The table of NxD Training's keys has them all, and ``nxdt config check`` does what each row says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nxdt_plugin_migrate.config.aliases import core_keys, legacy_keys
+from nxdt_plugin_migrate.config.table import schema_page, schema_table, value_table
+
+from nxdt_core import config
+from nxdt_core.config.keys import keys_of
+from nxdt_core.config.select import usable_class
+from nxdt_core.config.shapes import Choice, Items, OneOf, Scalar, Shape, Table
+from nxdt_core.config.slots import SLOTS
+from nxdt_core.errors import ConfigError
+from nxdt_core.kernel import Kernel, PluginPolicy
+
+KEYS = Path(__file__).parents[4] / "tests/config/nxdt/keys.txt"
+ROWS = {row.key: row for row in schema_table(Kernel.start())}
+CLASS = {"place": "", "line": 0, "key": ""}
+NOT_KEPT = ("NXDT-C010", "NXDT-C012", "NXDT-C015", "NXDT-C017")
+"""Codes of a key that is not known, not done, or not read as that type."""
+
+SAMPLES: dict[str, Any] = {
+    "name": "x",
+    "model_source": "megatron",
+    "trainer.max_time": "00:01:00:00",
+    "trainer.precision": 16,
+    "trainer.callbacks": [],
+    "exp_manager.max_time": "00:01:00:00",
+    "exp_manager.create_wandb_logger": True,
+    "exp_manager.wandb_logger_kwargs": {},
+    "exp_manager.create_mlflow_logger": True,
+    "exp_manager.mlflow_logger_kwargs": {},
+    "exp_manager.summary_writer_kwargs": {},
+    "exp_manager.checkpoint_callback_params.train_time_interval": 36000,
+    "exp_manager.checkpoint_callback_params.dirpath": "/checkpoints/x",
+    "model.model_config": None,
+    "model.activation": "geglu",
+    "model.normalization": "rmsnorm",
+    "model.position_embedding_type": "rope",
+    "model.transformer_block_type": "gpt_j",
+    "model.optim.name": "sgd",
+    "model.optim.sched.name": "constant",
+    "precision.type": "autocast",
+    "model.optim.betas": [0.8, 0.9],
+    "model.moe.glu_mlp": True,
+    "model.moe.dropout": 0.0,
+    "model.moe.top_k": 1,
+    "model.moe.routing_algorithm": "top_k",
+    "model.moe.router_activation": "softmax",
+    "model.moe.dropless": True,
+    "model.moe.output_router_logits": False,
+    "model.moe.normalize_top_k_affinities": False,
+    "model.moe.sinkhorn_tol": 0.5,
+    "precision.parallel_layers_reduce_dtype": "bf16",
+    "data.data_prefix": ["/corpora/x"],
+    "data.data_impl": "mmap",
+    "data.dataloader_type": "cyclic",
+    "data.tokenizer.library": "byte",
+    "data.tokenizer.model": "/tokenizers/x.model",
+    "data.tokenizer.use_fast": True,
+    "model_alignment_strategy.dpo.loss_type": "sigmoid",
+}
+"""Values for keys whose type alone does not tell a good one."""
+
+RECIPES = {"mixtral": "mixtral-tiny", "llama": "llama-tiny", "mistral": "mistral-tiny"}
+
+
+ALIGNED = {
+    "sft": ("recipe:llama-tiny-sft", []),
+    "dpo": ("recipe:llama-tiny-dpo", []),
+    "orpo": ("recipe:llama-tiny-orpo", []),
+    "peft": ("recipe:llama-tiny", ["adapter.name=lora", "adapter.lora_save_dir=/adapters/x"]),
+}
+"""By part of the alignment section: a recipe, and what must be said beside it."""
+
+
+def transcribed() -> list[str]:
+    keys, section = [], ""
+    for line in KEYS.read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        head, colon, rest = line.partition(":")
+        if colon:
+            section, line = head.strip(), rest
+        keys += [name if section == "." else f"{section}.{name}" for name in line.split()]
+    return keys
+
+
+def sample(shape: Shape | None, default: Any) -> Any:
+    """A value of the shape that is not the default."""
+    if isinstance(shape, OneOf):
+        return sample(shape.members[0], default)
+    if isinstance(shape, Choice):
+        return next(value for value in shape.values if value != default)
+    if isinstance(shape, Scalar) and shape.type is bool:
+        return default is not True
+    if isinstance(shape, Scalar) and shape.type in (int, float):
+        return 0.5 if shape.type is float else 2 if default != 2 else 3
+    if isinstance(shape, Items):
+        return [sample(shape.items[0], None)]
+    return {"x": 1} if isinstance(shape, Table) else "x"
+
+
+def value_of(key: str) -> Any:
+    if key in SAMPLES:
+        return SAMPLES[key]
+    declared = core_keys().get(key) or legacy_keys().get(key)
+    return 2 if declared is None else sample(declared.shape, declared.default)
+
+
+_MEGATRON = ("data.dataloader_type", "data.pad_samples_to_global_batch_size")
+"""Keys that ``megatron-data`` takes with a note; no other dataloader does."""
+
+
+def on_indexed_files() -> dict[str, Any]:
+    """The recipe ``gpt-tiny`` on ``megatron-data``."""
+    tree = config.load("recipe:gpt-tiny").to_dict()
+    sizes = {name: tree["data"][name] for name in ("global_batch_size", "micro_batch_size", "seq_length", "tokenizer")}
+    return {**tree, "data": {"name": "megatron-data", "data_prefix": "/corpora/x", **sizes}}
+
+
+def base_of(key: str) -> tuple[Any, list[str]]:
+    """A recipe, and what must be said beside it, so that a component which reads the key is selected."""
+    readers = [name for name in ROWS[key].reason.removeprefix("by ").split(", ") if ROWS[key].reason.startswith("by ")]
+    if key in _MEGATRON:
+        return on_indexed_files(), []
+    if key.startswith("model_alignment_strategy."):
+        return ALIGNED[key.split(".")[1]]
+    if key.startswith("model.moe."):
+        return "recipe:mixtral-tiny", []
+    if key.startswith("model.optim.sched.") and readers:
+        return "recipe:llama-tiny", [f"model.optim.sched.name={readers[0]}"]
+    if key.startswith("model.optim.") and readers:
+        return "recipe:llama-tiny", [f"model.optim.name={'adamw' if 'adamw' in readers else readers[0]}"]
+    if key.startswith("precision.") and readers:
+        return "recipe:llama-tiny", ["precision.type=manual"]
+    if key.startswith("data.tokenizer.") and readers:
+        return "recipe:llama-tiny", [f"data.tokenizer.library={readers[0]}"]
+    if key.startswith("data.") and readers and "text" not in readers:
+        return "recipe:llama-tiny", [f"data.name={readers[0]}"]
+    if key.startswith("model.") and readers and "gpt" not in readers:
+        return f"recipe:{RECIPES[next(name for name in readers if name in RECIPES)]}", []
+    return ("recipe:gpt-tiny" if key.startswith("model.") else "recipe:llama-tiny"), []
+
+
+def checked(key: str, kernel: Kernel) -> list[str]:
+    """The codes of what is said of the key itself, and of what it selects."""
+    source, beside = base_of(key)
+    text = json.dumps(value_of(key))
+    problems = config.check(source, [*beside, f"{key}={text}"], kernel=kernel)
+    part = ".".join(key.split(".")[:2])
+    selected = {"adapter.name", "objective.name", ROWS[key].target} if key.startswith("model_alignment") else set()
+    return [problem.code for problem in problems if problem.key in {key, part, *selected}]
+
+
+def notes_on(key: str, kernel: Kernel) -> list[str]:
+    """Notes that the key has no effect whatever else is set; none where the file does not load."""
+    source, beside = base_of(key)
+    try:
+        notes = config.load(source, [*beside, f"{key}={json.dumps(value_of(key))}"], kernel=kernel).notes
+    except ConfigError:
+        return []
+    dead = [note for note in notes if key in note.partition(":")[0].split(", ") and "no effect" in note]
+    return [note for note in dead if not re.search(r"since \w+\.[\w.]+ is ", note)]
+
+
+def test_every_key_of_the_documentation_has_a_row():
+    assert sorted(ROWS) == sorted(transcribed())
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status in ("implemented", "alias")])
+def test_what_is_said_to_be_taken_is_taken(key, installed):
+    assert [code for code in checked(key, installed) if code in NOT_KEPT] == []
+    assert notes_on(key, installed) == []
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "refused"])
+def test_what_is_said_to_be_refused_is_refused_with_a_code(key, installed):
+    assert checked(key, installed)
+    assert ROWS[key].reason
+
+
+_OFFER = re.compile(r"no plugin here offers (?:the )?(logger|[a-z]+\.name):? ([\w-]+(?: or [\w-]+)*)")
+_KINDS = {"logger": "logger", "data.name": "dataloader", "objective.name": "objective", "adapter.name": "adapter"}
+
+
+@pytest.mark.parametrize("plugins", ["all", "none"])
+def test_what_is_said_to_be_offered_by_nobody_is_not_there(plugins, installed):
+    kernel = installed if plugins == "all" else Kernel.start(PluginPolicy(allow=()))
+    rows = [row for row in schema_table(kernel) if "no plugin here offers" in row.reason]
+    for row in rows:
+        what, names = _OFFER.search(row.reason).groups()
+        offered = {text for c in kernel.registry.all(_KINDS[what]) for text in (c.record.name, *c.record.aliases)}
+        assert not offered & set(names.split(" or ")), row
+    about = {row.key for row in rows}
+    assert ("data.dev_choose_samples" in about) == (plugins == "none")
+    assert "data.prompt_name" not in about
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if "no component here reads it" in row.reason])
+def test_what_is_said_to_be_read_by_nobody_is_declared_by_nobody(key, installed):
+    section, _, name = key.rpartition(".")
+    slots = [slot for slot in SLOTS if slot.section == section]
+    classes = [usable_class(c, CLASS) for slot in slots for c in installed.registry.all(slot.kind)]
+    assert not [cls for cls in classes if cls is not None and name in keys_of(cls)]
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status in ("XLA runtime only", "unneeded")])
+def test_what_is_said_to_have_no_effect_is_taken_with_a_note(key, installed):
+    source, beside = base_of(key)
+    loaded = config.load(source, [*beside, f"{key}={json.dumps(value_of(key))}"], kernel=installed)
+    notes = [note for note in loaded.notes if key in note]
+    assert notes
+    assert ("XLA runtime" in notes[0]) == (ROWS[key].status == "XLA runtime only")
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "alias" and row.key in core_keys()])
+def test_an_alias_sets_the_key_that_is_named(key, installed):
+    wanted = value_of(key)
+    recipe, beside = base_of(key)
+    beside = [*beside, "checkpoint.resume_from=/checkpoints/x"] if key.endswith("weight_init_only") else [*beside]
+    beside += ["model.max_position_embeddings=2"] if key.endswith("encoder_seq_length") else []
+    source = {"data": {"seq_length": None}} if key.endswith("encoder_seq_length") else {}
+    tree = config.load(recipe, beside if key.startswith("model_alignment") else [], kernel=installed).to_dict()
+    tree["data"] |= source.get("data", {})
+    section, _, name = ROWS[key].target.partition(".")
+    tree[section].pop(name)
+    for part in ("exp_manager", "model"):
+        tree[part] = {k: v for k, v in tree[part].items() if f"{part}.{k}" not in core_keys() or keeps(f"{part}.{k}")}
+    resolved = config.load(tree, [*beside, f"{key}={json.dumps(wanted)}"], kernel=installed).to_dict()
+    assert resolved[section][name] == wanted
+
+
+def keeps(path: str) -> bool:
+    """Whether a key is no spelling of another and no section of such spellings."""
+    row = ROWS.get(path)
+    return path != "exp_manager.checkpoint_callback_params" and (row is None or row.status != "alias")
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "renamed"])
+def test_what_is_renamed_has_a_name_that_is_taken(key, installed):
+    assert checked(key, installed) == ["NXDT-C010"]
+    assert ROWS[ROWS[key].target].status == "implemented"
+
+
+@pytest.mark.parametrize("row", value_table(Kernel.start()), ids=lambda row: row.key)
+def test_names_of_components_are_taken_or_refused_as_the_table_says(row, installed):
+    key, _, value = row.key.partition(": ")
+    problems = config.check("recipe:llama-tiny", [f"{key}={value}"], kernel=installed)
+    unknown = [problem for problem in problems if problem.row().endswith("[NXDT-K002]")]
+    assert bool(unknown) == (row.status == "refused")
+
+
+def test_the_page_has_every_row(installed):
+    page = schema_page(installed)
+    assert re.findall(r"^\| `([\w.]+)` \|", page, flags=re.MULTILINE) == list(ROWS)
+
+
+@pytest.mark.parametrize(
+    "key", [key for key, row in ROWS.items() if row.status == "unneeded" and "by " not in row.reason]
+)
+@pytest.mark.parametrize("recipe", ["gpt-tiny", "llama-tiny", "mistral-tiny", "mixtral-tiny"])
+def test_what_has_no_effect_is_taken_with_every_model(key, recipe, installed):
+    assert not config.check(f"recipe:{recipe}", [f"{key}={json.dumps(value_of(key))}"], kernel=installed)
