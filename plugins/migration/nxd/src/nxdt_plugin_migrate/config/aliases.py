@@ -14,7 +14,7 @@ from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.slots import SLOTS
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
-from nxdt_plugin_migrate.config.document import Draft
+from nxdt_plugin_migrate.config.document import Document
 
 __all__ = ["core_keys", "drop_dead_keys", "legacy_keys", "rename_aliases", "section_class"]
 
@@ -42,51 +42,51 @@ def _walk(cls: type, path: str) -> Iterator[tuple[str, Key]]:
             yield from _walk(key.section, here)
 
 
-def rename_aliases(draft: Draft) -> None:
+def rename_aliases(document: Document) -> None:
     """Give aliases, and the parts of ``model_alignment_strategy``, the names that the schema has for them now."""
     for path, key in core_keys().items():
         alias = key.mark(AliasOf)
-        if alias is None or path not in draft.settings:
+        if alias is None or path not in document.settings:
             continue
-        if draft.value(path) is None:
-            draft.moved[draft.settings[path].source] = alias.key
-            draft.drop(path, "off", "null says that it is not set")
+        if document.value(path) is None:
+            document.moved[document.settings[path].source] = alias.key
+            document.drop(path, "off", "null says that it is not set")
         else:
-            draft.move(path, alias.key, _CHECKPOINT if alias.key.startswith("checkpoint.") else "")
+            document.move(path, alias.key, _CHECKPOINT if alias.key.startswith("checkpoint.") else "")
     for part, (section, name) in TARGETS.items():
-        if draft.has(f"{SECTION}.{part}"):
-            for path in draft.below(f"{SECTION}.{part}"):
+        if document.has(f"{SECTION}.{part}"):
+            for path in document.below(f"{SECTION}.{part}"):
                 rest = path.removeprefix(f"{SECTION}.{part}").removeprefix(".")
-                draft.move(path, target_of(part, rest) if rest else section)
+                document.move(path, target_of(part, rest) if rest else section)
             if name is not None:
-                draft.put(f"{section}.name", name, f"{SECTION}.{part} asks for it")
-    draft.drop(SECTION, "unneeded", "it is empty")
+                document.put(f"{section}.name", name, f"{SECTION}.{part} asks for it")
+    document.drop(SECTION, "unneeded", "it is empty")
 
 
-def drop_dead_keys(draft: Draft, kernel: Kernel) -> None:
+def drop_dead_keys(document: Document, kernel: Kernel) -> None:
     """Leave out what has no effect, and say what has one on the XLA runtime alone."""
-    for path in list(draft.settings):
+    for path in list(document.settings):
         key = core_keys().get(path) or legacy_keys().get(path)
-        if key is None or _declared(path, draft, kernel):
+        if key is None or _declared(path, document, kernel):
             continue
         dead = key.mark(NoEffect)
         if dead is not None:
-            draft.drop(path, "unneeded", dead.reason)
+            document.drop(path, "unneeded", dead.reason)
         elif key.mark(XlaOnly) is not None:
-            draft.remark(path, _XLA)
+            document.remark(path, _XLA)
 
 
-def _declared(path: str, draft: Draft, kernel: Kernel) -> bool:
+def _declared(path: str, document: Document, kernel: Kernel) -> bool:
     """Whether the selected component reads the key."""
     section, _, name = path.rpartition(".")
-    cls = section_class(section, draft, kernel)
+    cls = section_class(section, document, kernel)
     return cls is not None and name in keys_of(cls)
 
 
-def section_class(section: str, draft: Draft, kernel: Kernel) -> type | None:
+def section_class(section: str, document: Document, kernel: Kernel) -> type | None:
     """The dataclass of the component that a section selects; None where it declares none or cannot be had."""
     slot = next((slot for slot in SLOTS if slot.section == section), None)
-    name = draft.value(slot.key) if slot is not None else None
+    name = document.value(slot.key) if slot is not None else None
     if slot is None or not isinstance(name, str):
         return None
     try:

@@ -11,7 +11,7 @@ from nxdt_core.config.node import Node, to_plain
 from nxdt_core.protocols.config_migration import MigratedKey, Verdict
 from nxdt_plugin_migrate.config.comments import Comments
 
-__all__ = ["Draft", "Setting", "read_draft"]
+__all__ = ["Document", "Setting", "read_document"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Draft:
+class Document:
     """Settings by key path, in the order in which they will be written."""
 
     settings: dict[str, Setting]
@@ -148,8 +148,8 @@ def _shown(setting: Setting) -> str:
     return {"added": now, "changed": f"{setting.original} → {now}"}.get(setting.verdict, setting.original)
 
 
-def read_draft(tree: Node, written: Comments) -> Draft:
-    """A draft that says what the file says."""
+def read_document(tree: Node, written: Comments) -> Document:
+    """A document that says what the file says."""
     resolved, _ = interpolate(tree)
     beside, above = dict(written.beside), dict(written.above)
     lines = dict(_sections(tree, ""))
@@ -167,7 +167,7 @@ def read_draft(tree: Node, written: Comments) -> Draft:
             beside=beside.pop(node.origin.line, ""),  # of several keys on a line, the first has the comment
             above=above.pop(node.origin.line, ()),
         )
-    return Draft(settings, headings, lines)
+    return Document(settings, headings, lines)
 
 
 def _sections(node: Node, path: str) -> Iterator[tuple[str, int]]:

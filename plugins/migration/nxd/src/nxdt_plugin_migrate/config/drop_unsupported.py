@@ -1,4 +1,4 @@
-"""Lets ``nxdt config check`` judge a draft: what it refuses as unknown or not done is left out, the rest is told."""
+"""Lets ``nxdt config check`` judge a document: what it refuses as unknown or not done is left out, the rest is told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nxdt_core.config.yaml_source import parse_yaml
 from nxdt_core.errors import ConfigProblem, NotSupported, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.config_migration import Verdict
-from nxdt_plugin_migrate.config.document import Draft
+from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.recognise import FRAMEWORKS
 from nxdt_plugin_migrate.config.render import TO_SET, render
 
@@ -34,25 +34,25 @@ _PATHS = (
 """Keys of things that must be there before a run starts."""
 
 
-def drop_unsupported(draft: Draft, framework: str, kernel: Kernel, directory: Path) -> tuple[ConfigProblem, ...]:
+def drop_unsupported(document: Document, framework: str, kernel: Kernel, directory: Path) -> tuple[ConfigProblem, ...]:
     """Leave out what cannot be kept, and give the problems that then remain.
 
     Keys of an architecture are kept even where the model does not read them: without one it is another model.
     ``directory`` is where the file will lie, and where its relative paths start.
     """
-    given = draft.value(_MODEL_CONFIG)
+    given = document.value(_MODEL_CONFIG)
     beside = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
     while True:
-        tree, _ = parse_yaml(render(draft, (), ()), "")
+        tree, _ = parse_yaml(render(document, (), ()), "")
         problems = check(to_plain(tree), beside, kernel=kernel)
-        refused = [problem for problem in problems if _can_go(problem) and draft.has(problem.key)]
+        refused = [problem for problem in problems if _can_go(problem) and document.has(problem.key)]
         if not refused:
             return problems
         for problem in refused:
             verdict, reason = _judgement(problem, framework)
-            if verdict == "unsupported" and not draft.asks(problem.key):
+            if verdict == "unsupported" and not document.asks(problem.key):
                 verdict = "off"
-            draft.drop(problem.key, verdict, reason)
+            document.drop(problem.key, verdict, reason)
 
 
 def _can_go(problem: ConfigProblem) -> bool:
@@ -70,17 +70,17 @@ def _judgement(problem: ConfigProblem, framework: str) -> tuple[Verdict, str]:
     return "unsupported", f"{problem.reason}; allowed: {problem.allowed}"
 
 
-def unset_paths(draft: Draft, directory: Path) -> Iterator[tuple[str, str]]:
+def unset_paths(document: Document, directory: Path) -> Iterator[tuple[str, str]]:
     """(key, why) of what must be set before the file can be trained: values to fill in, and paths to nothing.
 
     ``directory`` is where the file will lie, and where its relative paths start.
     """
-    for path, setting in draft.settings.items():
+    for path, setting in document.settings.items():
         if setting.value == TO_SET:
             yield path, "; ".join(setting.reasons) or "it has no value yet"
     for section in _PATHS:
-        for path in draft.below(section):
-            value = draft.value(path)
+        for path in document.below(section):
+            value = document.value(path)
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and text != TO_SET and _is_path(path, text) and _is_missing(text, directory):
                     yield path, f"there is no {text} here"

@@ -15,7 +15,7 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.config_migration import MigratedConfig
 from nxdt_plugin_migrate.config.architectures import require_decoder
 from nxdt_plugin_migrate.config.comments import read_comments
-from nxdt_plugin_migrate.config.document import Draft, read_draft
+from nxdt_plugin_migrate.config.document import Document, read_document
 from nxdt_plugin_migrate.config.drop_unsupported import drop_unsupported, unset_paths
 from nxdt_plugin_migrate.config.nemo import from_nemo, from_nnm
 from nxdt_plugin_migrate.config.nxdt import from_nxdt
@@ -24,7 +24,7 @@ from nxdt_plugin_migrate.config.render import render
 
 __all__ = ["migrate"]
 
-_READERS: Mapping[str, Callable[[Draft, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
+_READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
 
 
 _SECTIONS = (*section_paths(RunConfig), "model.moe", "model.data", "model.tokenizer", "model.data.tokenizer")
@@ -54,19 +54,19 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
     require(read.tree, framework, source)
     if wrong := tuple(_no_sections(read.tree)):
         raise ConfigError(source=str(source), problems=wrong)
-    draft = read_draft(read.tree, read_comments(source.read_text(encoding="utf-8-sig")))
+    document = read_document(read.tree, read_comments(source.read_text(encoding="utf-8-sig")))
     for path in _SECTIONS:
-        if path in draft.settings:
-            draft.drop(path, "unneeded", "it is empty")
-    _READERS[framework](draft, kernel)
-    problems = drop_unsupported(draft, framework, kernel, target.parent)
-    to_set = tuple(dict.fromkeys(unset_paths(draft, target.parent)))
+        if path in document.settings:
+            document.drop(path, "unneeded", "it is empty")
+    _READERS[framework](document, kernel)
+    problems = drop_unsupported(document, framework, kernel, target.parent)
+    to_set = tuple(dict.fromkeys(unset_paths(document, target.parent)))
     return MigratedConfig(
         source=source,
         target=target,
         program=FRAMEWORKS[framework],
-        text=render(draft, _head(source, framework), _tail(draft)),
-        keys=tuple(draft.report()),
+        text=render(document, _head(source, framework), _tail(document)),
+        keys=tuple(document.report()),
         to_set=to_set,
         remaining=tuple(_remaining(problems, {key for key, _ in to_set})),
     )
@@ -90,8 +90,8 @@ def _head(source: Path, framework: str) -> tuple[str, ...]:
     return (f"From {source.name} of {FRAMEWORKS[framework]}, by nxdt config migrate.",)
 
 
-def _tail(draft: Draft) -> tuple[str, ...]:
+def _tail(document: Document) -> tuple[str, ...]:
     """What was lost, where the reader of the YAML sees it."""
-    lost = [row for row in draft.report() if row.verdict == "unsupported"]
+    lost = [row for row in document.report() if row.verdict == "unsupported"]
     lines = [f"  {row.key}: {row.value}  (line {row.line}: {row.reason})" for row in lost]
     return ("Not carried over:", *lines) if lines else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nxdt_plugin_migrate.config.document import Draft
+from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.renamed_keys import LLAMA_NAMES
 from nxdt_plugin_migrate.config.render import TO_SET
 
@@ -32,53 +32,53 @@ _VOCABULARY = "model.vocab_size"
 _GPT2 = ("GPT2BPETokenizer", "gpt2")
 
 
-def name_model(draft: Draft) -> None:
+def name_model(document: Document) -> None:
     """Name the model plugin, as NxD Training's script chooses between its models."""
-    if "model.name" in draft.settings:
+    if "model.name" in document.settings:
         return
-    if draft.value("model_source", "hf") == "hf":
-        mixtral = "mixtral" in str(draft.value("name", "")).lower()
+    if document.value("model_source", "hf") == "hf":
+        mixtral = "mixtral" in str(document.value("name", "")).lower()
         reason = "the run's name contains it" if mixtral else "model_source: hf"
-        draft.put("model.name", "mixtral" if mixtral else "llama", reason)
-        _drop_kept_values(draft)
+        document.put("model.name", "mixtral" if mixtral else "llama", reason)
+        _drop_kept_values(document)
         return
-    wanted, reason = _megatron(draft)
-    draft.put("model.name", wanted, reason)
+    wanted, reason = _megatron(document)
+    document.put("model.name", wanted, reason)
     if wanted != "gpt":
-        _take_as_llama_shaped(draft, wanted)
-    if draft.value("data.tokenizer.type") in _GPT2:
-        draft.put(_VOCABULARY, 50257, "GPT-2's number of ids")
+        _take_as_llama_shaped(document, wanted)
+    if document.value("data.tokenizer.type") in _GPT2:
+        document.put(_VOCABULARY, 50257, "GPT-2's number of ids")
     else:
-        multiple = draft.value("model.make_vocab_size_divisible_by")
+        multiple = document.value("model.make_vocab_size_divisible_by")
         filled = f", filled up to a multiple of {multiple}" if multiple and wanted != "gpt" else ""
-        draft.put(_VOCABULARY, TO_SET, f"it is taken from the tokenizer there; set its number of ids{filled}")
+        document.put(_VOCABULARY, TO_SET, f"it is taken from the tokenizer there; set its number of ids{filled}")
     if wanted != "gpt":
-        draft.drop("model.make_vocab_size_divisible_by", "unneeded", f"{_VOCABULARY} says it")
+        document.drop("model.make_vocab_size_divisible_by", "unneeded", f"{_VOCABULARY} says it")
 
 
-def _megatron(draft: Draft) -> tuple[str, str]:
+def _megatron(document: Document) -> tuple[str, str]:
     """The plugin of the very architecture, else that of all Megatron's: the same weights, but other formats."""
-    if any(draft.value(f"model.{key}") not in usual for key, usual in _LLAMA_SHAPED.items()):
+    if any(document.value(f"model.{key}") not in usual for key, usual in _LLAMA_SHAPED.items()):
         return "gpt", "model_source: megatron"
     for section, name in (("model.moe", "mixtral"), ("model.sliding_window_size", "mistral")):
-        if any(draft.value(path) is not None for path in draft.below(section)):
+        if any(document.value(path) is not None for path in document.below(section)):
             return name, f"{section} is given, and all else is what a {name} has"
     return "llama", "the architecture is a Llama's"
 
 
-def _take_as_llama_shaped(draft: Draft, name: str) -> None:
+def _take_as_llama_shaped(document: Document, name: str) -> None:
     for key in _LLAMA_SHAPED:
-        draft.drop(f"model.{key}", "unneeded", f"every {name} is so")
+        document.drop(f"model.{key}", "unneeded", f"every {name} is so")
     if name == "llama":
-        draft.drop("model.sliding_window_size", "off", "null says that it is not set")
+        document.drop("model.sliding_window_size", "off", "null says that it is not set")
     for old, new in LLAMA_NAMES.items():
-        draft.move(old, new)
-    if draft.value("model.head_dim", 0) is None:
-        draft.drop("model.head_dim", "off", "null says that it is not set")
+        document.move(old, new)
+    if document.value("model.head_dim", 0) is None:
+        document.drop("model.head_dim", "off", "null says that it is not set")
 
 
-def _drop_kept_values(draft: Draft) -> None:
+def _drop_kept_values(document: Document) -> None:
     """``-1`` leaves a value to ``config.json``."""
     for key in ("num_layers", "hidden_size", "rope_theta"):
-        if draft.value(f"model.{key}") == -1:
-            draft.drop(f"model.{key}", "unneeded", "-1 leaves it to model.model_config")
+        if document.value(f"model.{key}") == -1:
+            document.drop(f"model.{key}", "unneeded", "-1 leaves it to model.model_config")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nxdt_core.kernel import Kernel
-from nxdt_plugin_migrate.config.document import Draft
+from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.nxdt import take_nxdt_keys
 from nxdt_plugin_migrate.config.peft import take_peft
 from nxdt_plugin_migrate.config.renamed_keys import LOSES_NOTHING, LOST, MOVED, NNM_MOVED
@@ -18,98 +18,102 @@ _SAVING = "exp_manager.checkpoint_callback_params"
 _ACTIVATION = "model.activation"
 
 
-def from_nemo(draft: Draft, kernel: Kernel) -> None:
-    """Turn a draft of NeMo's keys into one of this schema."""
-    _nemo_precision(draft)
-    _nemo_saving(draft)
-    _to_nxdt(draft, kernel)
+def from_nemo(document: Document, kernel: Kernel) -> None:
+    """Turn a document of NeMo's keys into one of this schema."""
+    _nemo_precision(document)
+    _nemo_saving(document)
+    _to_nxdt(document, kernel)
 
 
-def from_nnm(draft: Draft, kernel: Kernel) -> None:
-    """Turn a draft of neuronx-nemo-megatron's keys into one of this schema."""
+def from_nnm(document: Document, kernel: Kernel) -> None:
+    """Turn a document of neuronx-nemo-megatron's keys into one of this schema."""
     for path, target in NNM_MOVED.items():
-        draft.move(path, target)
-    _nnm_precision(draft)
-    _to_nxdt(draft, kernel)
+        document.move(path, target)
+    _nnm_precision(document)
+    _to_nxdt(document, kernel)
 
 
-def _to_nxdt(draft: Draft, kernel: Kernel) -> None:
-    draft.put("model_source", "megatron", "its models are Megatron's")
+def _to_nxdt(document: Document, kernel: Kernel) -> None:
+    document.put("model_source", "megatron", "its models are Megatron's")
     for path, target in MOVED.items():
-        draft.move(path, target)
-    _experts(draft)
-    take_peft(draft)
-    _fine_tuning(draft)
-    _optimizer(draft)
-    _architecture(draft)
+        document.move(path, target)
+    _experts(document)
+    take_peft(document)
+    _fine_tuning(document)
+    _optimizer(document)
+    _architecture(document)
     for path, (reason, neutral) in LOST.items():
-        asks = [key for key in draft.below(path) if draft.value(key) not in neutral]
-        draft.drop(path, "unsupported" if asks else "off", reason)
+        asks = [key for key in document.below(path) if document.value(key) not in neutral]
+        document.drop(path, "unsupported" if asks else "off", reason)
     for path, reason in LOSES_NOTHING.items():
-        draft.drop(path, "unneeded", reason)
-    if draft.value("trainer.max_epochs") not in (None, -1) and draft.value("trainer.max_steps"):
-        draft.drop("trainer.max_epochs", "unneeded", "trainer.max_steps ends the run, as it does there")
-    take_nxdt_keys(draft, kernel)
+        document.drop(path, "unneeded", reason)
+    if document.value("trainer.max_epochs") not in (None, -1) and document.value("trainer.max_steps"):
+        document.drop("trainer.max_epochs", "unneeded", "trainer.max_steps ends the run, as it does there")
+    take_nxdt_keys(document, kernel)
 
 
-def _nemo_saving(draft: Draft) -> None:
+def _nemo_saving(document: Document) -> None:
     """Save after each validation, as NeMo does where the file gives no interval."""
-    steps = draft.value("trainer.val_check_interval")
+    steps = document.value("trainer.val_check_interval")
     intervals = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
-    given = any(draft.value(f"{_SAVING}.{name}") is not None for name in intervals)
+    given = any(document.value(f"{_SAVING}.{name}") is not None for name in intervals)
     if isinstance(steps, int) and not given:
-        draft.put("checkpoint.every_n_train_steps", steps, "NeMo saves after each validation unless the file says when")
+        document.put(
+            "checkpoint.every_n_train_steps", steps, "NeMo saves after each validation unless the file says when"
+        )
 
 
-def _experts(draft: Draft) -> None:
+def _experts(document: Document) -> None:
     """Write what NeMo does where a key of experts is missing; NxD Training does something else."""
-    if draft.has("model.moe.num_experts"):
-        draft.put("model.moe.capacity_factor", None, "NeMo drops no tokens where the file gives no capacity")
-        draft.put("model.moe.router_aux_loss_coef", 0.0, "the default there")
-        draft.put("model.moe.output_router_logits", True, "NeMo adds the loss of the router, times its coefficient")
+    if document.has("model.moe.num_experts"):
+        document.put("model.moe.capacity_factor", None, "NeMo drops no tokens where the file gives no capacity")
+        document.put("model.moe.router_aux_loss_coef", 0.0, "the default there")
+        document.put("model.moe.output_router_logits", True, "NeMo adds the loss of the router, times its coefficient")
 
 
-def _fine_tuning(draft: Draft) -> None:
+def _fine_tuning(document: Document) -> None:
     """Drop the data sets that only fine-tuning reads, and say so where the file asks for it."""
-    asks = draft.value("data.fine_tuning") or (draft.has("data.train_ds") and not draft.has("data.data_prefix"))
+    asks = document.value("data.fine_tuning") or (
+        document.has("data.train_ds") and not document.has("data.data_prefix")
+    )
     for name in ("train_ds", "validation_ds", "test_ds"):
         if asks:
-            draft.drop(f"data.{name}", "unsupported", "set data.name: sft-chat and its train_files and val_files")
+            document.drop(f"data.{name}", "unsupported", "set data.name: sft-chat and its train_files and val_files")
         else:
-            draft.drop(f"data.{name}", "off", "only data.fine_tuning: true reads it")
+            document.drop(f"data.{name}", "off", "only data.fine_tuning: true reads it")
 
 
-def _optimizer(draft: Draft) -> None:
-    name = draft.value(_OPTIMIZER)
+def _optimizer(document: Document) -> None:
+    name = document.value(_OPTIMIZER)
     if name in ("fused_adam", "megatron_fused_adam"):
-        draft.change(_OPTIMIZER, "adamw", "NeMo's fused Adam decays as AdamW; here torch's fused one is taken")
+        document.change(_OPTIMIZER, "adamw", "NeMo's fused Adam decays as AdamW; here torch's fused one is taken")
     elif name in ("distributed_fused_adam", "mcore_distributed_optim"):
-        draft.change(_OPTIMIZER, "adamw", "its shards over data parallel ranks are distributed_strategy.zero1")
-        draft.put("distributed_strategy.zero1", True, f"{name} shards the optimizer's state")
+        document.change(_OPTIMIZER, "adamw", "its shards over data parallel ranks are distributed_strategy.zero1")
+        document.put("distributed_strategy.zero1", True, f"{name} shards the optimizer's state")
 
 
-def _architecture(draft: Draft) -> None:
-    activation = str(draft.value(_ACTIVATION, ""))
+def _architecture(document: Document) -> None:
+    activation = str(document.value(_ACTIVATION, ""))
     if activation.startswith("fast-"):
-        draft.change(_ACTIVATION, activation.removeprefix("fast-"), "the same function; fast- names a fused kernel")
-    if draft.value("model.openai_gelu") and activation in ("gelu", ""):
-        draft.drop("model.openai_gelu", "renamed", f"{_ACTIVATION}: gelu_tanh")
-        draft.drop(_ACTIVATION, "renamed", "openai_gelu chooses the tanh form")
-        draft.put(_ACTIVATION, "gelu_tanh", "openai_gelu: true")
-    window: Any = draft.value("model.sliding_window_size")
+        document.change(_ACTIVATION, activation.removeprefix("fast-"), "the same function; fast- names a fused kernel")
+    if document.value("model.openai_gelu") and activation in ("gelu", ""):
+        document.drop("model.openai_gelu", "renamed", f"{_ACTIVATION}: gelu_tanh")
+        document.drop(_ACTIVATION, "renamed", "openai_gelu chooses the tanh form")
+        document.put(_ACTIVATION, "gelu_tanh", "openai_gelu: true")
+    window: Any = document.value("model.sliding_window_size")
     if isinstance(window, list) and window:
-        draft.change("model.sliding_window_size", window[0], "tokens to the left; none to the right are seen")
-    if draft.value("trainer.accelerator") in ("gpu", "tpu"):
-        draft.drop("trainer.accelerator", "unneeded", "auto takes what the machine has")
-    if draft.value("model.activations_checkpoint_granularity") is None:
+        document.change("model.sliding_window_size", window[0], "tokens to the left; none to the right are seen")
+    if document.value("trainer.accelerator") in ("gpu", "tpu"):
+        document.drop("trainer.accelerator", "unneeded", "auto takes what the machine has")
+    if document.value("model.activations_checkpoint_granularity") is None:
         for key in ("method", "num_layers"):
-            draft.drop(f"model.activations_checkpoint_{key}", "unneeded", "nothing is recomputed")
+            document.drop(f"model.activations_checkpoint_{key}", "unneeded", "nothing is recomputed")
 
 
-def _nemo_precision(draft: Draft) -> None:
+def _nemo_precision(document: Document) -> None:
     """Lightning's precision and Megatron's O2 switch together."""
-    precision = str(draft.value("trainer.precision", "32"))
-    masters = draft.value("model.megatron_amp_O2") or "distributed" in str(draft.value(_OPTIMIZER))
+    precision = str(document.value("trainer.precision", "32"))
+    masters = document.value("model.megatron_amp_O2") or "distributed" in str(document.value(_OPTIMIZER))
     if precision in ("32", "32-true"):
         chosen, reason = "fp32", "float32"
     elif precision in ("bf16", "bf16-mixed"):
@@ -120,22 +124,22 @@ def _nemo_precision(draft: Draft) -> None:
     else:
         chosen = "mixed_precision" if masters else "autocast"
         reason = "float16 and its loss scale are not offered; bfloat16 needs no scale"
-    _set_precision(draft, chosen, f"trainer.precision {precision}: {reason}")
+    _set_precision(document, chosen, f"trainer.precision {precision}: {reason}")
 
 
-def _nnm_precision(draft: Draft) -> None:
+def _nnm_precision(document: Document) -> None:
     """What the file says of it; the rest was said by the environment of the launch script."""
-    masters = draft.value("model.zero_use_master_weight") or draft.value("model.megatron_amp_O2")
-    if masters or draft.value("model.zero_use_fp32_grad_accum"):
+    masters = document.value("model.zero_use_master_weight") or document.value("model.megatron_amp_O2")
+    if masters or document.value("model.zero_use_fp32_grad_accum"):
         chosen, reason = "mixed_precision", "float32 masters and sums of gradients"
     else:
         chosen, reason = "fp32", "where the launch script set XLA_USE_BF16, the run was bf16SR: write that"
     for key in ("zero_use_master_weight", "zero_use_fp32_grad_accum"):
-        draft.drop(f"model.{key}", "renamed", _PRECISION)
-    _set_precision(draft, chosen, reason)
+        document.drop(f"model.{key}", "renamed", _PRECISION)
+    _set_precision(document, chosen, reason)
 
 
-def _set_precision(draft: Draft, chosen: str, reason: str) -> None:
-    draft.drop("trainer.precision", "renamed", f"{_PRECISION}: {chosen}")
-    draft.drop("model.megatron_amp_O2", "renamed" if chosen == "mixed_precision" else "unneeded", _PRECISION)
-    draft.put(_PRECISION, chosen, reason)
+def _set_precision(document: Document, chosen: str, reason: str) -> None:
+    document.drop("trainer.precision", "renamed", f"{_PRECISION}: {chosen}")
+    document.drop("model.megatron_amp_O2", "renamed" if chosen == "mixed_precision" else "unneeded", _PRECISION)
+    document.put(_PRECISION, chosen, reason)

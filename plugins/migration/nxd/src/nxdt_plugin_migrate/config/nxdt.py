@@ -8,7 +8,7 @@ from nxdt_core.api import ModelComponent
 from nxdt_core.config.alignment import data_of
 from nxdt_core.kernel import Kernel
 from nxdt_plugin_migrate.config.aliases import drop_dead_keys, rename_aliases
-from nxdt_plugin_migrate.config.document import Draft
+from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.models import name_model
 from nxdt_plugin_migrate.config.nxdt_keys import (
     DATA_READERS,
@@ -34,201 +34,203 @@ _SCHEDULE = "model.optim.sched"
 _SCHEDULE_END = f"{_SCHEDULE}.max_steps"
 
 
-def from_nxdt(draft: Draft, kernel: Kernel) -> None:
-    """Turn a draft of a file of NxD Training into one of this schema."""
-    _find_searched(draft)
-    take_nxdt_keys(draft, kernel)
+def from_nxdt(document: Document, kernel: Kernel) -> None:
+    """Turn a document of a file of NxD Training into one of this schema."""
+    _find_searched(document)
+    take_nxdt_keys(document, kernel)
 
 
-def take_nxdt_keys(draft: Draft, kernel: Kernel) -> None:
-    """Turn a draft whose keys are NxD Training's, each in its own place, into one of this schema."""
-    for path, setting in list(draft.settings.items()):
+def take_nxdt_keys(document: Document, kernel: Kernel) -> None:
+    """Turn a document whose keys are NxD Training's, each in its own place, into one of this schema."""
+    for path, setting in list(document.settings.items()):
         if setting.value == "None":
-            draft.change(path, None, "YAML reads None as text; null is meant")
-    _leave_out_ignored(draft)
-    _take_unread_values(draft)
-    _name_data(draft)
-    _leave_out_unread(draft)
-    name_model(draft)
-    _order(draft)
-    _tokenizer(draft)
-    _precision(draft)
-    _lengths(draft)
-    _intervals(draft)
-    _curve(draft)
-    _recompute(draft, kernel)
-    _experts(draft)
-    _pipeline(draft)
+            document.change(path, None, "YAML reads None as text; null is meant")
+    _leave_out_ignored(document)
+    _take_unread_values(document)
+    _name_data(document)
+    _leave_out_unread(document)
+    name_model(document)
+    _order(document)
+    _tokenizer(document)
+    _precision(document)
+    _lengths(document)
+    _intervals(document)
+    _curve(document)
+    _recompute(document, kernel)
+    _experts(document)
+    _pipeline(document)
     for old, new in RENAMED.items():
-        draft.move(old, new)
-    rename_aliases(draft)
-    drop_dead_keys(draft, kernel)
-    _defaults(draft)
+        document.move(old, new)
+    rename_aliases(document)
+    drop_dead_keys(document, kernel)
+    _defaults(document)
 
 
-def _find_searched(draft: Draft) -> None:
+def _find_searched(document: Document) -> None:
     """Keys that stand where only NxD Training's search through the whole file finds them."""
-    for path in list(draft.settings):
+    for path in list(document.settings):
         parts = path.split(".")
         at = next((place for place, part in enumerate(parts[:-1]) if part in _PARTS), None)
-        if at is not None and path in draft.settings and ".".join(parts[:at]) != _STRATEGY:
-            _search_finds(draft, path, ".".join([_STRATEGY, *parts[at:]]))
-        elif parts[-1] in SEARCHED and path in draft.settings and path != SEARCHED[parts[-1]]:
-            _search_finds(draft, path, SEARCHED[parts[-1]])
+        if at is not None and path in document.settings and ".".join(parts[:at]) != _STRATEGY:
+            _search_finds(document, path, ".".join([_STRATEGY, *parts[at:]]))
+        elif parts[-1] in SEARCHED and path in document.settings and path != SEARCHED[parts[-1]]:
+            _search_finds(document, path, SEARCHED[parts[-1]])
 
 
-def _search_finds(draft: Draft, path: str, target: str) -> None:
+def _search_finds(document: Document, path: str, target: str) -> None:
     """Of two places the top level counts, then the one that stands first in the file."""
-    proper, odd = draft.settings.get(target), draft.settings[path]
+    proper, odd = document.settings.get(target), document.settings[path]
     if proper is not None and proper.value != odd.value and ("." not in path or odd.line < proper.line):
-        draft.moved[proper.source] = target
-        draft.drop(target, "ignored", f"NxD Training's search through the file finds line {odd.line} first")
-    draft.move(path, target, "NxD Training finds it by searching the whole file for its name")
+        document.moved[proper.source] = target
+        document.drop(target, "ignored", f"NxD Training's search through the file finds line {odd.line} first")
+    document.move(path, target, "NxD Training finds it by searching the whole file for its name")
 
 
-def _leave_out_ignored(draft: Draft) -> None:
+def _leave_out_ignored(document: Document) -> None:
     for path, reason in IGNORED.items():
-        asks = any(draft.value(key) not in (None, False) for key in draft.below(path))
-        draft.drop(path, "ignored" if asks else "unneeded", reason)
-    if draft.value(_SCHEDULE_END) not in (None, draft.value("trainer.max_steps")):
-        draft.drop(_SCHEDULE_END, "ignored", "NxD Training always ends the curve at trainer.max_steps")
+        asks = any(document.value(key) not in (None, False) for key in document.below(path))
+        document.drop(path, "ignored" if asks else "unneeded", reason)
+    if document.value(_SCHEDULE_END) not in (None, document.value("trainer.max_steps")):
+        document.drop(_SCHEDULE_END, "ignored", "NxD Training always ends the curve at trainer.max_steps")
 
 
-def _take_unread_values(draft: Draft) -> None:
+def _take_unread_values(document: Document) -> None:
     for path, reason in UNREAD_VALUE.items():
-        if path in draft.settings:
-            draft.remark(path, reason)
-    given = draft.value("model.model_config")
+        if path in document.settings:
+            document.remark(path, reason)
+    given = document.value("model.model_config")
     if isinstance(given, str) and not given.startswith(("/", "~", "$")):
-        draft.remark("model.model_config", "relative paths start at the file here, not at the working directory")
-    if draft.value("model_source", "hf") == "hf":
-        if "model.optim.weight_decay" in draft.settings:
-            draft.remark("model.optim.weight_decay", "NxD Training decays Hugging Face models by 0.01 whatever it says")
-        if draft.value("model.do_layer_norm_weight_decay"):
-            draft.remark(
+        document.remark("model.model_config", "relative paths start at the file here, not at the working directory")
+    if document.value("model_source", "hf") == "hf":
+        if "model.optim.weight_decay" in document.settings:
+            document.remark(
+                "model.optim.weight_decay", "NxD Training decays Hugging Face models by 0.01 whatever it says"
+            )
+        if document.value("model.do_layer_norm_weight_decay"):
+            document.remark(
                 "model.do_layer_norm_weight_decay",
                 "NxD Training reads it the wrong way round for Hugging Face models; false is what it did",
             )
 
 
-def _name_data(draft: Draft) -> None:
+def _name_data(document: Document) -> None:
     """The dataloader, by what NxD Training's script looks at."""
-    intended = draft.value("data.use_sft_style_data_module") and draft.has("data.train_dir")
-    if draft.has(_STRATEGY):
-        parts = {path.split(".")[1] for path in draft.below(_STRATEGY) if "." in path}
+    intended = document.value("data.use_sft_style_data_module") and document.has("data.train_dir")
+    if document.has(_STRATEGY):
+        parts = {path.split(".")[1] for path in document.below(_STRATEGY) if "." in path}
         name, reason = data_of(parts), f"{_STRATEGY} is given"
     elif intended:
         name, reason = "sft-chat", "data.use_sft_style_data_module asks for it; NxD Training no longer reads that key"
-    elif draft.value("model_source") == "megatron":
+    elif document.value("model_source") == "megatron":
         name, reason = "megatron-data", "model_source: megatron"
     else:
         name, reason = "hf-data", "model_source: hf"
-    draft.drop("data.use_sft_style_data_module", "renamed" if intended else "unneeded", "data.name says it")
-    draft.put("data.name", name, reason)
+    document.drop("data.use_sft_style_data_module", "renamed" if intended else "unneeded", "data.name says it")
+    document.put("data.name", name, reason)
 
 
-def _leave_out_unread(draft: Draft) -> None:
+def _leave_out_unread(document: Document) -> None:
     """Keys of another data module or another kind of model than the one that runs."""
     known = set(nxdt_keys())
-    data, source = str(draft.value("data.name")), str(draft.value("model_source", "hf"))
+    data, source = str(document.value("data.name")), str(document.value("model_source", "hf"))
     everywhere = {"name", "global_batch_size", "micro_batch_size", "tokenizer"}
-    for key in _sections_of(draft, "data"):
+    for key in _sections_of(document, "data"):
         if key not in DATA_READERS.get(data, ()) and key not in everywhere and f"data.{key}" in known:
-            draft.drop(
+            document.drop(
                 f"data.{key}", "ignored", f"the data module that NxD Training takes here ({data}) does not read it"
             )
-    for key in _sections_of(draft, "model"):
+    for key in _sections_of(document, "model"):
         if key not in MODEL_READERS.get(source, ()) and f"model.{key}" in known:
-            draft.drop(f"model.{key}", "ignored", f"NxD Training's models of model_source {source} do not read it")
-    if draft.value(_PRECISION) != "manual":
+            document.drop(f"model.{key}", "ignored", f"NxD Training's models of model_source {source} do not read it")
+    if document.value(_PRECISION) != "manual":
         for key in ("master_weights", "fp32_grad_acc", *_SWITCHES):
-            draft.drop(f"precision.{key}", "ignored", "only the precision 'manual' reads it")
+            document.drop(f"precision.{key}", "ignored", "only the precision 'manual' reads it")
 
 
 _SWITCHES = ("xla_use_bf16", "xla_downcast_bf16", "neuron_rt_stochastic_rounding_en")
 
 
-def _sections_of(draft: Draft, section: str) -> list[str]:
-    return list(dict.fromkeys(path.split(".")[1] for path in draft.below(section) if "." in path))
+def _sections_of(document: Document, section: str) -> list[str]:
+    return list(dict.fromkeys(path.split(".")[1] for path in document.below(section) if "." in path))
 
 
-def _precision(draft: Draft) -> None:
-    if draft.value(_PRECISION) == "mixed_precision_SR":
-        draft.change(_PRECISION, "mixed_precisionSR", "the spelling of its documentation")
-    draft.put(_PRECISION, "mixed_precision", "NxD Training's default; here it is fp32")
-    if "32" in str(draft.value("trainer.precision", "")):
-        draft.drop("trainer.precision", "unneeded", "precision.type decides")
+def _precision(document: Document) -> None:
+    if document.value(_PRECISION) == "mixed_precision_SR":
+        document.change(_PRECISION, "mixed_precisionSR", "the spelling of its documentation")
+    document.put(_PRECISION, "mixed_precision", "NxD Training's default; here it is fp32")
+    if "32" in str(document.value("trainer.precision", "")):
+        document.drop("trainer.precision", "unneeded", "precision.type decides")
 
 
-def _lengths(draft: Draft) -> None:
+def _lengths(document: Document) -> None:
     """One length of sequences; as shipped, fine-tuning examples have two that differ."""
-    batch, model = draft.value(_LENGTH), draft.value(_ENCODER_LENGTH)
+    batch, model = document.value(_LENGTH), document.value(_ENCODER_LENGTH)
     if batch is not None and model is not None and batch != model:
-        draft.moved[draft.settings[_ENCODER_LENGTH].source] = _LENGTH
+        document.moved[document.settings[_ENCODER_LENGTH].source] = _LENGTH
         why = f"batches have {_LENGTH} ({batch}) tokens; NxD Training stops where the two differ"
-        draft.drop(_ENCODER_LENGTH, "ignored", why)
+        document.drop(_ENCODER_LENGTH, "ignored", why)
 
 
-def _intervals(draft: Draft) -> None:
+def _intervals(document: Document) -> None:
     """Counts that mean something else there than the same number here."""
-    if isinstance(draft.value("trainer.val_check_interval"), float):
-        draft.drop("trainer.val_check_interval", "unsupported", "validation is counted in optimizer steps here")
-    if draft.value(_SAVE_INTERVAL) == 0:
-        draft.drop(_SAVE_INTERVAL, "unneeded", "0 counts no steps")
+    if isinstance(document.value("trainer.val_check_interval"), float):
+        document.drop("trainer.val_check_interval", "unsupported", "validation is counted in optimizer steps here")
+    if document.value(_SAVE_INTERVAL) == 0:
+        document.drop(_SAVE_INTERVAL, "unneeded", "0 counts no steps")
 
 
-def _curve(draft: Draft) -> None:
+def _curve(document: Document) -> None:
     """More constant steps than the run has: NeMo's cosine then falls to its end in the step behind the warm-up."""
-    constant, warmup = f"{_SCHEDULE}.constant_steps", draft.value(f"{_SCHEDULE}.warmup_steps") or 0
-    count, end = draft.value(constant), draft.value(_SCHEDULE_END) or draft.value("trainer.max_steps")
+    constant, warmup = f"{_SCHEDULE}.constant_steps", document.value(f"{_SCHEDULE}.warmup_steps") or 0
+    count, end = document.value(constant), document.value(_SCHEDULE_END) or document.value("trainer.max_steps")
     if not all(isinstance(number, int) for number in (count, warmup, end)) or not count or warmup + count <= end:
         return
     there = "the rate falls to min_lr right behind the warm-up, as it did there"
     reason = (
         f"with warm-up it is more than the {end} steps of the run, so that {there}; 0 spreads the fall over the run"
     )
-    draft.change(constant, max(0, end - warmup - 1), reason)
+    document.change(constant, max(0, end - warmup - 1), reason)
 
 
-def _order(draft: Draft) -> None:
+def _order(document: Document) -> None:
     """Set ``data.shuffle`` to what the kind of NxD Training's sampler stands for."""
-    kind = draft.value(_SAMPLER)
+    kind = document.value(_SAMPLER)
     if kind in ("single", "cyclic"):
-        draft.drop(_SAMPLER, "renamed", f"data.shuffle: {str(kind == 'cyclic').lower()}")
+        document.drop(_SAMPLER, "renamed", f"data.shuffle: {str(kind == 'cyclic').lower()}")
         order = "in their order" if kind == "single" else "in another random order each pass"
-        draft.put("data.shuffle", kind == "cyclic", f"dataloader_type: {kind} takes the samples {order}")
+        document.put("data.shuffle", kind == "cyclic", f"dataloader_type: {kind} takes the samples {order}")
 
 
-def _tokenizer(draft: Draft) -> None:
+def _tokenizer(document: Document) -> None:
     section = "data.tokenizer"
-    for path in draft.below(section):
-        if draft.value(path) is None:
-            draft.drop(path, "off", "null says that it is not set")
+    for path in document.below(section):
+        if document.value(path) is None:
+            document.drop(path, "off", "null says that it is not set")
     library, kind = f"{section}.library", f"{section}.type"
-    if draft.value(library) == "megatron":
-        if "/" in str(draft.value(kind)):
-            draft.change(library, "huggingface", "what its library loads for a directory")
-        elif f"{section}.vocab_file" in draft.settings:
-            draft.remark(library, "the same tokenizer of GPT-2, from the same files; <|endoftext|> ends a document")
-        elif draft.value(kind) == "GPT2BPETokenizer":
-            draft.change(library, "huggingface", "no files are named")
-            draft.change(kind, "gpt2", "no files are named, so that GPT-2's own are fetched")
-    if draft.value(f"{section}.use_fast") is False:
-        draft.drop(f"{section}.use_fast", "unneeded", "tokenizers here are the fast ones, with the same ids")
+    if document.value(library) == "megatron":
+        if "/" in str(document.value(kind)):
+            document.change(library, "huggingface", "what its library loads for a directory")
+        elif f"{section}.vocab_file" in document.settings:
+            document.remark(library, "the same tokenizer of GPT-2, from the same files; <|endoftext|> ends a document")
+        elif document.value(kind) == "GPT2BPETokenizer":
+            document.change(library, "huggingface", "no files are named")
+            document.change(kind, "gpt2", "no files are named, so that GPT-2's own are fetched")
+    if document.value(f"{section}.use_fast") is False:
+        document.drop(f"{section}.use_fast", "unneeded", "tokenizers here are the fast ones, with the same ids")
 
 
-def _recompute(draft: Draft, kernel: Kernel) -> None:
+def _recompute(document: Document, kernel: Kernel) -> None:
     """Name the modules that are recomputed there; a name that the model lacks recomputes nothing there."""
-    if draft.value(_GRANULARITY) == "full":
-        draft.drop(_RECOMPUTE, "ignored", "whole layers are recomputed, and NxD Training then reads no names")
-    if draft.value(_GRANULARITY) != "selective":
+    if document.value(_GRANULARITY) == "full":
+        document.drop(_RECOMPUTE, "ignored", "whole layers are recomputed, and NxD Training then reads no names")
+    if document.value(_GRANULARITY) != "selective":
         return
-    given: Any = draft.value(_RECOMPUTE)
+    given: Any = document.value(_RECOMPUTE)
     if not given:
-        draft.drop(_RECOMPUTE, "unneeded", "it names nothing")
-        draft.put(_RECOMPUTE, ["CoreAttention"], "what NxD Training recomputes where no module is named")
+        document.drop(_RECOMPUTE, "unneeded", "it names nothing")
+        document.put(_RECOMPUTE, ["CoreAttention"], "what NxD Training recomputes where no module is named")
         return
-    model = str(draft.value("model.name"))
+    model = str(document.value("model.name"))
     record = next((each.record for each in kernel.registry.all("model_builder") if each.record.name == model), None)
     known = record.recompute_names if isinstance(record, ModelComponent) else None
     if known is None or not isinstance(given, list):
@@ -238,34 +240,36 @@ def _recompute(draft: Draft, kernel: Kernel) -> None:
     if kept == given:
         return
     if kept:
-        draft.change(_RECOMPUTE, kept, "the names that this model has; NxD Training ignores others")
+        document.change(_RECOMPUTE, kept, "the names that this model has; NxD Training ignores others")
     else:
-        draft.drop(_RECOMPUTE, "ignored", f"NxD Training ignores names that a {model} does not have")
-        draft.change(_GRANULARITY, None, f"none of the names in {_RECOMPUTE} is of this model")
+        document.drop(_RECOMPUTE, "ignored", f"NxD Training ignores names that a {model} does not have")
+        document.change(_GRANULARITY, None, f"none of the names in {_RECOMPUTE} is of this model")
 
 
-def _experts(draft: Draft) -> None:
-    factor: Any = draft.value("model.moe.capacity_factor")
-    if draft.value("model.moe.dropless") and isinstance(factor, (int, float)) and factor > 0:
-        draft.change("model.moe.capacity_factor", 0.0, "NxD Training sets it to 0 where dropless is true")
+def _experts(document: Document) -> None:
+    factor: Any = document.value("model.moe.capacity_factor")
+    if document.value("model.moe.dropless") and isinstance(factor, (int, float)) and factor > 0:
+        document.change("model.moe.capacity_factor", 0.0, "NxD Training sets it to 0 where dropless is true")
 
 
-def _pipeline(draft: Draft) -> None:
+def _pipeline(document: Document) -> None:
     """Names of layers as the models here have them; cuts where layers do not divide."""
-    cuts: Any = draft.value("model.pipeline_cuts")
+    cuts: Any = document.value("model.pipeline_cuts")
     if isinstance(cuts, list) and any(str(cut).startswith("model.") for cut in cuts):
         named = [str(cut).removeprefix("model.") for cut in cuts]
-        draft.change("model.pipeline_cuts", named, "layers are named without 'model.' here")
+        document.change("model.pipeline_cuts", named, "layers are named without 'model.' here")
     strategy = "distributed_strategy"
-    layers: Any = draft.value("model.num_layers")
-    stages = [draft.value(f"{strategy}.{name}_model_parallel_size") or 1 for name in ("pipeline", "virtual_pipeline")]
+    layers: Any = document.value("model.num_layers")
+    stages = [
+        document.value(f"{strategy}.{name}_model_parallel_size") or 1 for name in ("pipeline", "virtual_pipeline")
+    ]
     if cuts or not all(isinstance(number, int) for number in (layers, *stages)):
         return
     count = stages[0] * stages[1]
     if stages[0] > 1 and layers > count and layers % count:
         ends = stage_ends(layers, count)
         reason = f"{layers} layers do not divide by {count} stages; the outer stages take fewer"
-        draft.put("model.pipeline_cuts", [f"layers.{end}" for end in ends], reason)
+        document.put("model.pipeline_cuts", [f"layers.{end}" for end in ends], reason)
 
 
 def stage_ends(layers: int, stages: int) -> list[int]:
@@ -276,32 +280,32 @@ def stage_ends(layers: int, stages: int) -> list[int]:
     return [sum(sizes[: stage + 1]) - 1 for stage in range(stages - 1)]
 
 
-def _defaults(draft: Draft) -> None:
+def _defaults(document: Document) -> None:
     """What a missing key means there and does not mean here."""
-    if draft.value("model_source") == "megatron":
-        for path, value in DEFAULTS.get(str(draft.value("model.name")), {}).items():
-            draft.put(path, value, "the default there; here it is another")
-    if draft.value("model.name") == "mixtral" and draft.value("model_source") == "megatron":
-        _missing_of_experts(draft)
-    if draft.value("trainer.val_check_interval") and draft.value("trainer.limit_val_batches") != 0:
-        draft.put("checkpoint.monitor", "val_loss", "the default there; here the newest checkpoints are kept")
-        if draft.value("checkpoint.monitor") == "val_loss":
-            draft.put("checkpoint.mode", "min", "the default there; here it is max")
-    draft.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
-    if draft.value("data.name") == "sft-chat":
-        draft.put("data.chat_template", "plain", "NxD Training puts the output right behind the input")
-        draft.put("data.truncation", "drop", "NxD Training leaves out what is longer than a sequence")
-    if draft.value("data.name") == "hf-data":
-        draft.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")
+    if document.value("model_source") == "megatron":
+        for path, value in DEFAULTS.get(str(document.value("model.name")), {}).items():
+            document.put(path, value, "the default there; here it is another")
+    if document.value("model.name") == "mixtral" and document.value("model_source") == "megatron":
+        _missing_of_experts(document)
+    if document.value("trainer.val_check_interval") and document.value("trainer.limit_val_batches") != 0:
+        document.put("checkpoint.monitor", "val_loss", "the default there; here the newest checkpoints are kept")
+        if document.value("checkpoint.monitor") == "val_loss":
+            document.put("checkpoint.mode", "min", "the default there; here it is max")
+    document.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
+    if document.value("data.name") == "sft-chat":
+        document.put("data.chat_template", "plain", "NxD Training puts the output right behind the input")
+        document.put("data.truncation", "drop", "NxD Training leaves out what is longer than a sequence")
+    if document.value("data.name") == "hf-data":
+        document.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")
 
 
-def _missing_of_experts(draft: Draft) -> None:
+def _missing_of_experts(document: Document) -> None:
     moe = "model.moe"
-    experts: Any = draft.value(f"{moe}.num_experts") or 1
-    chosen: Any = draft.value(f"{moe}.top_k") or 1
-    draft.put(f"{moe}.top_k", 1, "the default there; here it is 2")
+    experts: Any = document.value(f"{moe}.num_experts") or 1
+    chosen: Any = document.value(f"{moe}.top_k") or 1
+    document.put(f"{moe}.top_k", 1, "the default there; here it is 2")
     if isinstance(experts, int) and isinstance(chosen, int):
-        draft.put(f"{moe}.capacity_factor", experts / chosen, "the default there: num_experts / top_k")
-        draft.put(f"{moe}.normalize_top_k_affinities", chosen > 1, "the default there: true with top_k above 1")
-    draft.put(f"{moe}.router_aux_loss_coef", 0.0, "the default there; here it is 0.02")
-    draft.put(f"{moe}.output_router_logits", False, "the default there; here the loss of the router is added")
+        document.put(f"{moe}.capacity_factor", experts / chosen, "the default there: num_experts / top_k")
+        document.put(f"{moe}.normalize_top_k_affinities", chosen > 1, "the default there: true with top_k above 1")
+    document.put(f"{moe}.router_aux_loss_coef", 0.0, "the default there; here it is 0.02")
+    document.put(f"{moe}.output_router_logits", False, "the default there; here the loss of the router is added")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nxdt_plugin_migrate.config.document import Draft
+from nxdt_plugin_migrate.config.document import Document
 
 __all__ = ["take_peft"]
 
@@ -42,42 +42,44 @@ _NEUTRAL: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 """Keys of LoRA without a counterpart: why, and the values that ask for nothing else than what is done here."""
 
 
-def take_peft(draft: Draft) -> None:
+def take_peft(document: Document) -> None:
     """Turn the chosen scheme of ``model.peft`` into the section ``adapter``, and leave out the others."""
-    scheme = draft.value(f"{_PEFT}.peft_scheme")
+    scheme = document.value(f"{_PEFT}.peft_scheme")
     if scheme not in (None, "none", "lora"):
-        draft.drop(_PEFT, "unsupported", f"it asks for {scheme}; the only adapter here is LoRA (adapter.name: lora)")
+        document.drop(_PEFT, "unsupported", f"it asks for {scheme}; the only adapter here is LoRA (adapter.name: lora)")
     if scheme == "lora":
-        _take_lora(draft)
-        if draft.value(_SAVED) is not None:
-            draft.drop(_SAVED, "unsupported", "set adapter.load_lora_from_ckpt: true and adapter.lora_save_dir")
-    for path in (_SAVED, *(f"{_PEFT}.{path.split('.')[2]}" for path in draft.below(_PEFT) if path.count(".") > 1)):
-        draft.drop(path, "off", f"peft_scheme is {scheme or 'null'}" if path != _SAVED else "null: nothing is loaded")
-    draft.drop(_PEFT, "off", "it is empty")
+        _take_lora(document)
+        if document.value(_SAVED) is not None:
+            document.drop(_SAVED, "unsupported", "set adapter.load_lora_from_ckpt: true and adapter.lora_save_dir")
+    for path in (_SAVED, *(f"{_PEFT}.{path.split('.')[2]}" for path in document.below(_PEFT) if path.count(".") > 1)):
+        document.drop(
+            path, "off", f"peft_scheme is {scheme or 'null'}" if path != _SAVED else "null: nothing is loaded"
+        )
+    document.drop(_PEFT, "off", "it is empty")
 
 
-def _take_lora(draft: Draft) -> None:
-    draft.drop(f"{_PEFT}.peft_scheme", "renamed", "adapter.name: lora")
-    draft.put("adapter.name", "lora", "peft_scheme: lora")
+def _take_lora(document: Document) -> None:
+    document.drop(f"{_PEFT}.peft_scheme", "renamed", "adapter.name: lora")
+    document.put("adapter.name", "lora", "peft_scheme: lora")
     for old, new in _RENAMED.items():
-        draft.move(f"{_LORA}.{old}", f"adapter.{new}")
-    rank = draft.value("adapter.lora_rank")
+        document.move(f"{_LORA}.{old}", f"adapter.{new}")
+    rank = document.value("adapter.lora_rank")
     if rank is not None:
-        draft.put(_ALPHA, rank, "alpha is adapter_dim there unless the file says otherwise: updates are not scaled")
-    draft.put("adapter.lora_dropout", 0.0, "the default there")
-    _target_modules(draft)
+        document.put(_ALPHA, rank, "alpha is adapter_dim there unless the file says otherwise: updates are not scaled")
+    document.put("adapter.lora_dropout", 0.0, "the default there")
+    _target_modules(document)
     for name, (reason, neutral) in _NEUTRAL.items():
         path = f"{_LORA}.{name}"
-        draft.drop(path, "unneeded" if draft.value(path) in neutral else "unsupported", reason)
-    draft.drop(f"{_LORA}.norm_type", "unneeded", "LoRA has no norm")
+        document.drop(path, "unneeded" if document.value(path) in neutral else "unsupported", reason)
+    document.drop(f"{_LORA}.norm_type", "unneeded", "LoRA has no norm")
 
 
-def _target_modules(draft: Draft) -> None:
+def _target_modules(document: Document) -> None:
     there, here = f"{_LORA}.target_modules", "adapter.target_modules"
-    names: Any = draft.value(there)
+    names: Any = document.value(there)
     if not isinstance(names, list):
-        draft.put(here, ["qkv_proj"], "the projection of queries, keys and values is the default there")
+        document.put(here, ["qkv_proj"], "the projection of queries, keys and values is the default there")
         return
     ours = [one for name in names for one in _MODULES.get(str(name), (str(name),))]
-    draft.move(there, here)
-    draft.change(here, list(dict.fromkeys(ours)), "the names that these layers have here")
+    document.move(there, here)
+    document.change(here, list(dict.fromkeys(ours)), "the names that these layers have here")

@@ -1,4 +1,4 @@
-"""A draft as YAML: sections nested again, comments where they were, interpolations pointed to where keys are now."""
+"""A document as YAML: sections nested again, comments where they were, interpolations pointed to where keys are now."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from nxdt_plugin_migrate.config.document import Draft, Setting
+from nxdt_plugin_migrate.config.document import Document, Setting
 
 __all__ = ["TO_SET", "dump", "render"]
 
@@ -18,26 +18,26 @@ _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 """An interpolation of another key: ``${section.key}`` or ``${.key}``. One of a resolver has a colon."""
 
 
-def render(draft: Draft, head: tuple[str, ...], tail: tuple[str, ...]) -> str:
+def render(document: Document, head: tuple[str, ...], tail: tuple[str, ...]) -> str:
     """The YAML text.
 
     Args:
-        draft: The settings.
+        document: The settings.
         head: Comment lines above them.
         tail: Comment lines below them.
     """
     tree: dict[str, Any] = {}
-    for path, setting in draft.settings.items():
+    for path, setting in document.settings.items():
         *sections, name = path.split(".")
         here = tree
         for section in sections:
             here = here.setdefault(section, {})
         here[name] = setting
-    lines = [*_comments(head, ""), *_lines(tree, "", draft), *(("", *_comments(tail, "")) if tail else ())]
+    lines = [*_comments(head, ""), *_lines(tree, "", document), *(("", *_comments(tail, "")) if tail else ())]
     return "\n".join(lines) + "\n"
 
 
-def _lines(tree: dict[str, Any], path: str, draft: Draft) -> list[str]:
+def _lines(tree: dict[str, Any], path: str, document: Document) -> list[str]:
     depth = path.count(".") + 1 if path else 0
     indent = "  " * depth
     lines: list[str] = []
@@ -45,15 +45,15 @@ def _lines(tree: dict[str, Any], path: str, draft: Draft) -> list[str]:
     for name, child in tree.items():
         here = f"{path}.{name}" if path else name
         if isinstance(child, Setting):
-            text = f"{indent}{dump(name)}: {_text(child, here, draft)}"
+            text = f"{indent}{dump(name)}: {_text(child, here, document)}"
             lines += [""] if apart else []
             apart = False
             lines += [*_comments(child.above, indent), f"{text} {child.beside}".rstrip()]
         else:
             apart = depth == 0
             lines += [""] if apart else []
-            lines += [*_comments(draft.headings.get(here, ()), indent), f"{indent}{dump(name)}:"]
-            lines += _lines(child, here, draft)
+            lines += [*_comments(document.headings.get(here, ()), indent), f"{indent}{dump(name)}:"]
+            lines += _lines(child, here, document)
     return lines
 
 
@@ -61,7 +61,7 @@ def _comments(lines: tuple[str, ...], indent: str) -> list[str]:
     return [f"{indent}{line if line.startswith('#') else f'# {line}'}".rstrip() for line in lines]
 
 
-def _text(setting: Setting, path: str, draft: Draft) -> str:
+def _text(setting: Setting, path: str, document: Document) -> str:
     if setting.text is None:
         return dump(setting.value)
     if "${" not in setting.text:
@@ -71,8 +71,8 @@ def _text(setting: Setting, path: str, draft: Draft) -> str:
     def pointed(match: re.Match[str]) -> str:
         nonlocal lost
         target = _absolute(setting.source, match[1], match[2])
-        now = draft.moved.get(target, target)
-        lost = lost or not draft.has(now)
+        now = document.moved.get(target, target)
+        lost = lost or not document.has(now)
         neighbours = now.rpartition(".")[0] == path.rpartition(".")[0]
         return f"${{.{now.rpartition('.')[2]}}}" if match[1] and neighbours else f"${{{now}}}"
 
