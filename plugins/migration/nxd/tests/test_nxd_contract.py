@@ -1,0 +1,29 @@
+"""The format ``neuronx`` keeps what nxdt asks of every checkpoint format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from nxdt_plugin_migrate.checkpoint.format import NeuronxFormat
+
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.testing.checkpoint_format_contract import CheckpointFormatContract
+from plugins.migration.nxd.tests.nxd_writer import Written
+from tests.checkpoint.poison import weights
+
+
+class TestNeuronxFormat(CheckpointFormatContract):
+    @pytest.fixture
+    def format(self) -> NeuronxFormat:
+        return NeuronxFormat()
+
+    @pytest.fixture
+    def builder(self, builder: ModelBuilder) -> ModelBuilder:
+        """That of conftest.py."""
+        return builder
+
+    @pytest.fixture(params=[False, True], ids=["plain", "xser"])
+    def source(self, tmp_path: Path, builder: ModelBuilder, request: pytest.FixtureRequest) -> Path:
+        cut = Written(heads=4, kv_heads=2, tp=2, pp=2, dp=2, xser=request.param)
+        return cut.write(tmp_path / "tag.ckpt", weights(), 2)
