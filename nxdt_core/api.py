@@ -165,7 +165,7 @@ class ConfigMigrationComponent(Component):
     """A :class:`nxdt_core.protocols.config_migration.ConfigMigration`."""
 
     program: str = ""
-    """Whose configurations it takes over, in words: ``NxD Training``. Empty: its ``name``."""
+    """Name of the program in messages, such as ``NxD Training``; empty for the component's ``name``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class ForeignFormatUnknown(NxdtError):
     formats: list[str]
     """Each in a few words."""
     install: tuple[str, ...] = ()
-    """``name (pip install DIST)`` of each known format whose distribution is not installed."""
+    """``pip install DIST (names)`` for each known distribution of formats that is not installed."""
     unusable: tuple[str, ...] = ()
     """One sentence for each installed plugin that cannot be used and might have recognised it."""
 
@@ -37,7 +37,7 @@ class ForeignFormatUnknown(NxdtError):
             **super()._view(),
             "known": "; ".join(self.formats) or "no format is installed",
             "bad": f" Installed but unusable: {'; '.join(self.unusable)}." if self.unusable else "",
-            "more": f" Further formats: {'; '.join(self.install)}." if self.install else "",
+            "more": f" For further formats: {'; '.join(self.install)}." if self.install else "",
         }
 
 

@@ -38,13 +38,13 @@ class MigrationUnknown(NxdtError):
     installed: tuple[str, ...] = ()
     """``name (program)`` of each installed migration."""
     install: tuple[str, ...] = ()
-    """``name (pip install DIST)`` of each known migration whose distribution is not installed."""
+    """``pip install DIST (names)`` for each known distribution of migrations that is not installed."""
     unusable: tuple[str, ...] = ()
     """One sentence for each installed plugin that cannot be used and might have recognised it."""
 
     def _view(self) -> dict[str, Any]:
         known = f"Name the migration with --from: {', '.join(self.installed)}." if self.installed else ""
-        more = f"Install the migration: {'; '.join(self.install)}." if self.install else ""
+        more = f"Install a migration: {'; '.join(self.install)}." if self.install else ""
         return {
             **super()._view(),
             "bad": f" Installed but unusable: {'; '.join(self.unusable)}." if self.unusable else "",

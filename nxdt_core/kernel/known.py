@@ -52,9 +52,13 @@ def offering_dist(kind: str, name: str) -> str | None:
     return _COMPONENTS.get((kind, name.lower().replace("_", "-")))
 
 
-def known_offers(kind: str) -> dict[str, str]:
-    """Distribution by name of each component of ``kind`` that is known here."""
-    return {name: dist for (of, name), dist in _COMPONENTS.items() if of == kind}
+def known_offers(kind: str) -> dict[str, list[str]]:
+    """Names of the components of ``kind`` that each distribution offers, by distribution."""
+    offers: dict[str, list[str]] = {}
+    for (of, name), dist in _COMPONENTS.items():
+        if of == kind:
+            offers.setdefault(dist, []).append(name)
+    return offers
 
 
 def reading_model(architecture: str) -> str | None:

@@ -140,12 +140,12 @@ class Registry:
         return self._missing(offering_dist(kind, name))
 
     def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Where no component of ``kind`` is the one that is sought: ``name (pip install DIST)`` of each that is known
-        and whose distribution is not installed, and a sentence for each installed plugin that cannot be used."""
+        """Where no component of ``kind`` is the one that is sought: ``pip install DIST (names)`` for each distribution
+        that is known to offer some and is not installed, and a sentence for each that is installed and unusable."""
         known = known_offers(kind)
-        missing = tuple(f"{name} (pip install {dist})" for name, dist in known.items() if self._missing(dist))
-        unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known.values())
-        return missing, tuple(unusable)
+        missing = (f"pip install {dist} ({', '.join(names)})" for dist, names in known.items() if self._missing(dist))
+        unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known)
+        return tuple(missing), tuple(unusable)
 
     def choose(self, kind: str, name: str, offers: Sequence[RegisteredComponent]) -> RegisteredComponent:
         """Return the only one of ``offers``, or the one whose plugin stands first in ``plugins.prefer``.

@@ -56,7 +56,7 @@ class MigratedConfig:
     source: Path
     target: Path
     program: str
-    """Name of the program that the file is of, in words."""
+    """Name of the program that the file is of, as in ``NeMo 1.x``."""
     text: str
     """The new file, YAML."""
     keys: tuple[MigratedKey, ...]
@@ -76,7 +76,7 @@ class KeyMeaning:
     unneeded: str = ""
     """Why no key here stands for it, where ``name`` is empty."""
     program: str = ""
-    """Whose key it is, in words."""
+    """Name of the program that has the key."""
 
 
 @runtime_checkable
@@ -98,7 +98,7 @@ class ConfigMigration(Protocol):
 
     def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
         """Return what a key means that nxdt, or the selected component, does not know, for the message about it; None
-        where it is no key of this program.
+        where this program does not have the key.
 
         Args:
             key: Key path, as written.

@@ -81,7 +81,7 @@ def environment_notes(environment: Mapping[str, str], kernel: Kernel) -> Iterato
 
 
 def program_of(component: RegisteredComponent) -> str:
-    """Return the name of the program, in words."""
+    """Return the name that messages have for the program of a migration."""
     record = component.record
     return (record.program if isinstance(record, ConfigMigrationComponent) else "") or record.name
 

@@ -1,4 +1,4 @@
-"""Lets ``nxdt config check`` judge a document: what it refuses as unknown or not done is left out, the rest is told."""
+"""Checks a document as ``nxdt config check`` does, and drops the keys that it reports as unknown or not supported."""
 
 from __future__ import annotations
 
