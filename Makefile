@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 \
 	plugins/datasets/hf_data plugins/datasets/megatron_data plugins/datasets/sft_chat plugins/datasets/text \
-	plugins/migration/nxd \
+	plugins/evaluation/evaluate plugins/migration/nxd \
 	plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral plugins/objectives/preference
 # Processes that share the files of tests: one per core, at most 4, each with one thread (conftest.py). 0 runs all tests
 # in one process, as a debugger needs it.

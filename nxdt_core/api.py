@@ -51,11 +51,13 @@ __all__ = [
     "Kind",
     "LRSchedulerComponent",
     "LoggerComponent",
+    "MetricComponent",
     "ModelComponent",
     "ObjectiveComponent",
     "OptimizerComponent",
     "PrecisionComponent",
     "StorageComponent",
+    "TaskSuiteComponent",
     "TokenizerComponent",
     "__version__",
     "hookimpl",
@@ -166,6 +168,16 @@ class ConfigMigrationComponent(Component):
 
     program: str = ""
     """Name of the program in messages, such as ``NxD Training``; empty for the component's ``name``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricComponent(Component):
+    """A :class:`nxdt_core.protocols.evaluation.Metric`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSuiteComponent(Component):
+    """A :class:`nxdt_core.protocols.evaluation.TaskSuite`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +305,10 @@ KINDS: tuple[Kind, ...] = (
         "config_migration:ConfigMigration",
         "nxdt config migrate --from",
         "configurations of other programs",
+    ),
+    _kind("metric", MetricComponent, "evaluation:Metric", "nxdt evaluate FILES", "figures of answers"),
+    _kind(
+        "task_suite", TaskSuiteComponent, "evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model"
     ),
     _kind("adapter", AdapterComponent, "adapter:Adapter", "adapter.name", "changes to a model, such as LoRA"),
     _kind("objective", ObjectiveComponent, "objective:Objective", "objective.name", "losses"),

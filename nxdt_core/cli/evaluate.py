@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +10,8 @@ import click
 from nxdt_core.cli.verb import Verb, say
 
 if TYPE_CHECKING:
+    from nxdt_core.kernel import Kernel
+    from nxdt_core.protocols.evaluation import Metric, TaskSuite
     from nxdt_core.training.loaded import LoadedModel
 
 __all__ = ["evaluate"]
@@ -29,7 +30,8 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 )
 @click.argument("checkpoint")
 @click.argument("files", nargs=-1)
-@click.option("--task", "tasks", multiple=True, help="Task of lm-evaluation-harness; may be given several times.")
+@click.option("--task", "tasks", multiple=True, help="Task of an installed suite; may be given several times.")
+@click.option("--suite", metavar="NAME", help="Suite that has the tasks, where several are installed.")
 @click.option("--task-path", type=click.Path(exists=True, file_okay=False), help="Directory with tasks of your own.")
 @click.option("--limit", type=click.IntRange(min=1), help="Records to take of the files, and of each task.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of an answer.")
@@ -40,6 +42,7 @@ def evaluate(
     checkpoint: str,
     files: tuple[str, ...],
     tasks: tuple[str, ...],
+    suite: str | None,
     task_path: str | None,
     limit: int | None,
     max_new_tokens: int,
@@ -52,25 +55,38 @@ def evaluate(
     FILES hold conversations, as training takes them, whose last message is the wanted answer; or texts, `prompt` and
     `answer`. They are JSONL, JSON, Arrow or Parquet.
     Fields that nothing uses are counted, or refused where the run had `data.unused_fields: refuse`.
-    The likeliest answer is compared: share of exact matches, and ROUGE. Tasks are those of lm-evaluation-harness.
+    The likeliest answer is compared: share of exact matches, and what plugins measure, such as ROUGE. Tasks are those
+    of an installed suite, such as lm-evaluation-harness (nxdt-plugin-evaluate).
     """
     from nxdt_core.errors import NothingToJudge
+    from nxdt_core.kernel import Kernel
+    from nxdt_core.training.evaluate import metrics
     from nxdt_core.training.loaded import load_model
 
     if not files and not tasks:
         raise NothingToJudge(found="neither files nor tasks are named")
-    judge = _tasks(tasks, task_path, limit) if tasks else None
+    kernel = Kernel.start()
+    chosen = _suite(kernel, suite, tasks, task_path) if tasks else None
+    measures = metrics(kernel) if files else []
     loaded = load_model(checkpoint, base=base)
     found: dict[str, Any] = {"step": loaded.step}
     if files:
-        found |= _records(loaded, files, limit=limit, max_new_tokens=max_new_tokens, show=0 if as_json else show)
-    if judge is not None:
-        found["tasks"] = judge(loaded)
+        found |= _records(
+            loaded, files, measures, limit=limit, max_new_tokens=max_new_tokens, show=0 if as_json else show
+        )
+    if chosen is not None:
+        found["tasks"] = chosen.run(loaded, limit=limit)
     say(json.dumps(found) if as_json else "\n".join(_lines(found)))
 
 
 def _records(
-    loaded: LoadedModel, files: tuple[str, ...], *, limit: int | None, max_new_tokens: int, show: int
+    loaded: LoadedModel,
+    files: tuple[str, ...],
+    measures: list[Metric],
+    *,
+    limit: int | None,
+    max_new_tokens: int,
+    show: int,
 ) -> dict[str, Any]:
     from nxdt_core.data.unused_fields import UnusedFields
     from nxdt_core.training.continuation import Sampling
@@ -84,21 +100,18 @@ def _records(
         answers.append(answer)
         if len(answers) <= show:
             say(f"{answer.question.place}\n  wanted: {answer.question.wanted}\n  given:  {answer.given}")
-    return {"records": len(answers), "unused": unused.counts, **scores(answers)}
+    return {"records": len(answers), "unused": unused.counts, **scores(answers, measures)}
 
 
-def _tasks(tasks: tuple[str, ...], path: str | None, limit: int | None) -> Callable[[LoadedModel], dict[str, Any]]:
-    """What finds the figures of a model; unknown tasks are refused before one is loaded."""
-    from nxdt_core.errors import EvaluationLibraryMissing
-
-    try:
-        from nxdt_core.training.harness import find_tasks, run_tasks
-    except ImportError as error:
-        raise EvaluationLibraryMissing(
-            needed_by="Tasks", library="lm-evaluation-harness", extra="lm-eval", reason=str(error)
-        ) from error
-    manager = find_tasks(tasks, path)
-    return lambda loaded: run_tasks(loaded, tasks, manager, limit=limit)
+def _suite(kernel: Kernel, name: str | None, tasks: tuple[str, ...], path: str | None) -> TaskSuite:
+    """Return the suite with the tasks; unknown tasks are refused before a model is loaded."""
+    offers = kernel.registry.all("task_suite")
+    if name is None and offers:
+        component = kernel.registry.choose("task_suite", " ".join(tasks), offers)
+    else:
+        component = kernel.registry.get("task_suite", name or "lm-eval")
+    suite: TaskSuite = component.load_target()(tasks, path)
+    return suite
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -98,14 +98,9 @@ from nxdt_core.errors.data import (
 )
 from nxdt_core.errors.evaluation import (
     ChatTemplateMissing,
-    EvaluationLibraryMissing,
     NoAnswerToJudge,
     NothingToJudge,
     QuestionTooLong,
-    TaskRecordUnscorable,
-    TaskSamplesOtherwise,
-    TaskUnknown,
-    TaskUnusable,
 )
 from nxdt_core.errors.exchange import (
     ArchitectureUnread,
@@ -271,7 +266,6 @@ __all__ = [
     "EmptyDataset",
     "EmptyTextFile",
     "EmptyTurn",
-    "EvaluationLibraryMissing",
     "ExpertsDoNotDivide",
     "FieldsUnused",
     "ForeignConfigMissing",
@@ -368,10 +362,6 @@ __all__ = [
     "StorageFull",
     "StoragePathIsFile",
     "StoreInUse",
-    "TaskRecordUnscorable",
-    "TaskSamplesOtherwise",
-    "TaskUnknown",
-    "TaskUnusable",
     "TemplateMissing",
     "TemplateNeedsToken",
     "TemplateRefuses",

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from nxdt_core.errors.base import NxdtError, listing
+from nxdt_core.errors.base import NxdtError
 
 __all__ = [
     "ChatTemplateMissing",
-    "EvaluationLibraryMissing",
     "NoAnswerToJudge",
     "NothingToJudge",
     "QuestionTooLong",
-    "TaskRecordUnscorable",
-    "TaskSamplesOtherwise",
-    "TaskUnknown",
-    "TaskUnusable",
 ]
 
 
@@ -48,68 +41,6 @@ class NothingToJudge(NxdtError):
     happened = "There is nothing to judge by: {found}."
     remedy = "Name files with held-out records, or tasks with --task."
     found: str
-
-
-class EvaluationLibraryMissing(NxdtError):
-    """A metric whose library is not installed."""
-
-    code = "NXDT-E005"
-    happened = "{needed_by} need {library}, which cannot be imported: {reason}."
-    remedy = "pip install 'nxdt-core[{extra}]'"
-    needed_by: str
-    library: str
-    extra: str
-    reason: str
-
-
-class TaskUnknown(NxdtError):
-    """A task that the harness does not have."""
-
-    code = "NXDT-E006"
-    happened = "The harness has no task {task!r}{near}."
-    remedy = "Look at its list (lm-eval ls tasks), or name the directory of your own tasks with --task-path."
-    task: str
-    candidates: tuple[str, ...] = ()
-
-    def _view(self) -> dict[str, Any]:
-        near = f"; it has {listing(self.candidates)}" if self.candidates else ""
-        return {**super()._view(), "near": near}
-
-
-class TaskUnusable(NxdtError):
-    """A task whose records or templates the harness cannot use."""
-
-    code = "NXDT-E010"
-    happened = "The harness cannot run {tasks}: {reason}."
-    remedy = (
-        "See that its data are there, or can be fetched from here, and that its templates fit them; the library says "
-        "more with: lm-eval validate --tasks TASK."
-    )
-    tasks: str
-    reason: str
-
-
-class TaskRecordUnscorable(NxdtError):
-    """An answer whose probability cannot be told."""
-
-    code = "NXDT-E007"
-    happened = "An answer of the task cannot be scored: {reason}."
-    remedy = "Correct the record, or take a task whose answers this model can be asked."
-    reason: str
-
-
-class TaskSamplesOtherwise(NxdtError):
-    """A task whose tokens are to be chosen in a way that is not known here."""
-
-    code = "NXDT-E008"
-    happened = "The task asks for {name}: {value}, which is not known here."
-    remedy = "Its generation_kwargs may have {understood}."
-    name: str
-    value: object
-    known: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "understood": listing(self.known)}
 
 
 class QuestionTooLong(NxdtError):

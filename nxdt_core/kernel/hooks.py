@@ -75,6 +75,14 @@ class Hooks:
         """Configurations of other programs that plugins take over."""
         return tuple(self._calls.collect("nxdt_config_migrations"))
 
+    def nxdt_metrics(self) -> tuple[HookResult[Iterable[api.MetricComponent]], ...]:
+        """Figures of answers that plugins compute."""
+        return tuple(self._calls.collect("nxdt_metrics"))
+
+    def nxdt_task_suites(self) -> tuple[HookResult[Iterable[api.TaskSuiteComponent]], ...]:
+        """Tasks that plugins run on a model."""
+        return tuple(self._calls.collect("nxdt_task_suites"))
+
     def nxdt_adapters(self) -> tuple[HookResult[Iterable[api.AdapterComponent]], ...]:
         """Adapters that plugins offer."""
         return tuple(self._calls.collect("nxdt_adapters"))

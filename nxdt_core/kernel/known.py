@@ -31,6 +31,8 @@ _COMPONENTS: Final = {
     ("objective", "orpo"): "nxdt-plugin-preference",
     ("parallel_engine", "nxd"): "nxdt-plugin-nxd",
     ("checkpoint_format", "neuronx"): "nxdt-plugin-migrate",
+    ("metric", "rouge"): "nxdt-plugin-evaluate",
+    ("task_suite", "lm-eval"): "nxdt-plugin-evaluate",
     ("config_migration", "nxdt"): "nxdt-plugin-migrate",
     ("config_migration", "nemo"): "nxdt-plugin-migrate",
     ("config_migration", "nnm"): "nxdt-plugin-migrate",

@@ -1,4 +1,4 @@
-"""Held-out questions: what a model answers, against what it should. Exact match, and ROUGE by Google's library."""
+"""Held-out questions: what a model answers, against what it should."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from nxdt_core.data.ignored import ignored_fields
 from nxdt_core.data.records import Place, read_records
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.data.unused_fields import UnusedFields, unread
-from nxdt_core.errors import EvaluationLibraryMissing, NoAnswerToJudge, NothingToJudge, QuestionTooLong, UnknownRecord
+from nxdt_core.errors import NoAnswerToJudge, NothingToJudge, QuestionTooLong, UnknownRecord
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
-from nxdt_core.training.rouge_words import RougeWords
 
-__all__ = ["Answer", "Question", "evaluate", "questions", "scores"]
+__all__ = ["Answer", "Question", "evaluate", "metrics", "questions", "scores"]
 
-ROUGE = ("rouge1", "rouge2", "rougeL")
 _EXAMPLE = '{"input": "...", "output": "..."}'
 
 
@@ -99,30 +99,22 @@ def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling) 
         yield Answer(question=question, given=model.tokenizer.decode(written).strip())
 
 
-def scores(answers: Sequence[Answer]) -> dict[str, float]:
-    """Means over the answers: ``exact_match``, and F1 of ``rouge1``, ``rouge2`` and ``rougeL`` (Lin 2004).
-
-    The library's own words are of ASCII letters and digits. Here they are of any script's, see
-    :class:`~nxdt_core.training.rouge_words.RougeWords`: of ASCII texts its figures are those of the library.
+def metrics(kernel: Kernel) -> list[Metric]:
+    """Return every installed metric.
 
     Raises:
-        EvaluationLibraryMissing: rouge-score is not installed.
+        NxdtError: one cannot be used, for instance without its library.
     """
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise EvaluationLibraryMissing(
-            needed_by="ROUGE figures", library="rouge-score", extra="evaluate", reason=str(error)
-        ) from error
-    scorer = RougeScorer(ROUGE, tokenizer=RougeWords())
-    rows = [
-        {
-            "exact_match": float(answer.given == answer.question.wanted),
-            **{name: found.fmeasure for name, found in scorer.score(answer.question.wanted, answer.given).items()},
-        }
-        for answer in answers
-    ]
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    return [component.load_target()() for component in kernel.registry.all("metric")]
+
+
+def scores(answers: Sequence[Answer], metrics: Iterable[Metric] = ()) -> dict[str, float]:
+    """Return the share of exact matches as ``exact_match``, and the figures of ``metrics``."""
+    wanted, given = [each.question.wanted for each in answers], [each.given for each in answers]
+    found = {"exact_match": sum(map(str.__eq__, wanted, given)) / len(answers)}
+    for metric in metrics:
+        found |= metric.compute(wanted, given)
+    return found
 
 
 def _question(

@@ -12,6 +12,7 @@ from tests.packaging.conftest import DISTS
 
 OURS = {
     "nxdt_core": ("nxdt-core", ("nxdt_core/api.py", "nxdt_core/cli/app.py", "nxdt_core/data/templates/chatml.jinja")),
+    "nxdt_plugin_evaluate": ("nxdt-plugin-evaluate", ("nxdt_plugin_evaluate/rouge.py",)),
     "nxdt_plugin_fsx": ("nxdt-plugin-fsx", ("nxdt_plugin_fsx/lfs.py",)),
     "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),
     "nxdt_plugin_hf_data": ("nxdt-plugin-hf-data", ("nxdt_plugin_hf_data/data/kjv/train/state.json",)),

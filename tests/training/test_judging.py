@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 from nxdt_plugin_megatron_data.writer import IndexedWriter
-from rouge_score.rouge_scorer import RougeScorer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
@@ -143,7 +140,7 @@ def test_texts_to_go_on_from_need_a_tokenizer_before_anything_is_trained(tmp_pat
     assert not [*config.run_dir.glob("checkpoints/step-*")]
 
 
-def test_evaluate_prints_what_the_library_finds(trained, tmp_path, capsys):
+def test_evaluate_prints_what_it_finds(trained, tmp_path, capsys):
     file = tmp_path / "held.jsonl"
     file.write_text('{"prompt": "In the", "answer": "beginning"}\n{"prompt": "And", "answer": "the earth", "id": 1}\n')
     uri = str(trained.run_dir / "checkpoints")
@@ -152,54 +149,22 @@ def test_evaluate_prints_what_the_library_finds(trained, tmp_path, capsys):
     assert found["step"] == 2
     assert found["records"] == 1
     assert found["unused"] == {}
-    assert set(found) == {"step", "records", "unused", "exact_match", "rouge1", "rouge2", "rougeL"}
+    assert {"step", "records", "unused", "exact_match"} <= set(found)
     assert main(["evaluate", uri, str(file), "--max-new-tokens", "2", "--show", "1"]) == 0
     said = capsys.readouterr().out
     assert f"{file}:1\n  wanted: beginning\n  given:" in said
     assert "\nunused:       id in 1 record\n" in said
 
 
-def test_scores_are_means_of_exact_matches_and_of_rouge():
-    pairs = [("the cat sat", text) for text in ("the cat sat", "the cat", "dogs", "sat the cat")]
-    answers = [Answer(question=Question(place="", ids=[1], wanted=wanted), given=given) for wanted, given in pairs]
-    found = scores(answers)
-    words, pairs_of_words = 2 * (1 * 2 / 3) / (1 + 2 / 3), 2 * (1 * 1 / 2) / (1 + 1 / 2)  # F of "the cat"
-    assert found["exact_match"] == pytest.approx(1 / 4)
-    assert found["rouge1"] == pytest.approx((1 + words + 0 + 1) / 4)
-    assert found["rouge2"] == pytest.approx((1 + pairs_of_words + 0 + 1 / 2) / 4)
-    assert found["rougeL"] == pytest.approx((1 + words + 0 + 2 / 3) / 4), "the longest common run is 'the cat'"
+def test_scores_are_the_share_of_exact_matches_and_what_metrics_find():
+    class Lengths:
+        def compute(self, wanted, given):
+            return {"wanted": float(len(wanted[0])), "given": float(len("".join(given)))}
 
-
-def rouge_of(wanted, given):
-    found = scores([Answer(question=Question(place="", ids=[1], wanted=wanted), given=given)])
-    return {name: value for name, value in found.items() if name != "exact_match"}
-
-
-def test_rouge_of_ascii_texts_is_that_of_the_library():
-    scorer = RougeScorer(("rouge1", "rouge2", "rougeL"))
-    pairs = itertools.pairwise(
-        Path(resolve_path("package://nxdt_plugin_text/data/kjv.txt")).read_text().split("\n")[:80]
-    )
-    for wanted, given in [*((a, b) for a, b in pairs if a and b), ("It's_a 2nd--try: A1!", "its a 2ND try_a1 (\t)")]:
-        assert wanted.isascii()
-        assert rouge_of(wanted, given) == {name: each.fmeasure for name, each in scorer.score(wanted, given).items()}
-
-
-@pytest.mark.parametrize(
-    ("wanted", "given", "share"),
-    [
-        ("Москва — столица России", "москва, столица", 2 * 2 / (3 + 2)),
-        ("東京は首都です", "東京です", 2 * 4 / (7 + 4)),
-        ("दिल्ली भारत की राजधानी", "दिल्ली राजधानी", 2 * 2 / (4 + 2)),
-        ("القاهرة عاصمة مصر", "عاصمة مصر", 2 * 2 / (3 + 2)),
-        ("ไทยดี", "ดี", 2 * 1 / (4 + 1)),
-        ("un café noir", "cafe\u0301 noir", 2 * 2 / (3 + 2)),
-    ],
-)
-def test_rouge_knows_the_words_of_other_scripts(wanted, given, share):
-    assert set(rouge_of(wanted, wanted).values()) == {1.0}
-    assert rouge_of(wanted, given)["rouge1"] == pytest.approx(share)
-    assert rouge_of(wanted, "zero")["rouge1"] == 0.0
+    question = Question(place="", ids=[1], wanted="the cat")
+    answers = [Answer(question=question, given=given) for given in ("the cat", "a dog", "cat")]
+    assert scores(answers) == {"exact_match": 1 / 3}
+    assert scores(answers, [Lengths()]) == {"exact_match": 1 / 3, "wanted": 7.0, "given": 15.0}
 
 
 def test_questions_are_rendered_as_the_chat_template_asks_them(tmp_path):
@@ -237,12 +202,6 @@ def test_records_that_cannot_be_judged_are_named(tmp_path, record, code):
     with pytest.raises(NxdtError, match=code) as raised:
         list(questions([file], ByteTokenizer(), ChatKeys()))
     assert f"{file}:1" in raised.value.what()
-
-
-def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(NxdtError, match=r"E005.*ROUGE figures need rouge-score(.|\n)*nxdt-core\[evaluate\]"):
-        scores([Answer(question=Question(place="", ids=[1], wanted="a"), given="b")])
 
 
 def test_fields_of_questions_that_nothing_uses_are_counted_or_refused(tmp_path):

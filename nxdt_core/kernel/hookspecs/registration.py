@@ -20,11 +20,13 @@ from nxdt_core.api import (
     Kind,
     LoggerComponent,
     LRSchedulerComponent,
+    MetricComponent,
     ModelComponent,
     ObjectiveComponent,
     OptimizerComponent,
     PrecisionComponent,
     StorageComponent,
+    TaskSuiteComponent,
     TokenizerComponent,
 )
 from nxdt_core.kernel.hookspecs.marker import hookspec
@@ -41,11 +43,13 @@ __all__ = [
     "nxdt_kinds",
     "nxdt_loggers",
     "nxdt_lr_schedulers",
+    "nxdt_metrics",
     "nxdt_model_builders",
     "nxdt_objectives",
     "nxdt_optimizers",
     "nxdt_parallel_engines",
     "nxdt_precision_policies",
+    "nxdt_task_suites",
     "nxdt_tokenizers",
 ]
 
@@ -159,6 +163,30 @@ def nxdt_config_migrations() -> Iterable[ConfigMigrationComponent]:  # type: ign
         def nxdt_config_migrations():
             return [ConfigMigrationComponent(name="acme", target="my_plugin.migration:AcmeMigration", program="Acme",
                                              summary="YAML files of Acme 2")]
+    """
+
+
+@hookspec
+def nxdt_metrics() -> Iterable[MetricComponent]:  # type: ignore[empty-body]
+    """Offer figures of answers to held-out records, which ``nxdt evaluate`` reports beside the exact matches.
+
+    Example::
+
+        @hookimpl
+        def nxdt_metrics():
+            return [MetricComponent(name="length", target="my_plugin.metrics:Length")]
+    """
+
+
+@hookspec
+def nxdt_task_suites() -> Iterable[TaskSuiteComponent]:  # type: ignore[empty-body]
+    """Offer tasks that judge a model, which ``nxdt evaluate --task`` runs; ``--suite`` names one of several suites.
+
+    Example::
+
+        @hookimpl
+        def nxdt_task_suites():
+            return [TaskSuiteComponent(name="exams", target="my_plugin.exams:Exams")]
     """
 
 

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.devices import HOST
-from nxdt_core.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown, TaskUnusable
 from nxdt_core.errors.base import listing
 from nxdt_core.training.continuation import Sampling
 from nxdt_core.training.loaded import LoadedModel
+from nxdt_plugin_evaluate.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown, TaskUnusable
 
 __all__ = ["HarnessModel", "find_tasks", "run_tasks"]
 

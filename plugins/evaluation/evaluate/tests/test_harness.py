@@ -132,7 +132,7 @@ def answers(found, task):
 
 @pytest.fixture(scope="module")
 def ours(uri, task_dir):
-    from nxdt_core.training.harness import HarnessModel
+    from nxdt_plugin_evaluate.harness import HarnessModel
 
     return judged(HarnessModel(load_model(uri)), task_dir)
 
@@ -206,8 +206,7 @@ def test_a_task_without_its_records_or_with_a_broken_template_is_told(uri, tmp_p
 
 def test_requests_for_several_draws_of_a_text_differ(uri, tmp_path, capsys):
     from lm_eval.api.instance import Instance
-
-    from nxdt_core.training.harness import HarnessModel
+    from nxdt_plugin_evaluate.harness import HarnessModel
 
     settings = {"until": [], "do_sample": True, "temperature": 2.0, "max_gen_toks": 6}
     requests = [Instance("generate_until", {}, ("And", settings), number) for number in range(4)]
@@ -226,8 +225,8 @@ def test_a_task_that_is_not_there_is_said_with_its_neighbours_before_a_model_is_
 
 def test_the_extra_is_named_where_the_library_is_not_installed(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "nxdt_core.training.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "nxdt_plugin_evaluate.harness", raising=False)
     assert main(["evaluate", "/nowhere", "--task", "choices"]) == 2
     said = capsys.readouterr().err
     assert "NXDT-E005" in said
-    assert "pip install 'nxdt-core[lm-eval]'" in said
+    assert "pip install 'nxdt-plugin-evaluate[lm-eval]'" in said

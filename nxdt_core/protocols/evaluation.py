@@ -1,0 +1,46 @@
+"""Kinds ``metric`` and ``task_suite``: what ``nxdt evaluate`` reports of a model. Torch-free.
+
+Example of a metric::
+
+    class Length:
+        def compute(self, wanted, given):
+            return {"length": sum(map(len, given)) / len(given)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["Metric", "TaskSuite"]
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """The target of the kind ``metric``, called as ``Target()``. ``nxdt evaluate`` reports every installed metric."""
+
+    def compute(self, wanted: Sequence[str], given: Sequence[str]) -> Mapping[str, float]:
+        """Return figures by name over all answers.
+
+        Args:
+            wanted: The right answer to each question, at least one.
+            given: What the model wrote, in the same order.
+        """
+        ...
+
+
+@runtime_checkable
+class TaskSuite(Protocol):
+    """The target of the kind ``task_suite``, called as ``Target(tasks, path)`` before a model is loaded: with the names
+    of ``--task`` and the directory of ``--task-path``, or None. It raises an error for a task that it does not have."""
+
+    def __init__(self, tasks: Sequence[str], path: str | None) -> None: ...
+
+    def run(self, model: Any, *, limit: int | None) -> Mapping[str, Mapping[str, Any]]:
+        """Return the figures of each task by name.
+
+        Args:
+            model: A :class:`nxdt_core.training.loaded.LoadedModel`.
+            limit: Records of each task; None takes all.
+        """
+        ...
