@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.table import print_facts
-from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from nxdt_core.protocols.config_migration import MigratedConfig
@@ -77,7 +77,7 @@ def _write(path: Path, text: str) -> None:
 def _print(done: MigratedConfig, report: Path | None) -> None:
     from nxdt_core.config.migration import summary
 
-    click.echo(f"Wrote {done.target} from {done.source} ({done.program}).")
+    say(f"Wrote {done.target} from {done.source} ({done.program}).")
     print_facts(summary(done))
     if report is not None:
         click.echo(f"Wrote {report}: every key, with its line and reason.")
@@ -90,4 +90,4 @@ def _print(done: MigratedConfig, report: Path | None) -> None:
         if entries:
             click.echo(title)
             for key, text in entries:
-                click.echo(f"  {key}: {text}")
+                say(f"  {key}: {text}")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
