@@ -2,7 +2,8 @@
 #   make demo    train a small Llama on real text, stop, resume, generate, plot
 #   make test    all tests
 # Others: install, test-full (every case where `make test` takes a sample; hours), its parts test-parallel (layouts),
-#   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean.
+#   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean; accelerator
+#   (measure on a GPU that is lent for a short time) and accelerator-bundle (wheels for one without a network).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +19,13 @@ DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpo
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-full test-parallel test-faults test-recipes lint docs wheels bench clean
+# Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`; further wheels for accelerator-bundle.
+ARGS ?=
+EXTRAS ?=
+BUNDLE := dist/accelerator
+
+.PHONY: install demo test test-full test-parallel test-faults test-recipes lint docs wheels bench accelerator \
+	accelerator-bundle clean
 
 install: $(STAMP)
 
@@ -56,5 +63,13 @@ wheels: $(STAMP)
 bench: $(STAMP)
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
+accelerator: $(STAMP)
+	$(BIN)/python benchmarks/accelerator_day.py --out accelerator_day $(ARGS)
+
+accelerator-bundle: $(STAMP)
+	rm -rf $(BUNDLE)
+	for dist in $(DISTS); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir $(BUNDLE) $$dist || exit 1; done
+	$(BIN)/python scripts/accelerator_bundle.py $(BUNDLE) $(EXTRAS:%=--extra %)
+
 clean:
-	rm -rf $(VENV) dist site nxdt_experiments
+	rm -rf $(VENV) dist site nxdt_experiments accelerator_day

@@ -29,6 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked ``accelerator`` where there is none; ``make accelerator`` runs it by this mark."""
+    if item.get_closest_marker("accelerator") is None:
+        return
+    import torch
+
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        pytest.skip("torch finds no accelerator on this machine")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the option that gives the same sample again."""
     terminalreporter.write_line(f"samples: --samples={terminalreporter.config.getoption('samples')}")

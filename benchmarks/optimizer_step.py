@@ -40,9 +40,14 @@ class Contender:
     def __init__(self, parameters: list[torch.nn.Parameter], step: Callable[[], None]) -> None:
         self._parameters, self._step = parameters, step
         draw = torch.Generator(device=parameters[0].device).manual_seed(0)
-        self._gradients = [torch.randn(p.shape, generator=draw, device=p.device) for p in parameters]
+        self._gradients = [torch.randn(p.shape, generator=draw, device=p.device, dtype=p.dtype) for p in parameters]
         self._device = parameters[0].device
         self.step_ms()
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(parameter.numel() for parameter in self._parameters)
 
     def step_ms(self) -> float:
         """Milliseconds a step; gradients are dropped by each step and given back in between."""

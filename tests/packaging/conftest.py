@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DISTS = (".", *sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")))
 THIRD_PARTY = "examples/third_party"
-_NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments")
+_NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments", "accelerator_day")
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxdt_core.devices import HOST, profile_of
+from nxdt_core.devices import HOST, current_device, profile_of
 from nxdt_core.parallel.context.attention.block import _KERNELS, Block, GradientSums, Merged, Window, kernel_for
 from nxdt_core.parallel.context.attention.composed import ComposedKernel
 from nxdt_core.parallel.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
@@ -81,13 +81,12 @@ def test_kernels_of_the_host_compute_attention(kernel, dtype, kv_heads, name):
     check(kernel, HOST, dtype, kv_heads, name, {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, 5e-2))
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("name", ["none", "causal", "random"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_of_an_accelerator_compute_attention(dtype, kv_heads, name):
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        pytest.skip("torch finds no accelerator on this machine")
+    device = current_device()
     kernel = _KERNELS[profile_of(device).attention_kernel]
     check(kernel, device, dtype, kv_heads, name, 1e-4 if dtype == torch.float32 else 5e-2)
 

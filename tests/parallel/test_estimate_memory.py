@@ -147,7 +147,7 @@ def test_recomputing_changes_nothing_but_activations_and_what_comes_of_them():
     assert dataclasses.replace(recomputed, **changing) == dataclasses.replace(whole, **changing)
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="this machine has no accelerator")
+@pytest.mark.accelerator
 @pytest.mark.parametrize("precision", ["fp32", "autocast"])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_an_accelerators_own_count_is_what_was_planned(precision, micro_batches):

@@ -1,0 +1,5 @@
+"""What ``benchmarks/accelerator_day.py`` measures on an accelerator.
+
+The driver (``stages``, ``results``, ``driver``, ``bundle``) needs the standard library alone: it installs nxdt where it
+is missing and starts every stage in a process of its own (``child``). The other modules are the stages, one a group.
+"""
