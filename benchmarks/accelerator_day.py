@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from accelerator.bundle import install
-from accelerator.driver import Day
+from accelerator.driver import Day, end_on_sigterm
 from accelerator.results import table
 from accelerator.stages import STAGES, chosen
 
@@ -48,6 +48,7 @@ def main() -> int:
         stages = chosen([name for name in asked.stages.split(",") if name], everything=asked.all)
     except KeyError as error:
         parser.error(str(error.args[0]))
+    end_on_sigterm()
     out = asked.out.resolve()
     day = Day(
         out=out,

@@ -16,7 +16,7 @@ from pathlib import Path
 from accelerator.results import Record, Results, read_rows
 from accelerator.stages import Stage
 
-__all__ = ["Day"]
+__all__ = ["Day", "end_on_sigterm"]
 
 _BENCHMARKS = Path(__file__).parents[1]
 _LAST_LINES = 12
@@ -88,7 +88,7 @@ class Day:
         ]
         with self._file(stage, ".log").open("wb") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True
+                command, stdout=log, stderr=subprocess.STDOUT, env=self._environment(), process_group=0
             )
             try:
                 return "ok" if process.wait(self._limit_s(stage)) == 0 else "failed"
@@ -131,8 +131,17 @@ class Day:
         return self.out / "logs" / f"{stage.name}{suffix}"
 
 
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process by an exception, so that the running stage is recorded and ended first."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the stage's session: compile workers and ranks are its children."""
+    """End what is left of the stage's process group: compile workers and ranks are its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

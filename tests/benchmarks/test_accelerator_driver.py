@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -82,6 +84,40 @@ def test_a_stage_that_a_kill_interrupted_is_run_again(tmp_path):
     Results(tmp_path).put("good", {"outcome": "running", "rows": [], "log": "logs/good.log"})
     day(tmp_path).run([stage("good")])
     assert outcomes(tmp_path) == {"good": "ok"}
+
+
+def test_sigterm_ends_the_running_stage_and_keeps_its_rows(tmp_path):
+    script = f"""
+import math, sys
+sys.path[:0] = [{str(HERE.parents[1] / "benchmarks")!r}]
+from pathlib import Path
+from accelerator.driver import Day, end_on_sigterm
+from accelerator.stages import Stage
+end_on_sigterm()
+stage = Stage(name="endless", group="test", work="failing_stages:endless", minutes=5)
+Day(out=Path({str(tmp_path)!r}), deadline=math.inf, path=[{str(HERE)!r}]).run([stage])
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script])
+    log = tmp_path / "logs" / "endless.log"
+    wait_for(lambda: log.exists() and "still at it" in log.read_text())
+    (child,) = (int(pid) for pid in children(driver.pid))
+    driver.terminate()
+    assert driver.wait(60) == 143
+    record = json.loads((tmp_path / "results.json").read_text())["endless"]
+    assert (record["outcome"], record["rows"]) == ("interrupted", [{"what": "before", "value": 1}])
+    assert not Path(f"/proc/{child}").exists()
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def wait_for(condition):
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not happen within a minute")
 
 
 def test_retry_runs_again_what_did_not_end_well(tmp_path):
