@@ -42,6 +42,7 @@ from nxdt_core.errors.checkpoints import (
     TensorStateUnsupported,
     UnsavableState,
 )
+from nxdt_core.errors.compilation import LayerNotWhole, TooManyGraphs
 from nxdt_core.errors.configuration import (
     BadComponentChoice,
     BadComponentConfig,
@@ -288,6 +289,7 @@ __all__ = [
     "JsonTextMissing",
     "KeyMapIncomplete",
     "LaunchEnvironmentIncomplete",
+    "LayerNotWhole",
     "LayersDoNotDivide",
     "LayoutRefused",
     "LengthUnknown",
@@ -375,6 +377,7 @@ __all__ = [
     "TokenizerFileNotFound",
     "TokenizerLibraryMissing",
     "TooFewTokens",
+    "TooManyGraphs",
     "TrainerArgumentsIgnored",
     "UnknownAccelerator",
     "UnknownComponent",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from nxdt_core.nn.scoped import Scoped
+
 __all__ = ["add_aux_loss", "aux_loss_scale"]
 
-_SCALE: ContextVar[float | torch.Tensor] = ContextVar("nxdt_aux_loss_scale", default=1.0)
+_SCALE: Scoped[float | torch.Tensor] = Scoped(1.0)
 
 
 def add_aux_loss(hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
@@ -20,18 +20,13 @@ def add_aux_loss(hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
     ``aux`` is a sum over the micro-batch's tokens, like the main loss: what the step divides that by (the weight of
     the global batch) it announces through :func:`aux_loss_scale` around forward.
     """
-    joined: torch.Tensor = _Join.apply(hidden, aux, _SCALE.get())  # type: ignore[no-untyped-call]
+    joined: torch.Tensor = _Join.apply(hidden, aux, _SCALE.value)  # type: ignore[no-untyped-call]
     return joined
 
 
-@contextmanager
-def aux_loss_scale(scale: float | torch.Tensor) -> Iterator[None]:
+def aux_loss_scale(scale: float | torch.Tensor) -> AbstractContextManager[None]:
     """Within the block, auxiliary losses count ``scale`` times; 1 outside of any."""
-    token = _SCALE.set(scale)
-    try:
-        yield
-    finally:
-        _SCALE.reset(token)
+    return _SCALE.set(scale)
 
 
 class _Join(torch.autograd.Function):

@@ -10,8 +10,9 @@ thereby repeated by recomputation and by a run that goes on from a checkpoint, b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,25 +23,24 @@ from nxdt_core.nn.attention import CausalAttention
 from nxdt_core.nn.documents import DocumentMasks
 from nxdt_core.nn.masks import MaskPart
 
-__all__ = ["CausalAttentionWithDropout", "Dropout", "causal_attention", "salted"]
+__all__ = ["CausalAttentionWithDropout", "Dropout", "Salt", "causal_attention"]
 
 _SEEDS = 2**62
 
 
-@contextmanager
-def salted(salt: int | None, device: torch.device) -> Iterator[None]:
-    """Within the block, random numbers of ``device`` follow from ``salt`` and one draw of the global generator.
+class Salt:
+    """A number by which random numbers differ from other modules' and other processes'; None where there is none.
 
-    ``None``: they are the generator's own.
+    Held as a tensor on the host: layers that differ in a plain number would each be compiled for themselves.
     """
-    if salt is None:
-        yield
-        return
-    drawn = int(torch.randint(_SEEDS, (), device=HOST))
-    on_host = device.type == "meta" or profile_of(device).host
-    with torch.random.fork_rng([] if on_host else [device], device_type=HOST.type if on_host else device.type):
-        torch.manual_seed(drawn ^ salt)
-        yield
+
+    def __get__(self, module: Any, owner: type[nn.Module]) -> int | None:
+        """The number."""
+        return None if module._salt is None else int(module._salt)
+
+    def __set__(self, module: Any, salt: int | None) -> None:
+        """Below 2⁶²."""
+        module._salt = None if salt is None else torch.tensor(salt, device=HOST)
 
 
 class Dropout(nn.Module):
@@ -50,6 +50,9 @@ class Dropout(nn.Module):
     (:mod:`nxdt_core.nn.masks`), the same in every layout.
     """
 
+    salt = Salt()
+    """A slot: engines fill it where several ranks run the model."""
+
     def __init__(self, p: float, *, dispatched: bool = False) -> None:
         """``dispatched``: the inputs are rows of experts, whose order is that of no sequence."""
         super().__init__()
@@ -57,8 +60,7 @@ class Dropout(nn.Module):
         self.dispatched = dispatched
         self.part: MaskPart | None = None
         """A slot: engines say which part of the masks by position is this process's."""
-        self.salt: int | None = None
-        """A slot: engines fill it where several ranks run the model. Below 2⁶²."""
+        self._salt: torch.Tensor | None = None
         self.whole = False
         """A slot: whether tensor parallel ranks hold the same values, though it lies in a tensor block."""
         self.features: tuple[int, int] | None = None
@@ -69,10 +71,11 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0:
             return hidden
         kept = None if self.part is None else self.part.mask(hidden, self.p)
-        if kept is not None:
-            return torch.where(kept, hidden / (1 - self.p), 0)
-        with salted(self.salt, hidden.device):
-            return functional.dropout(hidden, self.p)
+        if kept is None:
+            if self._salt is None or hidden.is_meta:
+                return functional.dropout(hidden, self.p)
+            kept = _seeded_mask(_salted(self._salt), list(hidden.shape), self.p, hidden.device)
+        return torch.where(kept, hidden / (1 - self.p), 0)
 
     def extra_repr(self) -> str:
         """The probability, for ``print(model)``."""
@@ -82,11 +85,13 @@ class Dropout(nn.Module):
 class CausalAttentionWithDropout(CausalAttention):
     """As its base, with dropout of the probabilities. It states no semantics: nothing may take its place."""
 
+    salt = Salt()
+    """As in :class:`Dropout`."""
+
     def __init__(self, p: float, masks: DocumentMasks | None = None) -> None:
         super().__init__(masks)
         self.p = p
-        self.salt: int | None = None
-        """As in :class:`Dropout`."""
+        self._salt: torch.Tensor | None = None
 
     def forward(
         self,
@@ -99,18 +104,65 @@ class CausalAttentionWithDropout(CausalAttention):
         if not self.training:
             return super().forward(query, key, value, document_ids)
         mask = None if document_ids is None else self.masks(document_ids, query.dtype)
-        with salted(self.salt, query.device):
-            return functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=self.p,
-                is_causal=mask is None,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+        if self._salt is None or query.is_meta:
+            return _dropped_attention(query, key, value, mask, self.p)
+        attended: torch.Tensor = _seeded_attention(_salted(self._salt), query, key, value, mask, self.p)
+        return attended
 
 
 def causal_attention(p: float, masks: DocumentMasks | None = None) -> CausalAttention:
     """The core with dropout of probability ``p``; at 0 the one that context parallelism can replace."""
     return CausalAttentionWithDropout(p, masks) if p else CausalAttention(masks)
+
+
+def _salted(salt: torch.Tensor) -> torch.Tensor:
+    """A seed from ``salt`` and one draw of the global generator, on the host."""
+    return torch.randint(_SEEDS, (), device=HOST) ^ salt
+
+
+@contextmanager
+def _seeded(seed: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Within the block, random numbers of ``device`` follow from ``seed``; behind it they go on as before."""
+    on_host = profile_of(device).host
+    with torch.random.fork_rng([] if on_host else [device], device_type=HOST.type if on_host else device.type):
+        torch.manual_seed(int(seed))
+        yield
+
+
+def _dropped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float
+) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=p,
+        is_causal=mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+@torch.compiler.disable(reason="the kernel draws its mask itself")  # type: ignore[no-untyped-call, untyped-decorator]
+def _seeded_attention(
+    seed: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
+    with _seeded(seed, query.device):
+        return _dropped_attention(query, key, value, mask, p)
+
+
+@torch.library.custom_op("nxdt::seeded_mask", mutates_args=())
+def _seeded_mask(seed: torch.Tensor, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+    """Draw which elements dropout of ``p`` keeps, as torch's own operator draws them."""
+    with _seeded(seed, device):
+        return functional.dropout(torch.ones(tuple(shape), device=device), p) != 0
+
+
+@_seeded_mask.register_fake
+def _(seed: torch.Tensor, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=torch.bool, device=device)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from nxdt_core.devices import profile_of
+from nxdt_core.nn.scoped import Scoped
 from nxdt_core.nn.token_losses import TokenLosses
 from nxdt_core.protocols.batch import IGNORE_INDEX
 
@@ -41,7 +40,7 @@ class VocabularyLoss(Protocol):
         ...
 
 
-_INSTALLED: ContextVar[VocabularyLoss | None] = ContextVar("nxdt_vocabulary_loss", default=None)
+_INSTALLED: Scoped[VocabularyLoss | None] = Scoped(None)
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -61,7 +60,7 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(logits, TokenLosses):
         return logits.of(labels)
-    return (_INSTALLED.get() or whole_vocabulary_cross_entropies)(logits, labels)
+    return (_INSTALLED.value or whole_vocabulary_cross_entropies)(logits, labels)
 
 
 def cross_entropy_sum(
@@ -82,15 +81,10 @@ def cross_entropy_sum(
     return (losses * counts).sum(), counts.sum()
 
 
-@contextmanager
-def vocabulary_loss(loss: VocabularyLoss) -> Iterator[None]:
+def vocabulary_loss(loss: VocabularyLoss) -> AbstractContextManager[None]:
     """Within the block :func:`cross_entropies` is ``loss``: an engine puts one for sharded logits around the
     objective."""
-    token = _INSTALLED.set(loss)
-    try:
-        yield
-    finally:
-        _INSTALLED.reset(token)
+    return _INSTALLED.set(loss)
 
 
 def whole_vocabulary_cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

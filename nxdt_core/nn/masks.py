@@ -4,31 +4,45 @@ module, the row of the global batch and the place in the sequence. No layout cha
 The mask of a row is drawn whole, [sequence, features], and each process takes its part. That is more to draw where a
 process has a part of the row alone, and needs a byte an element; a function of each element, as for initial weights,
 would cost more than the layer that the dropout stands before.
+
+To ``torch.compile`` drawing is one operator. What it depends on are tensors on the host, so that neither a step nor a
+layer needs a graph of its own; see :mod:`nxdt_core.nn.scoped`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["MaskPart", "draws_of_step", "rows_of_batch", "same_draws"]
+from nxdt_core.devices import HOST
+from nxdt_core.nn.scoped import Scoped
+
+__all__ = ["MaskPart", "draws_of_step", "encoded_name", "rows_of_batch", "same_draws", "whole_sequence"]
+
+_NAME_BYTES = 128
+"""Names of modules fill up to a multiple of this, so that those of all layers are tensors of one shape."""
+
+
+def whole_sequence(length: int) -> Sequence[int]:
+    """:attr:`MaskPart.runs` of a process that holds whole sequences."""
+    return 0, length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskPart:
     """A process's part of the mask of one row, for one module; filled by engines."""
 
-    name: str
-    """Of the module in the whole model."""
-    whole_length: Callable[[int], int]
-    """Length of the sequence from that of this process's part."""
-    tokens: Callable[[torch.Tensor], torch.Tensor]
-    """From a mask [sequence, features] to the tokens that this process holds between tensor blocks' collectives."""
+    name: torch.Tensor
+    """:func:`encoded_name` of the module in the whole model."""
+    shards: int = 1
+    """Processes that share each sequence in equal parts."""
+    runs: Callable[[int], Sequence[int]] = whole_sequence
+    """From the length of the whole sequence to the tokens that this process holds between tensor blocks' collectives:
+    where each run of neighbours begins and where it ends, in one list."""
     sequence_parts: tuple[int, int] = (0, 1)
     """Which of how many further parts of these tokens it holds under sequence parallelism."""
     features: tuple[int, int] | None = None
@@ -38,68 +52,114 @@ class MaskPart:
 
     def mask(self, hidden: torch.Tensor, p: float) -> torch.Tensor | None:
         """Return what is kept of ``hidden`` [rows, tokens, features], of its shape; None where no row is known."""
-        step, batch = _STEP.get(), _ROWS.get()
-        if step is None or batch is None or hidden.is_meta or hidden.dim() != 3:
+        if _DRAWS.value is None or hidden.is_meta or hidden.dim() != 3:
             return None
+        numbers, ids = _DRAWS.value
         part, parts = self.sequence_parts
-        first, rows, tokens = batch
+        rows, tokens = ids.shape
         if hidden.shape[0] != rows or hidden.shape[1] not in (tokens, tokens // parts):
             return None
-        split = hidden.shape[1] != tokens
+        length = tokens * self.shards
         own_part, feature_parts = self.feature_parts
         width = hidden.shape[2]
         begin, features = self.features or (own_part * width, feature_parts * width)
-        generator = torch.Generator(hidden.device)
-        kept = torch.ones(hidden.shape, dtype=torch.bool, device=hidden.device)
-        for row in range(rows):
-            generator.manual_seed(_seed(*step, self.name, first + row))
-            whole = torch.empty(self.whole_length(tokens), features, dtype=torch.bool, device=hidden.device)
-            own = self.tokens(whole.bernoulli_(1 - p, generator=generator))
-            own = own.tensor_split(parts)[part] if split else own
-            own = own[:, begin : begin + width]
-            kept[row, :, : own.shape[1]] = own  # features that fill a dimension up are zero anyway
+        kept: torch.Tensor = _position_mask(
+            numbers,
+            self.name,
+            list(hidden.shape),
+            [length, features],
+            list(self.runs(length)),
+            0 if hidden.shape[1] == tokens else part * hidden.shape[1],
+            begin,
+            1 - p,
+            hidden.device,
+        )
         return kept
 
 
-_STEP: ContextVar[tuple[int, int] | None] = ContextVar("nxdt_mask_step", default=None)
+_STEP: Scoped[tuple[int, int] | None] = Scoped(None)
 """Seed and number of the step."""
-_ROWS: ContextVar[tuple[int, int, int] | None] = ContextVar("nxdt_mask_rows", default=None)
-"""First row of the micro-batch in the global batch, its rows, and its tokens a row in this process."""
+_DRAWS: Scoped[tuple[torch.Tensor, torch.Tensor] | None] = Scoped(None)
+"""Seed, number of the step, and first row of the micro-batch in the global batch, int64 [3] on the host; the
+micro-batch's ids in this process, for their shape."""
 
 
-@contextmanager
-def draws_of_step(seed: int, step: int) -> Iterator[None]:
+def draws_of_step(seed: int, step: int) -> AbstractContextManager[None]:
     """Around all forward passes of a training step."""
-    token = _STEP.set((seed, step))
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
+    return _STEP.set((seed, step))
 
 
-@contextmanager
-def rows_of_batch(first: int | None, ids: torch.Tensor) -> Iterator[None]:
+def rows_of_batch(first: int | None, ids: torch.Tensor) -> AbstractContextManager[None]:
     """Around the forward of a micro-batch: ``ids`` [rows, tokens] begin at row ``first`` of the global batch."""
-    token = _ROWS.set(None if first is None else (first, ids.shape[0], ids.shape[1]))
-    try:
-        yield
-    finally:
-        _ROWS.reset(token)
+    if first is None or _STEP.value is None:
+        return _DRAWS.set(None)
+    return _DRAWS.set((torch.tensor((*_STEP.value, first), device=HOST), ids))
 
 
 def same_draws() -> AbstractContextManager[None]:
     """Return a context in which masks are those of here and now, for a forward that is computed again in backward."""
-    return _as_then(_STEP.get(), _ROWS.get())
+    return _DRAWS.set(_DRAWS.value)
 
 
-@contextmanager
-def _as_then(step: tuple[int, int] | None, rows: tuple[int, int, int] | None) -> Iterator[None]:
-    tokens = _STEP.set(step), _ROWS.set(rows)
-    try:
-        yield
-    finally:
-        _STEP.reset(tokens[0])
-        _ROWS.reset(tokens[1])
+def encoded_name(name: str) -> torch.Tensor:
+    """The bytes of ``name`` and zeros behind them, on the host."""
+    encoded = name.encode()
+    return torch.tensor([*encoded, *bytes(-len(encoded) % _NAME_BYTES)], dtype=torch.uint8, device=HOST)
+
+
+@torch.library.custom_op("nxdt::position_mask", mutates_args=())
+def _position_mask(
+    numbers: torch.Tensor,
+    name: torch.Tensor,
+    shape: Sequence[int],
+    whole: Sequence[int],
+    runs: Sequence[int],
+    first_token: int,
+    first_feature: int,
+    kept_share: float,
+    device: torch.device,
+) -> torch.Tensor:
+    """Draw the mask of ``shape`` [rows, tokens, features], out of one of ``whole`` [sequence, features] for each row.
+
+    Args:
+        numbers: seed, step and first row.
+        name: encoded.
+        shape: of the result.
+        whole: of a row's mask.
+        runs: as :attr:`MaskPart.runs` gives them.
+        first_token: where the result begins among the tokens of these.
+        first_feature: where it begins among the features.
+        kept_share: probability with which an element is kept.
+        device: of the result.
+    """
+    seed, step, first_row = numbers.tolist()
+    module = bytes(name.tolist()).rstrip(b"\0").decode()
+    rows, tokens, width = shape
+    kept = torch.ones((rows, tokens, width), dtype=torch.bool, device=device)
+    generator = torch.Generator(device)
+    for row in range(rows):
+        generator.manual_seed(_seed(seed, step, module, first_row + row))
+        drawn = torch.empty(tuple(whole), dtype=torch.bool, device=device).bernoulli_(kept_share, generator=generator)
+        held = [drawn[begin:end] for begin, end in zip(runs[::2], runs[1::2], strict=True)]
+        own = (held[0] if len(held) == 1 else torch.cat(held)).narrow(0, first_token, tokens)
+        own = own[:, first_feature : first_feature + width]
+        kept[row, :, : own.shape[1]] = own  # features that fill a dimension up are zero anyway
+    return kept
+
+
+@_position_mask.register_fake
+def _(
+    numbers: torch.Tensor,
+    name: torch.Tensor,
+    shape: Sequence[int],
+    whole: Sequence[int],
+    runs: Sequence[int],
+    first_token: int,
+    first_feature: int,
+    kept_share: float,
+    device: torch.device,
+) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=torch.bool, device=device)
 
 
 def _seed(seed: int, step: int, name: str, row: int) -> int:

@@ -34,7 +34,8 @@ class RouterStatistics:
     """int64 scalar: assignments over capacity."""
     entropy: torch.Tensor
     """Scalar, nats: the entropies of the tokens' distributions over all experts, summed."""
-    tokens: int
+    tokens: torch.Tensor
+    """int64 scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +102,27 @@ class TopKRouter(nn.Module):
         self.capacity_factor = capacity_factor
         self.balance_coefficient, self.z_coefficient = balance_coefficient, z_coefficient
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
+        self._counts: torch.Tensor
+        self._entropy: torch.Tensor
         self.shards: TokenShards = WholeMicroBatch()
-        self.statistics: RouterStatistics | None = None
-        """Of the last forward; the same once more where that is recomputed."""
+        self.register_buffer("_counts", None, persistent=False)
+        self.register_buffer("_entropy", None, persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Make room for the statistics, on the device of the weight."""
+        device, dtype = self.weight.device, torch.promote_types(self.weight.dtype, torch.float32)
+        self._counts = torch.zeros(self.experts + 2, dtype=torch.int64, device=device)
+        self._entropy = torch.zeros((), dtype=dtype, device=device)
+
+    @property
+    def statistics(self) -> RouterStatistics:
+        """Of the last forward, which the next one overwrites; the same once more where that is recomputed.
+
+        Buffers, since a compiled graph that is recomputed can leave nothing else behind.
+        """
+        assigned, (dropped, tokens) = self._counts[: self.experts], self._counts[self.experts :].unbind()
+        return RouterStatistics(assigned=assigned, dropped=dropped, entropy=self._entropy, tokens=tokens)
 
     def forward(self, hidden: torch.Tensor) -> Routing:
         """Route ``hidden`` [batch, seq, hidden], this process's part of a micro-batch."""
@@ -177,12 +196,9 @@ class TopKRouter(nn.Module):
         self, logits: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor | None
     ) -> None:
         entropy = logits.logsumexp(-1) - (probabilities * logits).sum(-1)  # [batch, seq]
-        self.statistics = RouterStatistics(
-            assigned=counts.sum((0, 1)),
-            dropped=counts.new_zeros(()) if slots is None else (slots < 0).sum(),
-            entropy=entropy.sum(),
-            tokens=entropy.numel(),
-        )
+        dropped = counts.new_zeros(1) if slots is None else (slots < 0).sum().view(1)
+        self._counts.copy_(torch.cat((counts.sum((0, 1)), dropped, counts.new_full((1,), entropy.numel()))))
+        self._entropy.copy_(entropy.sum())
 
     def extra_repr(self) -> str:
         """What is chosen from how many, for ``print(model)``."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+
+from nxdt_core.nn.scoped import Scoped
 
 __all__ = ["SequenceShards", "sequence_shards", "shared_sequences"]
 
@@ -31,20 +32,14 @@ class SequenceShards:
         return 1 / self.ranks
 
 
-_WHOLE = SequenceShards()
-_SHARDS: ContextVar[SequenceShards] = ContextVar("nxdt_sequence_shards", default=_WHOLE)
+_SHARDS = Scoped(SequenceShards())
 
 
 def sequence_shards() -> SequenceShards:
     """How the sequences of the batch at hand lie."""
-    return _SHARDS.get()
+    return _SHARDS.value
 
 
-@contextmanager
-def shared_sequences(shards: SequenceShards) -> Iterator[None]:
+def shared_sequences(shards: SequenceShards) -> AbstractContextManager[None]:
     """Within the block :func:`sequence_shards` is ``shards``: an engine puts it around the objective."""
-    token = _SHARDS.set(shards)
-    try:
-        yield
-    finally:
-        _SHARDS.reset(token)
+    return _SHARDS.set(shards)

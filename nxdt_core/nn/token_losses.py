@@ -6,19 +6,18 @@ objective that takes logits for nothing but their cross-entropy does not see the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from nxdt_core.errors import LossesAreNotLogits
+from nxdt_core.nn.scoped import Scoped
 
 __all__ = ["TokenLosses", "losses_wanted", "token_labels", "wanted_labels"]
 
-_WANTED: ContextVar[bool] = ContextVar("nxdt_losses_wanted", default=False)
-_LABELS: ContextVar[torch.Tensor | None] = ContextVar("nxdt_token_labels", default=None)
+_WANTED = Scoped(False)
+_LABELS: Scoped[torch.Tensor | None] = Scoped(None)
 
 _HARMLESS = frozenset(
     (
@@ -29,29 +28,19 @@ _HARMLESS = frozenset(
 """What pipelines, hooks and debuggers ask of an output without reading its values."""
 
 
-@contextmanager
-def losses_wanted() -> Iterator[None]:
+def losses_wanted() -> AbstractContextManager[None]:
     """Around all that runs forward for the sake of a loss: an engine lets heads compute it."""
-    token = _WANTED.set(True)
-    try:
-        yield
-    finally:
-        _WANTED.reset(token)
+    return _WANTED.set(True)
 
 
-@contextmanager
-def token_labels(labels: torch.Tensor) -> Iterator[None]:
+def token_labels(labels: torch.Tensor) -> AbstractContextManager[None]:
     """Around the forward of a micro-batch with these labels, int64 [batch, seq]."""
-    token = _LABELS.set(labels)
-    try:
-        yield
-    finally:
-        _LABELS.reset(token)
+    return _LABELS.set(labels)
 
 
 def wanted_labels() -> torch.Tensor | None:
     """The labels of which a head should return the losses; None where it should return logits."""
-    return _LABELS.get() if _WANTED.get() else None
+    return _LABELS.value if _WANTED.value else None
 
 
 class TokenLosses(torch.Tensor):

@@ -6,28 +6,24 @@ of experts below ``updates.<matrix>``). Engines shard an update with its layer, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.nn.scoped import Scoped
+
 __all__ = ["Update", "UpdatedEmbedding", "UpdatedLinear", "unchanged", "updated_linear", "updates_off"]
 
 
-_OFF: ContextVar[bool] = ContextVar("nxdt_updates_off", default=False)
+_OFF = Scoped(False)
 
 
-@contextmanager
-def updates_off() -> Iterator[None]:
+def updates_off() -> AbstractContextManager[None]:
     """Within the block, layers give what they would without their updates: the model is the frozen base."""
-    token = _OFF.set(True)
-    try:
-        yield
-    finally:
-        _OFF.reset(token)
+    return _OFF.set(True)
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +48,7 @@ class Update(nn.Module):
 
     def __call__(self, inputs: torch.Tensor, product: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """As ``forward``; within :func:`updates_off`, ``product``."""
-        if _OFF.get():
+        if _OFF.value:
             return product
         updated: torch.Tensor = super().__call__(inputs, product, *more)
         return updated

@@ -61,7 +61,13 @@ def check_sums(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: i
 
 
 def apply_data_parallel(
-    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, precision: PrecisionPolicy, experts: Iterable[str] = ()
+    module: nn.Module,
+    plan: ParallelPlan,
+    mesh: ParallelMesh,
+    precision: PrecisionPolicy,
+    experts: Iterable[str] = (),
+    *,
+    compiled: bool = False,
 ) -> None:
     """Shard each layer of a stage, its experts over the ranks that hold the same ones, and what is left.
 
@@ -71,6 +77,7 @@ def apply_data_parallel(
         mesh: of the run.
         precision: dtypes of computing, accumulating and reducing.
         experts: names of modules whose parameters are sharded over ``ep``.
+        compiled: gather experts with their layer, which is one graph, and not in its middle.
     """
     keep = mesh.sizes.zero_stage < 3
     policy = _policy(precision)
@@ -85,6 +92,9 @@ def apply_data_parallel(
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if compiled and layer is not None:
+            _move_hooks(sharded, module.get_submodule(layer))
 
 
 def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last: bool) -> None:
@@ -96,6 +106,15 @@ def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last:
             module.set_requires_gradient_sync(last or stage >= 2)
             module.set_requires_all_reduce(last)
             module.set_reshard_after_backward(last or stage == 3)
+
+
+def _move_hooks(inner: FSDPModule, layer: nn.Module) -> None:
+    """Let FSDP2 do around ``layer`` what it does around ``inner``. It has no public call for that."""
+    state = inner._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = layer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    state._post_forward_hook_handle = layer.register_forward_hook(state._post_forward)
 
 
 def _mesh(mesh: ParallelMesh, *, expert: bool = False) -> DeviceMesh:

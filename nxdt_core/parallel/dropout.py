@@ -13,10 +13,9 @@ from functools import partial
 from torch import nn
 
 from nxdt_core.nn.dropout import Dropout
-from nxdt_core.nn.masks import MaskPart
+from nxdt_core.nn.masks import MaskPart, encoded_name, whole_sequence
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.updates import unchanged
-from nxdt_core.parallel.context.zigzag import shard_of
+from nxdt_core.parallel.context.zigzag import runs_of
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -26,7 +25,7 @@ _SALT_BITS = 62
 
 
 def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
-    """Fill the attributes ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.nn.dropout`).
+    """Fill the slots ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.nn.dropout`).
 
     Args:
         module: one pipeline stage, whose paths are those of the whole model; changed in place.
@@ -51,11 +50,10 @@ def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, 
 
 def _part(path: str, dropout: Dropout, mesh: ParallelMesh, *, cut: bool) -> MaskPart:
     cp, tp = mesh.size("cp"), mesh.size("tp")
-    own = partial(shard_of, rank=mesh.rank("cp"), ranks=cp, dim=0) if cp > 1 else unchanged
     return MaskPart(
-        name=path,
-        whole_length=lambda tokens: tokens * cp,
-        tokens=own,
+        name=encoded_name(path),
+        shards=cp,
+        runs=partial(runs_of, mesh.rank("cp"), cp) if cp > 1 else whole_sequence,
         sequence_parts=(mesh.rank("tp"), tp),
         features=dropout.features,
         feature_parts=(mesh.rank("tp"), tp) if cut and dropout.features is None else (0, 1),

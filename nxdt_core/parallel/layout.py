@@ -199,7 +199,8 @@ def _apply_rest(
         compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)
     if needs_sharding(mesh, precision):
         experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
-        apply_data_parallel(module, plan, mesh, precision, experts)
+        compiled = options.compile_backend is not None
+        apply_data_parallel(module, plan, mesh, precision, experts, compiled=compiled)
 
 
 def materialise(stages: Stages, device: torch.device, *, seed: int, base: bool = True) -> None:

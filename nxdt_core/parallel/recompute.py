@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.errors import UnknownRecomputeName
-from nxdt_core.nn.dropout import Dropout
 from nxdt_core.nn.masks import same_draws
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["apply_recompute"]
+__all__ = ["apply_recompute", "forward_within"]
 
 
 def apply_recompute(
@@ -52,9 +52,34 @@ def apply_recompute(
         # Wrapped is the forward alone. Hooks then run once, outside: those of fully_shard, whose weights are gathered
         # again by the time backward asks, and those that enter a tensor block. (The hooks of
         # torch.distributed._composable.checkpoint call the module, and so other hooks, twice on the same input.)
-        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
-        if any(isinstance(inner, Dropout) for inner in part.modules()):
-            part.forward = functools.partial(part.forward, context_fn=_as_first)
+        kind: Any = type(part)
+        part.__class__ = _recomputed(kind)
+
+
+@functools.cache
+def _recomputed(kind: Any) -> Any:
+    """``kind`` with a forward that is recomputed.
+
+    A class, and not another ``forward`` of each module: ``torch.compile`` would tell layers apart by the identity of
+    those, and compile each for itself.
+    """
+
+    class Recomputed(kind):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
+                return checkpoint(self.computed, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self.computed, *args, use_reentrant=False, context_fn=_as_first, **kwargs)
+
+        def computed(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    Recomputed.__name__, Recomputed.__qualname__ = kind.__name__, kind.__qualname__
+    return Recomputed
+
+
+def forward_within(module: nn.Module) -> str:
+    """The name of the method that computes what ``module`` gives: the one that is run twice where it is recomputed."""
+    return "computed" if hasattr(type(module), "computed") else "forward"
 
 
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
 
-from nxdt_core.parallel.compile import CompileClock, compile_layers
+from nxdt_core.parallel.compile import CompileClock, GraphCounts, compile_layers
 from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 
-PLAN = ParallelPlan(recompute={"Layer": ("layers.*",)})
+PLAN = ParallelPlan(recompute={"Layer": ("layers.*",), "First": ("layers.*.first",)})
 
 
 class Layer(nn.Module):
@@ -43,7 +44,8 @@ class Stack(nn.Module):
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(recompile_limit=8, capture_scalar_outputs=False):  # which compile_layers sets
+        yield
     torch._dynamo.reset()
 
 
@@ -55,6 +57,11 @@ def plain():
 
 def batch(seq: int = 4) -> torch.Tensor:
     return torch.randn(2, seq, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def own(caplog) -> list[logging.LogRecord]:
+    """Our own records; torch has hundreds."""
+    return [record for record in caplog.records if record.name.startswith("nxdt")]
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -75,13 +82,98 @@ def test_compiled_layers_compute_the_same(plain, backend, granularity):
         torch.testing.assert_close(found[name], expected, msg=name)
 
 
-@pytest.mark.parametrize("granularity", [None, "full"], ids=["kept", "recomputed"])
-def test_layers_share_one_graph(plain, granularity):
-    counter = CompileCounter()
-    apply_recompute(plain, PLAN, granularity=granularity)
-    compile_layers(plain, PLAN, backend=counter)
-    gradients(plain)
+RECOMPUTED = {"kept": (None, ()), "layers": ("full", ()), "parts": ("selective", ("First",))}
+
+
+@pytest.mark.parametrize(("granularity", "names"), RECOMPUTED.values(), ids=RECOMPUTED)
+def test_layers_share_one_graph(granularity, names):
+    counter, stack = CompileCounter(), Stack(layers=12)
+    apply_recompute(stack, PLAN, granularity=granularity, names=names)
+    compile_layers(stack, PLAN, backend=counter)
+    gradients(stack)
     assert counter.frame_count == 1
+
+
+def test_what_is_recomputed_runs_compiled(plain):
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *args: calls.append(1) or graph(*args)
+
+    apply_recompute(plain, PLAN, granularity="full")
+    compile_layers(plain, PLAN, backend=backend)
+    loss = plain(batch()).square().sum()
+    assert len(calls) == 3
+    loss.backward()
+    assert len(calls) == 6
+
+
+def test_counts_are_of_the_block(plain):
+    compile_layers(plain, PLAN, backend="aot_eager")
+    with GraphCounts() as first:
+        gradients(plain)
+    with GraphCounts() as second:
+        gradients(plain)
+        with torch.no_grad():
+            plain(batch().detach())
+    assert (first.graphs, first.breaks, first.recompilations) == (1, 0, 0)
+    assert (second.graphs, second.breaks, second.recompilations) == (1, 0, 1)
+
+
+class Broken(Layer):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.first.bias.sum()
+        torch._dynamo.graph_break()
+        return super().forward(hidden)
+
+
+def test_a_layer_that_is_no_graph_is_compiled_in_pieces_and_named_once(plain, caplog):
+    for name in ("0", "2"):
+        plain.layers[name].__class__ = Broken
+    compiled = copy.deepcopy(plain)
+    compile_layers(compiled, PLAN, backend="eager")
+    with GraphCounts() as counts:
+        found = gradients(compiled)
+        gradients(compiled)
+    for name, expected in gradients(plain).items():
+        torch.testing.assert_close(found[name], 2 * expected, msg=name)
+    assert counts.breaks == 1
+    (record,) = own(caplog)
+    assert record.getMessage().startswith("[NXDT-P090] model.compile: the layer 'layers.0' (Broken) is not one graph")
+
+
+class Counting(Layer):
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * type(self).calls
+
+
+def test_a_layer_that_is_compiled_too_often_runs_as_written_and_is_named_once(plain, caplog, monkeypatch):
+    monkeypatch.setattr("nxdt_core.parallel.compile._GRAPHS", 2)
+    plain.layers["1"].__class__ = Counting
+    compiled = copy.deepcopy(plain)
+    with torch._dynamo.config.patch(recompile_limit=2, specialize_int=True):
+        compile_layers(compiled, PLAN, backend="eager")
+        for Counting.calls in range(5):
+            torch.testing.assert_close(compiled(batch()), plain(batch()))
+    (record,) = own(caplog)
+    assert record.getMessage().startswith(
+        "[NXDT-P091] model.compile: the layer 'layers.1' (Counting) asked for another"
+    )
+
+
+class Wrong(Layer):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the model's own")
+
+
+def test_an_error_of_the_model_comes_out_as_it_is(plain, caplog):
+    plain.layers["1"].__class__ = Wrong
+    compile_layers(plain, PLAN, backend="eager")
+    with pytest.raises(ValueError, match="the model's own"):
+        plain(batch())
+    assert not own(caplog)
 
 
 @pytest.mark.parametrize(("static_shapes", "graphs"), [(False, 2), (True, 3)])

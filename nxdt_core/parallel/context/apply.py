@@ -7,9 +7,7 @@ parallelism cannot run without an accelerator: it has no sharding rule for the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,19 +24,14 @@ from nxdt_core.nn.attention import AttentionSemantics
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.parallel.collectives import gather_along
 from nxdt_core.parallel.context.attention.kernel import dense_heads
-from nxdt_core.parallel.context.documents import DocumentsOfBatches
-from nxdt_core.parallel.context.gathered import gathered_attention
-from nxdt_core.parallel.context.ring import ring_attention
+from nxdt_core.parallel.context.documents import documents_over
+from nxdt_core.parallel.context.operator import ContextMethod, shared_attention
 from nxdt_core.parallel.context.zigzag import in_order, shard_of
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["ContextMethod", "ContextParallelAttention", "apply_context_parallel", "shard_sequence", "unshard_sequence"]
-
-ContextMethod = Literal["ring", "gather"]
-
-_METHODS: Mapping[ContextMethod, Callable[..., torch.Tensor]] = {"ring": ring_attention, "gather": gathered_attention}
+__all__ = ["ContextParallelAttention", "apply_context_parallel", "shard_sequence", "unshard_sequence"]
 
 
 def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
@@ -94,32 +87,22 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     device = torch.device(mesh.mesh("cp").device_type)
     if method == "ring" and not profile_of(device).point_to_point:
         raise RingNeedsPointToPoint(device_type=device.type)
-    documents = DocumentsOfBatches(group)
+    documents_over(group)
     for path, core in cores:
         semantics = _semantics(path, core)
         parent, _, name = path.rpartition(".")
-        sharded = ContextParallelAttention(group, method=method, semantics=semantics, documents=documents)
+        sharded = ContextParallelAttention(group, method=method, semantics=semantics)
         setattr(module.get_submodule(parent), name, sharded)
 
 
 class ContextParallelAttention(nn.Module):
     """An attention core over a sequence that the ranks of a group share; its call is that of the core it replaces."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        method: ContextMethod,
-        semantics: AttentionSemantics,
-        documents: DocumentsOfBatches,
-    ) -> None:
-        """``semantics``: causal, of the core that it replaces. ``documents``: shared by the cores of a model."""
+    def __init__(self, group: dist.ProcessGroup, *, method: ContextMethod, semantics: AttentionSemantics) -> None:
+        """``semantics``: causal, of the core that it replaces."""
         super().__init__()
-        self.group, self.method, self.semantics, self.documents = group, method, semantics, documents
-        # A compiled graph has no room for messages on their way: one break here rather than one a message.
-        self._attend: Callable[..., torch.Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-            _attend, reason="context parallelism talks to other ranks"
-        )
+        self.ranks, self.method, self.semantics = group.size(), method, semantics
+        self.group_name = group.group_name
 
     def forward(
         self,
@@ -139,32 +122,23 @@ class ContextParallelAttention(nn.Module):
         Returns:
             As ``query``.
         """
-        return self._attend(self, query, key, value, document_ids)
+        scale, window = self.semantics.scale, self.semantics.window
+        if window is not None and window >= query.shape[2] * self.ranks:
+            window = None
+        return shared_attention(
+            dense_heads(query),
+            dense_heads(key),
+            dense_heads(value),
+            document_ids,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            window=window,
+            method=self.method,
+            group_name=self.group_name,
+        )
 
     def extra_repr(self) -> str:
         """Method and number of ranks."""
-        return f"method={self.method}, ranks={self.group.size()}"
-
-
-def _attend(
-    core: ContextParallelAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    document_ids: torch.Tensor | None,
-) -> torch.Tensor:
-    scale, window = core.semantics.scale, core.semantics.window
-    if window is not None and window >= query.shape[2] * core.group.size():
-        window = None
-    return _METHODS[core.method](
-        dense_heads(query),
-        dense_heads(key),
-        dense_heads(value),
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        group=core.group,
-        documents=None if document_ids is None else core.documents(document_ids),
-        window=window,
-    )
+        return f"method={self.method}, ranks={self.ranks}"
 
 
 def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:

@@ -6,13 +6,30 @@ that lie wholly before the window, nor, of packed documents, those whose chunks 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 
 from nxdt_core.parallel.context.attention.block import Block, Window
 from nxdt_core.parallel.context.documents import DocumentChunks
 from nxdt_core.parallel.context.zigzag import chunks_of
 
-__all__ = ["local_blocks", "prefix_blocks", "ring_blocks"]
+__all__ = ["Sharing", "local_blocks", "prefix_blocks", "ring_blocks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What is computed over the ranks that share a sequence."""
+
+    scale: float
+    """Of the scores."""
+    group: dist.ProcessGroup
+    """The context parallel ranks."""
+    documents: DocumentChunks | None
+    """None where each row of the batch is one document."""
+    window: int | None
+    """How many tokens one sees, itself included; None for all before it."""
 
 
 def ring_blocks(

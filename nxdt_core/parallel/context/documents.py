@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nxdt_core.parallel.collectives import gather_along
 from nxdt_core.parallel.context.zigzag import in_order
 
-__all__ = ["DocumentChunks", "DocumentsOfBatches", "Relation"]
+__all__ = ["DocumentChunks", "DocumentsOfBatches", "Relation", "documents_named", "documents_over"]
 
 Relation = Literal["apart", "mixed", "one"]
 """Of two chunks, over all rows of the batch: no document in common, one document that fills both, or neither."""
@@ -42,7 +42,7 @@ class DocumentsOfBatches:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self._known: MutableMapping[torch.Tensor, tuple[int, DocumentChunks]] = WeakTensorKeyDictionary()
 
     def __call__(self, document_ids: torch.Tensor) -> DocumentChunks:
@@ -57,9 +57,25 @@ class DocumentsOfBatches:
         return chunks
 
     def _gathered(self, document_ids: torch.Tensor) -> DocumentChunks:
-        shards = gather_along(document_ids.unsqueeze(0), 0, self._group)
+        shards = gather_along(document_ids.unsqueeze(0), 0, self.group)
         ids = in_order(shards.unbind(0), dim=1)
-        return DocumentChunks(ids, _relations(ids, 2 * self._group.size()))
+        return DocumentChunks(ids, _relations(ids, 2 * self.group.size()))
+
+
+_OVER: dict[str, DocumentsOfBatches] = {}
+
+
+def documents_over(group: dist.ProcessGroup) -> DocumentsOfBatches:
+    """The documents of all micro-batches that the ranks of ``group`` share."""
+    known = _OVER.get(group.group_name)
+    if known is None or known.group is not group:
+        known = _OVER[group.group_name] = DocumentsOfBatches(group)
+    return known
+
+
+def documents_named(group_name: str) -> DocumentsOfBatches:
+    """As :func:`documents_over`, of a group that was asked for before: operators are given names, not groups."""
+    return _OVER[group_name]
 
 
 def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ...]:

@@ -6,87 +6,69 @@ in memory while a layer runs. They are gathered anew in backward.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from nxdt_core.parallel.collectives import scatter_sum_along
 from nxdt_core.parallel.context.attention.block import GradientSums, Merged
-from nxdt_core.parallel.context.attention.kernel import accumulation_dtype
-from nxdt_core.parallel.context.blocks import local_blocks, prefix_blocks
+from nxdt_core.parallel.context.attention.kernel import Gradients, accumulation_dtype
+from nxdt_core.parallel.context.blocks import Sharing, local_blocks, prefix_blocks
 from nxdt_core.parallel.context.documents import DocumentChunks
 from nxdt_core.parallel.context.zigzag import in_order, shard_of
 
-__all__ = ["gathered_attention"]
+__all__ = ["gathered_backward", "gathered_forward"]
 
 _SEQUENCE = 2
 """The dimension of queries, keys and values that is sharded."""
 
 
-def gathered_attention(
+def gathered_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sharing: Sharing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`~nxdt_core.parallel.context.ring.ring_forward`, by one all-gather."""
+    layout = _layout(sharing, key)
+    gathering = _Gathering(key, value, sharing.group)
+    merged = Merged(query, value, sharing.scale)
+    for block in local_blocks(*layout):
+        merged.add(block, key, value)
+    keys, values = gathering.whole()
+    for block in prefix_blocks(*layout):
+        merged.add(block, keys, values)
+    return merged.result()
+
+
+def gathered_backward(
+    grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    scale: float,
-    group: dist.ProcessGroup,
-    documents: DocumentChunks | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """As :func:`~nxdt_core.parallel.context.ring.ring_attention`, by one all-gather; one reduce-scatter in backward."""
-    output: torch.Tensor = _Gathered.apply(  # type: ignore[no-untyped-call]
-        query, key, value, scale, group, documents, window
-    )
-    return output
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    sharing: Sharing,
+) -> Gradients:
+    """As :func:`~nxdt_core.parallel.context.ring.ring_backward`, by one all-gather and one reduce-scatter."""
+    layout, group = _layout(sharing, key), sharing.group
+    gathering = _Gathering(key, value, group)
+    sums = GradientSums(grad, query, value, output, lse, sharing.scale)
+    dtype = accumulation_dtype(key.dtype)
+    grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+    for block in local_blocks(*layout):
+        sums.add(block, key, value, grad_key, grad_value)
+    keys, values = gathering.whole()
+    grad_whole = keys.new_zeros((*keys.shape[:-1], keys.shape[-1] + values.shape[-1]), dtype=dtype)
+    grad_keys, grad_values = grad_whole.tensor_split((keys.shape[-1],), -1)
+    for block in prefix_blocks(*layout):
+        sums.add(block, keys, values, grad_keys, grad_values)
+    shards = [shard_of(grad_whole, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
+    summed = scatter_sum_along(torch.stack(shards), 0, group)[0]
+    grad_key += summed[..., : key.shape[-1]]
+    grad_value += summed[..., key.shape[-1] :]
+    return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        group: dist.ProcessGroup,
-        documents: DocumentChunks | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        layout = (group.rank(), group.size(), key.shape[_SEQUENCE] // 2, documents, window)
-        gathering = _Gathering(key, value, group)
-        merged = Merged(query, value, scale)
-        for block in local_blocks(*layout):
-            merged.add(block, key, value)
-        keys, values = gathering.whole()
-        for block in prefix_blocks(*layout):
-            merged.add(block, keys, values)
-        output, lse = merged.result()
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.scale, ctx.group, ctx.layout = scale, group, layout
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        gathering = _Gathering(key, value, ctx.group)
-        sums = GradientSums(grad, query, value, output, lse, ctx.scale)
-        dtype = accumulation_dtype(key.dtype)
-        grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
-        for block in local_blocks(*ctx.layout):
-            sums.add(block, key, value, grad_key, grad_value)
-        keys, values = gathering.whole()
-        grad_whole = keys.new_zeros((*keys.shape[:-1], keys.shape[-1] + values.shape[-1]), dtype=dtype)
-        grad_keys, grad_values = grad_whole.tensor_split((keys.shape[-1],), -1)
-        for block in prefix_blocks(*ctx.layout):
-            sums.add(block, keys, values, grad_keys, grad_values)
-        shards = [shard_of(grad_whole, rank, ctx.group.size(), _SEQUENCE) for rank in range(ctx.group.size())]
-        summed = scatter_sum_along(torch.stack(shards), 0, ctx.group)[0]
-        grad_key += summed[..., : key.shape[-1]]
-        grad_value += summed[..., key.shape[-1] :]
-        return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None, None
+def _layout(sharing: Sharing, key: torch.Tensor) -> tuple[int, int, int, DocumentChunks | None, int | None]:
+    group = sharing.group
+    return group.rank(), group.size(), key.shape[_SEQUENCE] // 2, sharing.documents, sharing.window
 
 
 class _Gathering:

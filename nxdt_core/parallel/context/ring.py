@@ -7,91 +7,70 @@ behind them: the sum for a rank's keys starts at its neighbour and comes home af
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from nxdt_core.parallel.context.attention.block import GradientSums, Merged
-from nxdt_core.parallel.context.attention.kernel import accumulation_dtype
-from nxdt_core.parallel.context.blocks import ring_blocks
-from nxdt_core.parallel.context.documents import DocumentChunks
+from nxdt_core.parallel.context.attention.block import Block, GradientSums, Merged
+from nxdt_core.parallel.context.attention.kernel import Gradients, accumulation_dtype
+from nxdt_core.parallel.context.blocks import Sharing, ring_blocks
 
-__all__ = ["ring_attention"]
+__all__ = ["ring_backward", "ring_forward"]
 
 
-def ring_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    group: dist.ProcessGroup,
-    documents: DocumentChunks | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Causal attention of this rank's queries to the keys of all ranks. Collective, forward and backward.
+def ring_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sharing: Sharing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of this rank's queries to the keys of all ranks. Collective.
 
     Args:
         query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
         key: [batch, kv_heads, seq / ranks, head_dim].
         value: as ``key``.
-        scale: of the scores.
-        group: the context parallel ranks.
-        documents: None where each row of the batch is one document.
-        window: how many tokens one sees, itself included; None for all before it.
+        sharing: scale, ranks, documents and window.
 
     Returns:
-        As ``query``, as wide as ``value``. No rank ever holds more than two shards of keys and values.
+        Output, as ``query`` and as wide as ``value``, and log-sum-exp. No rank ever holds more than two shards of keys
+        and values.
     """
-    output: torch.Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
-        query, key, value, scale, group, documents, window
-    )
-    return output
+    group, merged = sharing.group, Merged(query, value, sharing.scale)
+    for source, keys, values in _circulated(key, value, group):
+        for block in _blocks(sharing, source, key):
+            merged.add(block, keys, values)
+    return merged.result()
 
 
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        group: dist.ProcessGroup,
-        documents: DocumentChunks | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        merged = Merged(query, value, scale)
-        for source, keys, values in _circulated(key, value, group):
-            for block in ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, documents, window):
-                merged.add(block, keys, values)
-        output, lse = merged.result()
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.scale, ctx.group, ctx.seen = scale, group, (documents, window)
-        return output
+def ring_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    sharing: Sharing,
+) -> Gradients:
+    """Gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
+    group = sharing.group
+    sums = GradientSums(grad, query, value, output, lse, sharing.scale)
+    own, travelling = _zero_gradients(key, value), None
+    for source, keys, values in _circulated(key, value, group):
+        total = own if source == group.rank() else _zero_gradients(key, value)
+        grad_key, grad_value = _unpacked(total, key)
+        for block in _blocks(sharing, source, key):
+            sums.add(block, keys, values, grad_key, grad_value)
+        if source != group.rank():
+            if travelling is not None:
+                total += travelling.arrived()
+            travelling = _Hop(total, group)
+    if travelling is not None:
+        own += travelling.arrived()
+    grad_key, grad_value = _unpacked(own, key)
+    return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        group, rank = ctx.group, ctx.group.rank()
-        sums = GradientSums(grad, query, value, output, lse, ctx.scale)
-        own, travelling = _zero_gradients(key, value), None
-        for source, keys, values in _circulated(key, value, group):
-            total = own if source == rank else _zero_gradients(key, value)
-            grad_key, grad_value = _unpacked(total, key)
-            for block in ring_blocks(rank, source, group.size(), key.shape[2] // 2, *ctx.seen):
-                sums.add(block, keys, values, grad_key, grad_value)
-            if source != rank:
-                if travelling is not None:
-                    total += travelling.arrived()
-                travelling = _Hop(total, group)
-        if travelling is not None:
-            own += travelling.arrived()
-        grad_key, grad_value = _unpacked(own, key)
-        return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None, None
+
+def _blocks(sharing: Sharing, source: int, key: torch.Tensor) -> list[Block]:
+    group = sharing.group
+    return ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, sharing.documents, sharing.window)
 
 
 def _circulated(

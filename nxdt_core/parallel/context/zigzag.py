@@ -10,12 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["chunks_of", "in_order", "shard_of"]
+__all__ = ["chunks_of", "in_order", "runs_of", "shard_of"]
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
     """Numbers of the two chunks of ``rank``, in the order in which it holds them."""
     return rank, 2 * ranks - 1 - rank
+
+
+def runs_of(rank: int, ranks: int, length: int) -> list[int]:
+    """Where the chunks of ``rank`` begin and end in a sequence of ``length``, as :attr:`MaskPart.runs` gives them."""
+    chunk = length // (2 * ranks)
+    return [at for number in chunks_of(rank, ranks) for at in (number * chunk, (number + 1) * chunk)]
 
 
 def shard_of(tensor: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:

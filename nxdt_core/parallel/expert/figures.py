@@ -95,5 +95,5 @@ class RouterFigures:
                 continue
             said = part.statistics
             missing = self.sums.shape[1] - _BEHIND - len(said.assigned)
-            figures = torch.stack((said.dropped, said.entropy, said.entropy.new_full((), said.tokens)))
+            figures = torch.stack((said.dropped, said.entropy, said.tokens))
             self.sums[row] += torch.cat((functional.pad(said.assigned, (0, missing)), figures))

@@ -7,7 +7,6 @@ has no function for them.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn import functional
 from nxdt_core.nn.attention import AttentionSemantics, CausalAttention
 from nxdt_core.nn.documents import DocumentMasks
 from nxdt_core.nn.dropout import CausalAttentionWithDropout
+from nxdt_core.nn.scoped import Scoped
 
 __all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "register", "tracing"]
 
@@ -53,7 +53,7 @@ class AttentionCall:
     """Arguments that no core of ours honours."""
 
 
-tracing: ContextVar[dict[nn.Module, AttentionCall] | None] = ContextVar("nxdt_hf_tracing", default=None)
+tracing: Scoped[dict[nn.Module, AttentionCall] | None] = Scoped(None)
 """Where set, calls are noted here instead of being computed."""
 
 
@@ -78,7 +78,7 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """[batch, heads, seq, width] each to [batch, seq, heads, width]."""
-    noted = tracing.get()
+    noted = tracing.value
     if noted is None:
         attended: torch.Tensor = getattr(module, CORE)(query, key, value, document_ids)
         return attended.transpose(1, 2), None

@@ -51,15 +51,12 @@ def trace_model(architecture: Architecture) -> Trace:
         experts.register_forward_pre_hook(note, with_kwargs=True)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     calls: dict[nn.Module, AttentionCall] = {}
-    token = tracing.set(calls)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), tracing.set(calls):
             model(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
     except Exception as error:  # a model's own code may raise anything
         reason = f"its forward cannot be followed: {_words(error)}"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
-    finally:
-        tracing.reset(token)
     found = {path: calls[module] for path, module in model.named_modules() if module in calls}
     _check(architecture.name, found)
     layers = model.get_submodule(pattern_of(next(iter(found))).partition(".*.")[0])
