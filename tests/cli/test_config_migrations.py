@@ -1,0 +1,81 @@
+"""Migrations that plugins bring: the command takes the one that is meant, and errors and notes ask all of them."""
+
+from __future__ import annotations
+
+import json
+from textwrap import dedent
+
+import pytest
+
+ENTRY = """
+from nxdt_core.api import ConfigMigrationComponent, hookimpl
+
+@hookimpl
+def nxdt_config_migrations():
+    return [ConfigMigrationComponent(name="acme", target="acme_migration:Acme", program="Acme 2", summary="YAML")]
+"""
+MIGRATION = dedent("""
+    from nxdt_core.protocols.config_migration import KeyMeaning, MigratedConfig, MigratedKey
+
+    class Acme:
+        def recognise(self, config):
+            return "acme" if "acme" in config else ""
+
+        def explain(self, key, known):
+            if key == "acme":
+                return KeyMeaning(unneeded="versions have no effect here", program="Acme")
+            return KeyMeaning(name="trainer.max_steps") if key == "trainer.stop_after" else None
+
+        def environment_note(self, environment):
+            return "environment: ACME_STEPS: trainer.max_steps" if "ACME_STEPS" in environment else None
+
+        def migrate(self, source, target, kernel):
+            key = MigratedKey(key="acme", line=1, verdict="unneeded", value="2", reason="versions have no effect here")
+            return MigratedConfig(source=source, target=target, program="Acme 2", text="name: x\\n", keys=(key,))
+""")
+FILE = "acme: 2\ntrainer:\n  stop_after: 3\n"
+
+
+@pytest.fixture
+def acme(dist, work):
+    """A third party's migration, and a file of its program."""
+    dist("nxdt_acme", ENTRY, acme_migration=MIGRATION)
+    (work / "acme.yaml").write_text(FILE)
+
+
+@pytest.mark.parametrize("words", [(), ("--from", "acme"), ("--from", "nxdt_acme:acme")])
+@pytest.mark.usefixtures("acme")
+def test_a_migration_of_a_third_party_is_found_and_run(nxdt, work, words):
+    done = nxdt("config", "migrate", "acme.yaml", "-o", "run.yaml", "--json", *words, without=("torch",))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["framework"], [key["verdict"] for key in found["keys"]]) == ("Acme 2", ["unneeded"])
+    assert (work / "run.yaml").read_text() == "name: x\n"
+
+
+@pytest.mark.usefixtures("acme")
+def test_keys_of_its_files_are_explained_and_the_command_is_named(nxdt):
+    done = nxdt("config", "check", "acme.yaml")
+    assert done.returncode == 2
+    assert "acme: unknown key. It is a key of Acme: versions have no effect here. Leave it out." in done.stderr
+    assert "trainer.stop_after: unknown key. Did you mean 'trainer.max_steps'?" in done.stderr
+    assert "A file of Acme 2 is taken over by: nxdt config migrate FILE --from acme -o NEW.yaml" in done.stderr
+
+
+@pytest.mark.usefixtures("acme")
+def test_a_run_starts_with_its_note_on_the_environment(nxdt):
+    words = ("recipe:llama-tiny", "trainer.max_steps=1", "trainer.accelerator=cpu", "data.global_batch_size=4")
+    done = nxdt("train", *words, ACME_STEPS="3")
+    assert done.returncode == 0, done.stderr
+    assert "note: environment: ACME_STEPS: trainer.max_steps" in done.stderr
+
+
+def test_a_migration_that_cannot_be_imported_stops_nothing_else(nxdt, dist, work):
+    dist("nxdt_acme", ENTRY, acme_migration="import missing_here\n")
+    (work / "acme.yaml").write_text(FILE)
+    done = nxdt("config", "check", "acme.yaml")
+    assert done.returncode == 2
+    assert "[NXDT-C001]" in done.stderr
+    assert "The migration 'acme' of nxdt_acme is skipped" in done.stderr
+    named = nxdt("config", "migrate", "acme.yaml", "--from", "acme", "-o", "run.yaml")
+    assert "[NXDT-K006] The config_migration 'acme' of nxdt_acme cannot be used" in named.stderr
