@@ -3,7 +3,9 @@
 #   make test    all tests
 # Others: install, test-full (every case where `make test` takes a sample; hours), its parts test-parallel (layouts),
 #   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean; accelerator
-#   (measure on a GPU that is lent for a short time) and accelerator-bundle (wheels for one without a network).
+#   (measure on a GPU that is lent for a short time) and accelerator-bundle (wheels for one without a network);
+#   test-torch TORCH=2.11.0 for another version of torch, in an environment of its own: layouts, checkpoints, recipes.
+#   WITH= names other requirements for it, such as WITH="transformers==5.17.0 huggingface_hub~=1.5".
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,13 +20,16 @@ DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpo
 # in one process, as a debugger needs it.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?=
+TORCH ?= 2.11.0
+TORCH_VENV ?= .torch/$(TORCH)-$(notdir $(PYTHON))
+WITH ?=
 
 # Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`; further wheels for accelerator-bundle.
 ARGS ?=
 EXTRAS ?=
 BUNDLE := dist/accelerator
 
-.PHONY: install demo test test-full test-parallel test-faults test-recipes lint docs wheels bench accelerator \
+.PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch lint docs wheels bench accelerator \
 	accelerator-bundle clean
 
 install: $(STAMP)
@@ -47,6 +52,10 @@ test-full: $(STAMP)
 
 test-parallel test-faults test-recipes: $(STAMP)
 	$(BIN)/python -m pytest tests/$(@:test-%=%) --samples=all $(PYTEST_ARGS)
+
+test-torch:
+	$(PYTHON) scripts/torch_environment.py $(TORCH) $(TORCH_VENV) $(WITH)
+	CUDA_VISIBLE_DEVICES= $(TORCH_VENV)/bin/python -m pytest @tests/torch_versions.txt $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -72,4 +81,4 @@ accelerator-bundle: $(STAMP)
 	$(BIN)/python scripts/accelerator_bundle.py $(BUNDLE) $(EXTRAS:%=--extra %)
 
 clean:
-	rm -rf $(VENV) dist site nxdt_experiments accelerator_day
+	rm -rf $(VENV) .torch dist site nxdt_experiments accelerator_day

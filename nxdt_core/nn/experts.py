@@ -11,6 +11,7 @@ from torch.nn import functional
 from nxdt_core.nn.dropout import Dropout
 from nxdt_core.nn.mlp import GatedSiLU
 from nxdt_core.nn.updates import unchanged
+from nxdt_core.torch_versions import grouped_mm
 
 __all__ = ["SwiGLUExperts", "grouped_linear"]
 
@@ -88,12 +89,16 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tens
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), weights.to(dtype)
     if _grouped_mm_takes(weights):
-        return functional.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+        offsets = counts.cumsum(0).to(torch.int32)
+        product: torch.Tensor = grouped_mm(rows, weights.transpose(1, 2), offs=offsets)
+        return product
     parts = zip(torch.split(rows, counts.tolist()), weights.unbind(0), strict=True)
     return torch.cat([functional.linear(part, weight) for part, weight in parts])
 
 
 def _grouped_mm_takes(weights: torch.Tensor) -> bool:
+    if grouped_mm is None:
+        return False
     dtypes = _TRACED_GROUPED_DTYPES if torch.compiler.is_compiling() else _GROUPED_DTYPES
     sides_bytes = [side * weights.element_size() for side in weights.shape[1:]]
     return weights.dtype in dtypes and not any(size % _GROUPED_ALIGNMENT_BYTES for size in sides_bytes)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
+
 __all__ = [
     "all_to_all",
     "copy_to_group",
@@ -149,7 +151,7 @@ def _gathered(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
     """Collectives concatenate on dimension 0; from there the ranks' parts move to ``dim``."""
     ranks = group.size()
     whole = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_single(whole, tensor.contiguous(), group=group)
+    all_gather_single(whole, tensor.contiguous(), group=group)
     if dim == 0:
         return whole
     return whole.view(ranks, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
@@ -162,7 +164,7 @@ def _scattered_sum(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> 
     split = (*tensor.shape[:dim], ranks, -1, *tensor.shape[dim + 1 :])
     parts = tensor if dim == 0 else tensor.reshape(split).movedim(dim, 0).flatten(0, 1)
     part = tensor.new_empty((parts.shape[0] // ranks, *parts.shape[1:]))
-    dist.reduce_scatter_single(part, parts.contiguous(), group=group)
+    reduce_scatter_single(part, parts.contiguous(), group=group)
     return part
 
 

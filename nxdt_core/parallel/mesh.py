@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.torch_versions import unflatten
 
 __all__ = ["Dimension", "ParallelMesh"]
 
@@ -55,7 +56,7 @@ class ParallelMesh:
             self._keep(self._dense, ("dp_replicate", "fsdp"))
             # All cuts are made here, on every rank: groups made later by some ranks only would hang.
             if sizes.cp > 1:
-                self._keep(self._dense._unflatten("fsdp", (sizes.dp_shard, sizes.cp), ("dp_shard", "cp")))
+                self._keep(unflatten(self._dense, "fsdp", (sizes.dp_shard, sizes.cp), ("dp_shard", "cp")))
             if sizes.ep > 1:
                 self._keep(_cut(root, _SPARSE, sizes), ("ep", "tp"), ("dp_replicate", "efsdp"))
             self._meshes.setdefault(("efsdp",), self._meshes["fsdp",])
@@ -112,7 +113,7 @@ class ParallelMesh:
         replicas = self.sizes.tp // kv_heads
         assert kv_heads * replicas == self.sizes.tp, f"{kv_heads} heads over {self.sizes.tp} ranks"
         if self._dense is not None and ("tp_kv", "tp_kv_replica") not in self._meshes:
-            split = self._dense._unflatten("tp", (kv_heads, replicas), ("tp_kv", "tp_kv_replica"))
+            split = unflatten(self._dense, "tp", (kv_heads, replicas), ("tp_kv", "tp_kv_replica"))
             self._keep(split, ("tp_kv", "tp_kv_replica"))
 
     def split_dp(self, ranks: int) -> None:
@@ -121,7 +122,7 @@ class ParallelMesh:
         assert sizes.dp_shard % ranks == 0, f"{sizes.dp_shard} ranks in groups of {ranks}"
         if self._dense is not None and self._shuffled != ranks:
             names = ("token_groups", "token_shuffle", "token_cp")
-            self._keep(self._dense._unflatten("fsdp", (sizes.dp_shard // ranks, ranks, sizes.cp), names))
+            self._keep(unflatten(self._dense, "fsdp", (sizes.dp_shard // ranks, ranks, sizes.cp), names))
         self._shuffled = ranks
 
     def mesh(self, *dims: Dimension) -> DeviceMesh:
@@ -151,4 +152,4 @@ class ParallelMesh:
 
 
 def _cut(root: DeviceMesh, dims: tuple[str, ...], sizes: MeshSizes) -> DeviceMesh:
-    return root._unflatten("world", tuple(getattr(sizes, dim) for dim in dims), dims)
+    return unflatten(root, "world", tuple(getattr(sizes, dim) for dim in dims), dims)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import max_memory_bytes, profile_of
 from nxdt_core.errors import OutOfMemory
+from nxdt_core.torch_versions import memory_info
 
 if TYPE_CHECKING:
     from nxdt_core.training.module import NxdtModule
@@ -66,7 +67,7 @@ def _explained(config: ResolvedConfig, module: NxdtModule) -> OutOfMemory:
     if host:
         usage, part = f"the process had taken up to {peak / _GIB:.1f} GiB", ""
     else:
-        total = torch.accelerator.get_memory_info(engine.device)[1]
+        total = memory_info(engine.device)[1]
         usage = f"tensors had taken up to {peak / _GIB:.1f} GiB of {total / _GIB:.1f} GiB"
         held = _held_bytes(module)
         sizes = engine.rank_info.mesh

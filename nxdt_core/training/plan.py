@@ -21,6 +21,7 @@ from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.stochastic import updates_rounded
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.torch_versions import memory_info
 from nxdt_core.training import assemble
 from nxdt_core.training.weight_average import AVERAGE_BYTES
 
@@ -108,7 +109,7 @@ def accelerator_memory_bytes() -> int | None:
     """Memory of this machine's accelerator; None where it has none."""
     if not torch.accelerator.is_available():
         return None
-    return int(torch.accelerator.get_memory_info()[1])
+    return memory_info()[1]
 
 
 def _state_bytes(config: ResolvedConfig, policy: PrecisionPolicy) -> float:

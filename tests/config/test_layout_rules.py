@@ -298,3 +298,38 @@ def test_defaults_of_a_parallel_run_are_not_noted(load, good):
 def test_ring_attention_is_another_way_to_name_the_method(load, good, overrides, method):
     config = load(good, "trainer.devices=2", f"distributed_strategy.{CP}=2", *overrides)
     assert config.run.context_parallel_method == method
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """``installed("2.9.1")`` puts a distribution of torch with that version first on the path."""
+
+    def put(version):
+        metadata = tmp_path / f"torch-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return put
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.9.1+cpu"])
+def test_what_the_installed_torch_lacks_is_refused(installed, version):
+    installed(version)
+    assert found(layout(2, **{PP: 2, SCHEDULE: "zbv"})) == [
+        f"the schedule zbv needs torch>=2.10, and torch {version} is installed."
+    ]
+    assert found(layout(4, **{TP: 4}) | {"model.num_kv_heads": 2}) == [
+        "2 key and value heads over tensor_model_parallel_size 4 are copied, which needs torch>=2.10, and torch"
+        f" {version} is installed."
+    ]
+    assert found(layout(2, **{TP: 2}) | {"model.num_kv_heads": 2}) == []
+    assert found(layout(2, **{PP: 2, VPP: 2})) == []
+    assert found(layout(2, **{SCHEDULE: "zbv"})) == []
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.11.0+cu130", "2.14.1"])
+def test_newer_versions_of_torch_lack_nothing(installed, version):
+    installed(version)
+    assert found(layout(2, **{PP: 2, SCHEDULE: "zbv"})) == []
+    assert found(layout(4, **{TP: 4}) | {"model.num_kv_heads": 2}) == []

@@ -16,7 +16,7 @@ CORE = ROOT / "nxdt_core"
 LAYERS = (
     {"_version", "visible_text"},
     {"errors"},
-    {"api", "devices", "mounts", "regular_files"},
+    {"api", "devices", "mounts", "regular_files", "torch_versions"},
     {"protocols"},
     {"file_lock", "kernel"},
     {"config"},

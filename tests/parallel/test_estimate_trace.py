@@ -18,6 +18,7 @@ from nxdt_core.parallel.estimate.weights import ParameterCounts, optimizer_bytes
 from nxdt_core.parallel.pipeline.schedules import schedule_operations
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def meta(*shape, **options):
@@ -44,8 +45,8 @@ def test_live_bytes_follow_storages_and_not_tensors():
 N = 4
 COLLECTIVES = {
     "all_reduce": (lambda group: dist.all_reduce(meta(8), group=group), 2 * 32 * (N - 1) / N),
-    "all_gather": (lambda group: dist.all_gather_single(meta(8 * N), meta(8), group=group), 32 * (N - 1)),
-    "reduce_scatter": (lambda group: dist.reduce_scatter_single(meta(8), meta(8 * N), group=group), 32 * (N - 1)),
+    "all_gather": (lambda group: all_gather_single(meta(8 * N), meta(8), group=group), 32 * (N - 1)),
+    "reduce_scatter": (lambda group: reduce_scatter_single(meta(8), meta(8 * N), group=group), 32 * (N - 1)),
     "all_to_all": (lambda group: dist.all_to_all_single(meta(8), meta(8), group=group), 32 * (N - 1) / N),
     "send": (
         lambda group: dist.batch_isend_irecv(

@@ -3,7 +3,9 @@
 ``make test-parallel`` runs all of it, ``make test`` a sample (``--samples``, tests/sampling.py).
 """
 
+import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.parallel.matrix.judgement import computed_wrong, held_in_excess
 from tests.parallel.matrix.layouts import LAYOUTS
@@ -28,6 +30,8 @@ def test_layouts_differ_in_name():
 
 
 def test_a_layout_trains_as_one_process_does_and_holds_its_share(ranks, one_process, layout, numbers):
+    if layout.needs_newer_torch and not hasattr(DeviceMesh, "_unflatten"):
+        pytest.skip("torch 2.9 cannot run it, and `nxdt config check` refuses it there")
     reports = ranks(layout.world).run(train, layout, numbers, timeout_s=180)
     reference = one_process(layout, numbers)
     wrong = computed_wrong(numbers, reports, reference) + held_in_excess(layout, numbers, reports, reference)

@@ -8,6 +8,7 @@ from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.ending import ENDING_RULES
 from nxdt_core.config.validate.layout import LAYOUT_RULES
 from nxdt_core.config.validate.stages import STAGE_RULES
+from nxdt_core.config.validate.torch_version import TORCH_RULES
 from nxdt_core.errors import ImpossibleCombination
 
 __all__ = ["RULES", "find_impossible"]
@@ -136,6 +137,7 @@ RULES: tuple[Rule, ...] = (
     *ENDING_RULES,
     *LAYOUT_RULES,
     *STAGE_RULES,
+    *TORCH_RULES,
     zero_stage_agrees,
     one_context_method,
     resume_named,

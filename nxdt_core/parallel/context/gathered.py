@@ -15,6 +15,7 @@ from nxdt_core.parallel.context.attention.kernel import Gradients, accumulation_
 from nxdt_core.parallel.context.blocks import Sharing, local_blocks, prefix_blocks
 from nxdt_core.parallel.context.documents import DocumentChunks
 from nxdt_core.parallel.context.zigzag import in_order, shard_of
+from nxdt_core.torch_versions import all_gather_single
 
 __all__ = ["gathered_backward", "gathered_forward"]
 
@@ -79,7 +80,7 @@ class _Gathering:
         self._own = torch.cat((key, value), -1)  # one message; kept until it has left
         self._all = self._own.new_empty((group.size(), *self._own.shape))
         flat = self._all.flatten(0, 1)  # gloo knows no other form
-        self._work = dist.all_gather_single(flat, self._own, group=group, async_op=True)
+        self._work = all_gather_single(flat, self._own, group=group, async_op=True)
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Wait; keys and values [batch, kv_heads, seq, head_dim] of the whole sequence in its own order."""

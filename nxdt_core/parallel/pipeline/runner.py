@@ -16,6 +16,7 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline.schedules import StockSchedule, make_schedule
 from nxdt_core.parallel.pipeline.stage import StageSettings, StreamedStage
 from nxdt_core.parallel.pipeline.stage_forward import StageLinks, broadcast_from, forward_stages
+from nxdt_core.parallel.pipeline.stock_stage import run_schedule
 from nxdt_core.parallel.pipeline.stream import ForwardArguments, HiddenLike, MicroBatchStream
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import Schedule
@@ -113,7 +114,7 @@ class PipelineRunner:
         try:
             with self._stream.of(batches, forward_kwargs), _without_stock_log():
                 stages, stock = self._stock_schedule(len(batches))
-                stock.step(target=torch.arange(len(batches)), losses=losses, return_outputs=False)
+                run_schedule(stock, torch.arange(len(batches)), losses)
                 for stage in stages:
                     stage.finish_sends()
         except RuntimeError as error:

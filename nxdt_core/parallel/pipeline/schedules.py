@@ -49,7 +49,7 @@ def make_schedule(
         (stage,) = stages
         return Schedule1F1B(stage, micro_batches, loss, scale_grads=False)
     looped = _LOOPED[schedule](list(stages), micro_batches, loss, scale_grads=False)
-    if not gather_at_start:
+    if not gather_at_start and hasattr(looped, "register_custom_function"):  # before 2.10, hooks alone gather
         looped.register_custom_function(
             UNSHARD, lambda action, context: cast(Any, context.schedule_ref).unsharded_stages.add(action.stage_index)
         )

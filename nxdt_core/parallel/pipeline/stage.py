@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from nxdt_core.nn.masks import rows_of_batch
 from nxdt_core.nn.token_losses import token_labels
+from nxdt_core.parallel.pipeline.stock_stage import StockStage
 from nxdt_core.parallel.pipeline.stream import MicroBatchStream
+from nxdt_core.torch_versions import fsdp_parameter_groups
 
 __all__ = ["StageSettings", "StreamedStage"]
 
@@ -49,7 +50,7 @@ class StageSettings:
 
 
 @final
-class StreamedStage(PipelineStage):
+class StreamedStage(StockStage):
     """A stage that takes its inputs from a :class:`MicroBatchStream`."""
 
     def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, drops: bool) -> None:
@@ -73,19 +74,13 @@ class StreamedStage(PipelineStage):
 
     # Inputs
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
-        """Forward of one micro-batch, whose inputs come from the stream instead of ``args`` and ``kwargs``."""
+    def forward_one_chunk(self, fwd_chunk_id: int, *inputs: Any, **options: Any) -> Any:
+        """Forward of one micro-batch, whose inputs come from the stream instead of ``inputs``."""
         stream = self._settings.stream
         args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
         batch = stream[fwd_chunk_id]
         with token_labels(batch.labels), rows_of_batch(batch.first_row, batch.input_ids):
-            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
         if not self.is_last:
             shape, dtype = stream.hidden_like(fwd_chunk_id)
             if output.shape != torch.Size(shape) or output.dtype != dtype:
@@ -102,11 +97,12 @@ class StreamedStage(PipelineStage):
 
     # Buffers
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(1, has_backward)
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_forward_infra(1, *args, **kwargs)
         template = self.args_recv_info[0]
         _release(template)
         self.args_recv_info = {chunk: tuple(map(copy.copy, template)) for chunk in range(num_microbatches)}
+        return prepared
 
     def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> Any:
         infos = super()._create_grad_recv_info(act_send_info)
@@ -216,7 +212,7 @@ class StreamedStage(PipelineStage):
 
 def _release(infos: tuple[Any, ...]) -> None:
     for info in infos:
-        info.buffer = None
+        info.buffer = torch.empty(0)  # not None: up to 2.11 stock sets its gradient to None after each step
 
 
 def _take_grad(value: Any) -> torch.Tensor | None:
@@ -231,6 +227,6 @@ def _run_post_backward(module: FSDPModule) -> None:
     ``perform_reduce_grad`` goes the same way."""
     root = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
+        for group in fsdp_parameter_groups(state):
             group.post_backward()
     root._root_post_backward_final_callback()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.nn.loss import row_gradients, row_sums, row_weights, whole_vocabulary_cross_entropies
 from nxdt_core.parallel.tensor.vocabulary_layers import rows_here
+from nxdt_core.torch_versions import all_gather_single
 
 __all__ = ["over_ranks", "vocabulary_parallel_cross_entropies"]
 
@@ -70,5 +71,5 @@ def over_ranks(
     """
     parts = torch.stack((sums, at.masked_fill(elsewhere, 0)))
     of_ranks = parts.new_empty((group.size() * 2, len(sums)))
-    dist.all_gather_single(of_ranks, parts, group=group)
+    all_gather_single(of_ranks, parts, group=group)
     return torch.logsumexp(of_ranks[0::2], dim=0), of_ranks[1::2].sum(dim=0)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.parallel.store import join_timeout_s
+from nxdt_core.torch_versions import run_agent
 from nxdt_core.training.launch.node import Node
 
 __all__ = ["run_ranks"]
@@ -38,20 +38,19 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int) -> Mapping[int, int
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // node.devices)))
-    settings = LaunchConfig(
-        min_nodes=node.count,
-        max_nodes=node.count,
-        nproc_per_node=node.devices,
-        run_id="nxdt",
-        rdzv_backend="static",
-        rdzv_endpoint=f"{node.address}:{port}",
-        rdzv_configs={"rank": node.number, "timeout": join_timeout_s()},
-        max_restarts=0,
-        signals_to_handle=_AGENT_SIGNALS,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-    )
+    settings = {
+        "min_nodes": node.count,
+        "max_nodes": node.count,
+        "nproc_per_node": node.devices,
+        "run_id": "nxdt",
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{node.address}:{port}",
+        "rdzv_configs": {"rank": node.number, "timeout": join_timeout_s()},
+        "max_restarts": 0,
+        "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
+    }
     try:
-        launch_agent(settings, sys.executable, _arguments(config))
+        run_agent(settings, [sys.executable, *_arguments(config)], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}

@@ -48,6 +48,11 @@ class Layout:
         return self.dp // self.replicas * self.cp
 
     @property
+    def needs_newer_torch(self) -> bool:
+        """Whether torch 2.9 cannot run it: its zero bubble, and heads of which two ranks have copies."""
+        return self.zbv or self.tp > 2
+
+    @property
     def name(self) -> str:
         schedule = "-zbv" if self.zbv else f"-vpp{self.vpp}" if self.vpp > 1 else ""
         parts = [

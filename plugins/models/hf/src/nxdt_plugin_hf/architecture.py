@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Architecture", "read_architecture"]
 
-_TRANSFORMERS = "transformers>=5.23,<6"
+_TRANSFORMERS = "transformers>=5.17,<6"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,11 +80,17 @@ def take_over_experts(model: PreTrainedModel) -> None:
     ours = {path for path, _ in routed_experts(model)}
     paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
     sharded = (pattern for pattern, style in (model.tp_plan or {}).items() if style == TENSOR_STYLE)
-    for pattern in (*(model.ep_plan or ()), *sharded):
+    for pattern in (*_expert_patterns(model), *sharded):
         others = [path for path in paths if matches(pattern, path) and path not in ours]
         if others:
             reason = f"'{others[0]}' are experts that do not go through transformers' interface for them"
             raise UnsupportedArchitecture(model=name, reason=reason)
+
+
+def _expert_patterns(model: PreTrainedModel) -> list[str]:
+    """Patterns of transformers' plan for expert parallelism. In 5.17 it is private and names routers as well."""
+    plan = model.ep_plan if hasattr(model, "ep_plan") else model._ep_plan
+    return [pattern for pattern, style in (plan or {}).items() if style != "ep_router"]
 
 
 def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:

@@ -1,0 +1,91 @@
+"""What differs between the versions of torch that are supported, 2.9 to 2.14, under one name each.
+
+Each name looks for the newer call first, so that a fallback can be deleted with the version that needs it. How stages
+of the stock pipeline differ is in :mod:`nxdt_core.parallel.pipeline.stock_stage`, and what an older version
+cannot do is refused by :mod:`nxdt_core.config.validate.torch_version`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "all_gather_single",
+    "fsdp_parameter_groups",
+    "grouped_mm",
+    "memory_info",
+    "reduce_scatter_single",
+    "run_agent",
+    "unflatten",
+]
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather equal tensors of all ranks into one. Up to 2.12 torch has it under the longer name."""
+
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Sum one tensor over all ranks and scatter equal parts of it."""
+
+grouped_mm: Any = getattr(functional, "grouped_mm", None)
+"""``functional.grouped_mm``, from 2.10; None before."""
+
+
+def memory_info(device: torch.device | None = None) -> tuple[int, int]:
+    """Return the free and the total bytes of an accelerator's memory; ``device`` is the current one by default."""
+    if hasattr(torch.accelerator, "get_memory_info"):  # from 2.10
+        free, total = torch.accelerator.get_memory_info(device)
+    else:
+        module = torch.get_device_module(device or torch.accelerator.current_accelerator())
+        free, total = module.mem_get_info(device)
+    return int(free), int(total)
+
+
+def unflatten(mesh: DeviceMesh, dim: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return ``mesh`` with the dimension ``dim`` split into dimensions of these sizes and names. Collective."""
+    before = tuple(mesh.mesh_dim_names or ())
+    index = before.index(dim)
+    if hasattr(mesh, "_unflatten"):  # from 2.10; 2.11 takes no name
+        return mesh._unflatten(index, sizes, names)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    names = (*before[:index], *names, *before[index + 1 :])
+    split = mesh.mesh.unflatten(index, sizes)  # type: ignore[no-untyped-call]
+    return DeviceMesh(mesh.device_type, split, mesh_dim_names=names)
+
+
+def fsdp_parameter_groups(state: Any) -> tuple[Any, ...]:
+    """Return the parameter groups of the state that FSDP2 keeps for a module. Up to 2.11 there is at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return tuple(state._fsdp_param_groups)
+    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
+
+
+def run_agent(settings: Mapping[str, Any], command: Sequence[str], *, signals: str) -> None:
+    """Run ``command`` as the ranks of this node under torch's elastic agent.
+
+    Args:
+        settings: fields of torch's ``LaunchConfig``.
+        command: of each rank; its first word is the executable.
+        signals: names of those that the agent passes on to the ranks. 2.9 always takes SIGINT and SIGTERM as well, but
+            only in the main thread, so that the agent runs in another one and takes none.
+
+    Raises:
+        ChildFailedError: a rank failed.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    executable, *arguments = command
+    if "signals_to_handle" in {field.name for field in fields(LaunchConfig)}:  # from 2.10
+        launch_agent(LaunchConfig(**settings, signals_to_handle=signals), executable, arguments)
+        return
+    with ThreadPoolExecutor(1, "elastic-agent") as thread:
+        thread.submit(launch_agent, LaunchConfig(**settings), executable, arguments).result()
