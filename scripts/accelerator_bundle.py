@@ -10,6 +10,7 @@ and Lightning, or that are large and part of every scientific installation.
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as downloads:
         wheels = closure(wanted, lambda line: fetch(line, Path(downloads)), requirements)
         for wheel in wheels:
-            wheel.rename(asked.folder / wheel.name)
+            shutil.move(wheel, asked.folder)
     size = sum(path.stat().st_size for path in asked.folder.iterdir())
     print(f"{len(own)} wheels of nxdt, {len(wheels)} others, {size / 2**20:.1f} MiB in {asked.folder}")
     return int(size > LIMIT_BYTES)

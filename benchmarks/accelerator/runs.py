@@ -161,7 +161,7 @@ def _median(rows: list[dict[str, Any]], key: str) -> float | None:
 
 
 def _planned_bytes(config: ResolvedConfig) -> int | None:
-    """Return the memory that ``nxdt plan`` estimates; None where it fails, which is no reason not to train."""
+    """Return the memory that ``nxdt plan`` estimates; None where the estimate fails: training goes ahead."""
     from nxdt_core.training.plan import plan
 
     try:

@@ -9,7 +9,7 @@ from accelerator.runs import SHAPES, random_tokens, run_file, train_figures
 
 __all__ = ["pretrain"]
 
-_EVERY, _INTERVALS = 5, 5
+_EVERY, _INTERVALS = 4, 4
 """Steps of an interval, and intervals with the first, which is warm-up."""
 
 
