@@ -1,10 +1,10 @@
 """Claim: a step of ``adamw`` takes at most 5 % longer than that of torch's AdamW with the same kernels.
 
 All step in turn on parameters of one Llama's shapes, in one process; each row gives the median of the ratios to torch's
-in the same round and their quartiles, in CPU time on a host and in wall time elsewhere. The other optimizers are there
-to be known.
+in the same round and their quartiles, in CPU time on a host and in wall time elsewhere. The other optimizers, and AdamW
+over bfloat16 weights that are rounded stochastically, are there to be known.
 
-    python benchmarks/optimizer_step.py [--shape 15M] [--rounds 15] [--others]
+    python benchmarks/optimizer_step.py [--shape 15M] [--rounds 15] [--others] [--rounded]
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ SHAPES = {
 KERNELS = {"fused": True, "unfused": False}
 """Torch's second is foreach, on a host one parameter at a time."""
 OTHERS: dict[str, tuple[str, ...]] = {"lion": (), "adafactor": ("betas=null",), "muon": ()}
+ROUNDED: dict[str, tuple[str, ...]] = {
+    "bf16SR": ("precision.type=bf16SR",),
+    "bf16SR, bf16 state": ("precision.type=bf16SR", "precision.optimizer_state=bfloat16"),
+}
+"""Over the same parameters in bfloat16, against torch's fused AdamW in float32."""
 CLAIM = 1.05
 STEPS = 3
 """Steps of one timing."""
@@ -40,7 +45,7 @@ class Contender:
     def __init__(self, parameters: list[torch.nn.Parameter], step: Callable[[], None]) -> None:
         self._parameters, self._step = parameters, step
         draw = torch.Generator(device=parameters[0].device).manual_seed(0)
-        self._gradients = [torch.randn(p.shape, generator=draw, device=p.device, dtype=p.dtype) for p in parameters]
+        self._gradients = [torch.randn(p.shape, generator=draw, device=p.device).to(p.dtype) for p in parameters]
         self._device = parameters[0].device
         self.step_ms()
 
@@ -70,9 +75,9 @@ class Contender:
             torch.accelerator.synchronize()
 
 
-def of_nxdt(shape: tuple[str, ...], *optim: str) -> Contender:
+def of_nxdt(shape: tuple[str, ...], *optim: str, precision: tuple[str, ...] = ()) -> Contender:
     """What a run steps with, the decision on figures that are not finite included."""
-    config = load("recipe:llama-tiny", [*shape, *(f"model.optim.{key}" for key in optim)])
+    config = load("recipe:llama-tiny", [*shape, *precision, *(f"model.optim.{key}" for key in optim)])
     engine = assemble.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
@@ -109,6 +114,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="15M")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--others", action="store_true", help="time the other optimizers too, against torch's fused")
+    parser.add_argument("--rounded", action="store_true", help="time AdamW with stochastic rounding, against fused")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     pairs = [
@@ -117,6 +123,8 @@ def main() -> int:
     ]
     if options.others:
         pairs += [(name, of_nxdt(shape, f"name={name}", *keys), "fused") for name, keys in OTHERS.items()]
+    if options.rounded:
+        pairs += [(name, of_nxdt(shape, "name=adamw", precision=keys), "fused") for name, keys in ROUNDED.items()]
     torchs = {name: of_torch(shape, fused=fused) for name, fused in KERNELS.items()}
     ratios: dict[str, list[float]] = {label: [] for label, *_ in pairs}
     spent: dict[str, list[float]] = {label: [] for label, *_ in pairs}
@@ -130,7 +138,7 @@ def main() -> int:
     slower = False
     for label, found in ratios.items():
         low, middle, high = statistics.quantiles(found, n=4)
-        print(f"{label:>14}  {statistics.median(spent[label]):8.2f} ms  x {middle:.3f}  ({low:.3f} to {high:.3f})")
+        print(f"{label:>18}  {statistics.median(spent[label]):8.2f} ms  x {middle:.3f}  ({low:.3f} to {high:.3f})")
         slower |= label.startswith("adamw") and middle > CLAIM
     return int(slower)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from nxdt_core.devices import profile_of
 
-__all__ = ["positions"]
+__all__ = ["Rows", "positions", "rows_of"]
 
 _CHUNK_ELEMENTS_IN_CACHE = 1 << 16
 """Elements that are worked on at a time: half a MiB an operand, which stays in a core's cache."""
@@ -43,6 +44,36 @@ def positions(
             local = local.div_(size, rounding_mode="floor")
             stride *= extent
         yield slice(first, last), whole.add_(local.add_(starts[0]), alpha=stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Equally long runs of elements that follow each other in a block and in the whole parameter."""
+
+    first: int
+    """Number of the first row's first element in the whole parameter, row-major."""
+    count: int
+    columns: int
+    """Elements of a row."""
+    gap: int
+    """Elements of the whole parameter between a row's last element and the next row's first."""
+
+
+def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rows]:
+    """Return the rows of a block, equally many in each item. Arguments as for :func:`positions`.
+
+    One item, and in it one row where the block has no gaps, but for a block that is cut along three dimensions or more.
+    """
+    shape, starts, sizes = _merged(tuple(shape), tuple(starts), tuple(sizes))
+    if len(shape) == 1:
+        return [Rows(starts[0], 1, sizes[0], 0)]
+    *outer, count, columns = sizes
+    whole = math.prod(shape[-2:])
+    first = starts[-2] * shape[-1] + starts[-1]
+    numbers = [0]
+    for extent, start, size in zip(shape[:-2], starts, outer, strict=False):
+        numbers = [number * extent + start + along for number in numbers for along in range(size)]
+    return [Rows(number * whole + first, count, columns, shape[-1] - columns) for number in numbers]
 
 
 def _merged(

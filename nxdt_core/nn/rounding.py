@@ -2,43 +2,71 @@
 
 A value between two neighbours goes to the upper one with the probability that makes its mean exact. Sums of steps that
 are each too small for bfloat16 then come out right, where rounding to the nearest loses every one of them.
+
+All of it is element-wise arithmetic on 32-bit numbers, so that a compiler merges it with what computes the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
 
 import torch
 
-from nxdt_core.nn.positions import positions
-from nxdt_core.nn.streams import Stream
+__all__ = ["KEY_WORDS", "element_numbers", "noise", "rounded", "rounding_key"]
 
-__all__ = ["round_into"]
+KEY_WORDS = 4
+"""32-bit words of a key. The last is 0, so that each key in a table starts at a multiple of 16 bytes, where
+accelerators load fastest."""
 
 _LOW_BITS = 0xFFFF
 """What a float32 has and a bfloat16 has not."""
+_MULTIPLIER_1 = 0x7FEB352D
+_MULTIPLIER_2 = 0x846CA68B - (1 << 32)
+"""Of the 32-bit mixing function that Wellons found by search (https://github.com/skeeto/hash-prospector, the public
+domain ``lowbias32``)."""
 
 
-@torch.no_grad()
-def round_into(
-    target: torch.Tensor, values: torch.Tensor, stream: Stream, *, shape: Sequence[int], offsets: Sequence[int]
-) -> None:
-    """Round ``values`` into ``target``, each by the stream's number at its place in the whole parameter.
+def rounding_key(seed: int, name: str) -> tuple[int, int, int, int]:
+    """Return the key of one tensor in one step, as int32: an odd increment and two offsets, 96 bits of BLAKE2b."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=12).digest()
+    increment, first, second = (int.from_bytes(digest[at : at + 4], "little", signed=True) for at in (0, 4, 8))
+    return increment | 1, first, second, 0
+
+
+def element_numbers(
+    first: torch.Tensor, elements: int, *, skipped: int = 0, columns: int = 0, gap: int = 0
+) -> torch.Tensor:
+    """Return the numbers of a block's elements in the whole parameter, modulo 2³², int32 [elements].
+
+    Args:
+        first: int32 scalar, the number of the block's first element.
+        elements: how many.
+        skipped: elements of the block before those.
+        columns: elements of a row, where rows do not follow each other in the whole; else 0.
+        gap: elements of the whole between two rows, as an int32.
+    """
+    index = torch.arange(skipped, skipped + elements, dtype=torch.int32, device=first.device)
+    return index + first + (index // columns) * gap if columns else index + first
+
+
+def noise(numbers: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return 16 random bits for each element, int32 of the shape of ``numbers``.
+
+    Args:
+        numbers: int32, see :func:`element_numbers`.
+        key: int32 [KEY_WORDS], see :func:`rounding_key`.
+    """
+    bits = numbers * key[0] + key[1]  # int32 wraps modulo 2³²
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _MULTIPLIER_1
+    bits = ((bits ^ ((bits >> 15) & 0x1FFFF)) + key[2]) * _MULTIPLIER_2
+    return (bits >> 16) & _LOW_BITS
+
+
+def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return float32 ``values`` rounded by :func:`noise` to values of bfloat16, as float32.
 
     Exact up to the 2⁻¹⁶ of a step that float32 resolves there; what bfloat16 can represent stays as it is, and so do
     infinities and NaN.
-
-    Args:
-        target: of the shape of ``values``; bfloat16, or float32, perhaps ``values`` itself.
-        values: float32; overwritten.
-        stream: of this parameter and step.
-        shape: of the whole parameter.
-        offsets: where the block starts in it, one number a dimension.
     """
-    flat = values.contiguous().view(-1)
-    bits = flat.view(torch.int32)
-    for part, indices in positions(shape, offsets, values.shape, device=values.device):
-        noise = stream.bits(indices).bitwise_and_(_LOW_BITS).to(torch.int32)
-        noise.masked_fill_(flat[part].isnan(), 0)  # a NaN of all ones would overflow into a zero
-        bits[part].add_(noise).bitwise_and_(~_LOW_BITS)
-    target.copy_(flat.view(values.shape))
+    noise = torch.where(values == values, noise, 0)  # a NaN of all ones would overflow into a zero
+    return ((values.view(torch.int32) + noise) & ~_LOW_BITS).view(torch.float32)

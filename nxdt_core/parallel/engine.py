@@ -17,12 +17,13 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.parallel.optimizer import TorchOptimizer, chosen, parameter_groups
 from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.parallel.rounding.kernels import SMALL_ELEMENTS, can_compile
+from nxdt_core.parallel.rounding.policy import updates_rounded
 from nxdt_core.parallel.shards import tables
-from nxdt_core.parallel.stochastic import updates_rounded
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.optimizer import OptimizerFactory
+from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["TorchEngine"]
@@ -107,6 +108,7 @@ class TorchEngine:
             decay_norms=decay_norms,
             overrides=overrides,
         )
+        rounding = updates_rounded(model.precision, self._run.seed)
         return TorchOptimizer(
             lambda shards: factory(shards, config),
             groups,
@@ -114,10 +116,18 @@ class TorchEngine:
             after_step=model.weights_changed,
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
-            rounding=updates_rounded(model.precision, self._run.seed),
+            rounding=rounding,
+            compiled=rounding is not None and self._compiles(groups),
             before_step=model.begin_step,
             lr=config.lr,
         )
+
+    def _compiles(self, groups: Sequence[ParameterGroup]) -> bool:
+        """Whether this rank's updates are compiled. Off hosts that changes bits, so that all ranks do or none."""
+        if not profile_of(self.device).host:
+            return all(self.ranks.all_gather_object(can_compile(self.device)))
+        elements = sum(parameter.numel() for group in groups for parameter in group["params"])
+        return elements >= SMALL_ELEMENTS and can_compile(self.device)
 
     def _check_chosen(self, model: TorchModel, overrides: Sequence[ParamGroupConfig]) -> None:
         if not overrides:

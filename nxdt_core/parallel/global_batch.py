@@ -18,7 +18,7 @@ from nxdt_core.parallel.collectives import copy_to_group, reduce_from_group
 from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.stochastic import masters_rounded
+from nxdt_core.parallel.rounding.policy import masters_rounded
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss

@@ -30,8 +30,8 @@ from nxdt_core.parallel.pipeline.stream import HiddenLike
 from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.parallel.replicas import Replicas, replica_group
+from nxdt_core.parallel.rounding.masters import rounded_weights
 from nxdt_core.parallel.shards import shard_of
-from nxdt_core.parallel.stochastic import rounded_weights
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import StepLoss

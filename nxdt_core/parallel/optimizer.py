@@ -13,8 +13,9 @@ from nxdt_core.devices import profile_of
 from nxdt_core.errors import OptimizerNeedsWholeParameters, OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.placement import local_of, sharded_over
+from nxdt_core.parallel.rounding.policy import StochasticRounding
+from nxdt_core.parallel.rounding.updates import StochasticUpdates
 from nxdt_core.parallel.shards import shard_of
-from nxdt_core.parallel.stochastic import StochasticRounding, StochasticUpdates
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.piece import Piece
@@ -89,13 +90,15 @@ class TorchOptimizer:
         padded: Mapping[str, PaddedDim] | None = None,
         tables: Collection[str] = (),
         rounding: StochasticRounding | None = None,
+        compiled: bool = False,
         before_step: Callable[[int], None] | None = None,
         lr: float = 0.0,
     ) -> None:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
         ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
-        With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically. ``before_step`` is told
-        the number of each step. ``lr`` is the peak that a rank without anything to train reports.
+        With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically; ``compiled`` says by
+        what kernels. ``before_step`` is told the number of each step. ``lr`` is the peak that a rank without anything
+        to train reports.
 
         Raises:
             OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
@@ -114,10 +117,14 @@ class TorchOptimizer:
             name: shard_of(parameter, self._padded.get(name), matrix=name not in tables)
             for name, parameter in self._named.items()
         }
-        self._stochastic = None if rounding is None else StochasticUpdates(self._shards, self._places, rounding)
+        self._stochastic = (
+            None if rounding is None else StochasticUpdates(self._shards, self._places, rounding, compiled=compiled)
+        )
         self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
         self.inner = build([self._of_shards(group) for group in groups]) if groups else _idle(lr)
         self._check_whole()
+        if self._stochastic is not None:
+            self._stochastic.attach(self.inner)
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
         self._before_step = before_step
@@ -160,7 +167,7 @@ class TorchOptimizer:
             if self._stochastic is None:
                 self.inner.step()
             else:
-                self._stochastic.apply(self.inner, self._step)
+                self._stochastic.apply(self._step)
             if self._after_step is not None:
                 self._after_step()
         for parameter in (*self._shards.values(), *self._named.values()):

@@ -15,11 +15,12 @@ from nxdt_core.parallel.estimate import (
     RankEstimate,
     Workload,
     estimate,
+    needs_stand_ins,
     optimizer_bytes_per_element,
 )
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.stochastic import updates_rounded
+from nxdt_core.parallel.rounding.policy import updates_rounded
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import memory_info
 from nxdt_core.training import assemble
@@ -89,6 +90,7 @@ def plan(config: ResolvedConfig, *, memory_bytes: int | None = None) -> RunPlan:
         objective=assemble.objective(config),
         precision=policy,
         state_bytes=_state_bytes(config, policy) + (AVERAGE_BYTES if run.exp_manager.ema.enable else 0),
+        stand_ins=_stand_ins(config, policy),
         sizes=sizes,
         options=LayoutOptions.of(run, _profile(run.trainer.accelerator), ParallelMesh(sizes, None)),
         micro_batch_size=run.data.micro_batch_size,
@@ -119,6 +121,13 @@ def _state_bytes(config: ResolvedConfig, policy: PrecisionPolicy) -> float:
     dtype = torch.float32 if wide else getattr(torch, policy.parameters)
     size = optimizer_bytes_per_element(optimizer.component.load_target(), optimizer.config, dtype)
     return size / 2 if rounding is not None and rounding.state == "bfloat16" else size
+
+
+def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:
+    """Whether weights are rounded by an optimizer that has no kernel for that."""
+    optimizer = config.selected("optimizer")
+    rounded = updates_rounded(policy, config.run.seed) is not None
+    return rounded and needs_stand_ins(optimizer.component.load_target(), optimizer.config)
 
 
 def _rank(rank: RankEstimate) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.training import assemble
 from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
 from nxdt_core.training.callbacks.compile_time import CompileTime
 from nxdt_core.training.callbacks.console import Console
@@ -32,7 +33,8 @@ def run_callbacks(
 ) -> list[pl.Callback]:
     """Figures first, then what acts on them, then saving; what stops the run on request comes after all of them."""
     trainer = config.run.trainer
-    compiling = [CompileTime(console)] if config.run.model.compile else []
+    compiles = config.run.model.compile or assemble.precision(config).stochastic_rounding
+    compiling = [CompileTime(console)] if compiles else []
     guard = [NonFiniteGuard(trainer.log_every_n_steps)] if trainer.nonfinite == "stop" else []
     named = [selected.component.load_target()(selected.config, config.run_dir) for selected in config.callbacks]
     saver = (

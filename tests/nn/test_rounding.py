@@ -9,17 +9,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.nn.rounding import round_into
-from nxdt_core.nn.streams import Stream
+from nxdt_core.nn.positions import Rows, rows_of
+from nxdt_core.nn.rounding import element_numbers, noise, rounding_key
+from nxdt_core.nn.rounding import rounded as rounded_by
 
 SIGMAS = 5
 """One draw in two million leaves this bound; the draws are fixed by the seed."""
 
 
-def rounded(values, stream, shape=None, offsets=None):
-    target = torch.zeros(values.shape, dtype=torch.bfloat16)
-    round_into(target, values.clone(), stream, shape=shape or values.shape, offsets=offsets or [0] * values.dim())
-    return target
+def key(name, seed=0):
+    return torch.tensor(rounding_key(seed, name), dtype=torch.int32)
+
+
+def numbers(shape, offsets, sizes):
+    parts = rows_of(shape, offsets, sizes)
+    return torch.cat([int32(p.first) + index(p) + index(p) // p.columns * int32(p.gap) for p in parts])
+
+
+def index(part):
+    return torch.arange(part.count * part.columns, dtype=torch.int32)
+
+
+def int32(number):
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def rounded(values, name, shape=None, offsets=None, seed=0):
+    found = numbers(shape or values.shape, offsets or [0] * values.dim(), values.shape)
+    return rounded_by(values.flatten(), noise(found, key(name, seed))).view(values.shape).bfloat16()
 
 
 def neighbours(value):
@@ -34,9 +51,9 @@ def test_the_mean_is_the_value(value, along):
     value = float(torch.tensor(value, dtype=torch.float32))
     draws = 2**16 if along == "positions" else 2**9
     if along == "positions":
-        found = rounded(torch.full((draws,), value), Stream.of(1, "w"))
+        found = rounded(torch.full((draws,), value), "w", seed=1)
     else:
-        found = torch.cat([rounded(torch.full((1,), value), Stream.of(1, f"w\0{step}")) for step in range(draws)])
+        found = torch.cat([rounded(torch.full((1,), value), f"w\0{step}", seed=1) for step in range(draws)])
     low, high = neighbours(value)
     up = (value - low) / (high - low)
     assert set(found.tolist()) <= {low, high}
@@ -47,13 +64,13 @@ def test_the_mean_is_the_value(value, along):
 @settings(deadline=None)
 @given(st.floats(width=32, allow_subnormal=False).map(lambda value: torch.tensor([value]).bfloat16().float()))
 def test_what_bfloat16_has_stays(values):
-    torch.testing.assert_close(rounded(values, Stream.of(0, "w")).float(), values, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(rounded(values, "w").float(), values, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
 def test_no_nan_becomes_a_number(pattern):
     values = torch.full((4096,), pattern, dtype=torch.int32).view(torch.float32)
-    assert not rounded(values, Stream.of(0, "w")).isfinite().any()
+    assert not rounded(values, "w").isfinite().any()
 
 
 @settings(deadline=None)
@@ -64,13 +81,107 @@ def test_a_block_is_rounded_as_in_the_whole(data):
     sizes = [data.draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True)]
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    stream = Stream.of(7, "w")
-    assert torch.equal(rounded(whole[box].contiguous(), stream, shape, starts), rounded(whole, stream)[box])
+    if math.prod(sizes):
+        assert torch.equal(rounded(whole[box].contiguous(), "w", shape, starts), rounded(whole, "w")[box])
 
 
 def test_steps_names_and_seeds_draw_apart():
     values = torch.full((1000,), 1 + 2**-8)  # half way between two
-    streams = [Stream.of(0, "a"), Stream.of(0, "b"), Stream.of(1, "a")]
-    first, *others = (rounded(values, stream) for stream in streams)
+    first, *others = (rounded(values, name, seed=seed) for name, seed in [("a", 0), ("b", 0), ("a", 1)])
     for other in others:
         assert 400 < int((first != other).sum()) < 600
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "sizes", "rows"),
+    [
+        ((3, 4, 5), (0, 0, 0), (3, 4, 5), [Rows(0, 1, 60, 0)]),
+        ((3, 4, 5), (1, 0, 0), (2, 4, 5), [Rows(20, 1, 40, 0)]),
+        ((3, 4, 5), (1, 2, 0), (2, 2, 5), [Rows(30, 2, 10, 10)]),
+        ((3, 4, 5), (1, 1, 2), (2, 2, 3), [Rows(27, 2, 3, 2), Rows(47, 2, 3, 2)]),
+        ((), (), (), [Rows(0, 1, 1, 0)]),
+        ((2**20, 2**20), (2**19, 7), (2, 3), [Rows(2**39 + 7, 2, 3, 2**20 - 3)]),
+    ],
+)
+def test_rows_are_as_long_as_they_can_be(shape, offsets, sizes, rows):
+    assert rows_of(shape, offsets, sizes) == rows
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_elements_are_numbered_as_in_the_whole(data):
+    shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
+    starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [data.draw(st.integers(1, size - start)) for size, start in zip(shape, starts, strict=True)]
+    whole = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
+    expected = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))].flatten()
+    found = [
+        element_numbers(
+            torch.tensor(part.first, dtype=torch.int32),
+            end - skipped,
+            skipped=skipped,
+            columns=part.columns if part.count > 1 else 0,
+            gap=part.gap,
+        )
+        for part in rows_of(shape, starts, sizes)
+        for skipped, end in [(0, part.columns), (part.columns, part.count * part.columns)]
+    ]
+    assert torch.equal(torch.cat(found), expected)
+
+
+BITS = 2**20
+LAGS = (1, 2, 3, 4, 8, 16, 64, 128, 1024, 4096)
+KEYS = [rounding_key(seed, f"layers.{seed}.weight") for seed in range(6)] + [(1, 0, 0, 0), (-1, 0, 0, 0)]
+"""Random ones, and the most regular increments."""
+
+
+def drawn(key):
+    return noise(torch.arange(BITS, dtype=torch.int32), torch.tensor(key, dtype=torch.int32))
+
+
+def standard(bits):
+    """With mean 0 and variance 1, if all 2¹⁶ values are as likely."""
+    return (bits.double() - (2**16 - 1) / 2) / math.sqrt((2**32 - 1) / 12)
+
+
+def deviation(counts):
+    """Of equally likely classes from their expectation: normal with mean 0 and variance 1 for many classes."""
+    expected, freedom = counts.sum() / len(counts), len(counts) - 1
+    return float(((counts - expected).square().sum() / expected - freedom) / math.sqrt(2 * freedom))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_noise_is_spread_evenly_and_neighbours_are_independent(key):
+    bits = drawn(key)
+    assert (int(bits.min()), int(bits.max())) >= (0, 2**16 - 16)
+    assert deviation(torch.bincount(bits, minlength=2**16).double()) < SIGMAS
+    pairs = (bits[0::2] >> 8) * 256 + (bits[1::2] >> 8)
+    assert deviation(torch.bincount(pairs, minlength=2**16).double()) < SIGMAS
+    for bit in range(16):
+        assert abs(float(((bits >> bit) & 1).double().mean()) - 0.5) < SIGMAS / 2 / math.sqrt(BITS)
+    values = standard(bits)
+    for lag in LAGS:
+        assert abs(float((values[:-lag] * values[lag:]).mean())) < SIGMAS / math.sqrt(BITS), lag
+
+
+def test_streams_of_steps_and_names_are_independent():
+    values = [standard(drawn(rounding_key(0, f"{step}\0{name}"))) for step in range(3) for name in "ab"]
+    for number, one in enumerate(values):
+        for other in values[:number]:
+            assert abs(float((one * other).mean())) < SIGMAS / math.sqrt(BITS)
+
+
+def test_every_bit_of_an_elements_number_changes_half_of_the_noise():
+    draw = torch.Generator().manual_seed(0)
+    starts = torch.randint(-(2**31), 2**31, (2**14,), generator=draw).to(torch.int32)
+    bits = noise(starts, key("w"))
+    for bit in range(32):
+        flipped = noise(starts ^ int32(1 << bit), key("w")) ^ bits
+        for place in range(16):
+            assert abs(float(((flipped >> place) & 1).double().mean()) - 0.5) < 0.03, (bit, place)
+
+
+def test_keys_are_odd_and_apart():
+    found = [rounding_key(seed, name) for seed in range(30) for name in "abcdefgh"]
+    assert len(set(found)) == len(found)
+    assert all(increment % 2 and not last for increment, _, _, last in found)

@@ -54,6 +54,8 @@ class Storage:
     """Whether a step has several micro-batches."""
     state_bytes: float
     """Optimizer state by element."""
+    stand_ins: bool = False
+    """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
 
     @property
     def compute_bytes(self) -> int:
@@ -154,11 +156,11 @@ def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
 
 
 def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
-    """A bucket of weights and gradients in float32, and of the state where that is kept in less."""
+    """With stand-ins a bucket of weights and gradients in float32, and of the state where that is kept in less."""
     weights, optimizer = _between_steps(counts, storage)
     gradients = (counts.trained_stored if storage.sharded else counts.trained) * storage.gradient_bytes
     widened = 0.0
-    if storage.policy.stochastic_rounding and not storage.policy.master_weights:
+    if storage.stand_ins:
         widened = 2 * _BYTES["float32"]
         widened += storage.state_bytes if storage.policy.optimizer_state == "bfloat16" else 0
     return Memory(weights=weights, gradients=gradients, optimizer=optimizer, workspace=round(counts.bucket * widened))

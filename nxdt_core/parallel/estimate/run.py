@@ -88,6 +88,7 @@ def estimate(work: Workload) -> Estimate:
         replicated=sizes.fsdp * sizes.dp_replicate > 1,
         accumulates=work.micro_batches > 1,
         state_bytes=work.state_bytes,
+        stand_ins=work.stand_ins,
     )
     orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches)
     measured: dict[object, MeasuredRank] = {}

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.placement import local_of, sharded_over
-from nxdt_core.parallel.stochastic import in_buckets
+from nxdt_core.parallel.rounding.adam import AdamUpdates
+from nxdt_core.parallel.rounding.updates import in_buckets
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["ParameterCounts", "count_parameters", "count_unique", "optimizer_bytes_per_element"]
+__all__ = ["ParameterCounts", "count_parameters", "count_unique", "needs_stand_ins", "optimizer_bytes_per_element"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +109,21 @@ def optimizer_bytes_per_element(factory: OptimizerFactory, config: object, dtype
     """State that the optimizer keeps for each element of a parameter, by stepping it once on a small one."""
     parameter = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
-    group = {"params": [parameter], "names": ["probe"], "lr": getattr(config, "lr", 0.0), "weight_decay": 0.0}
-    optimizer: Optimizer = factory([group], config)  # type: ignore[list-item]
+    optimizer = _over(parameter, factory, config)
     optimizer.step()
     state = optimizer.state[parameter].values()
     size = sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.shape == parameter.shape)
     return size / parameter.numel()
+
+
+def needs_stand_ins(factory: OptimizerFactory, config: object) -> bool:
+    """Whether the optimizer works on float32 stand-ins of weights that are rounded stochastically."""
+    return not AdamUpdates.handles(_over(nn.Parameter(torch.zeros(16, 16)), factory, config))
+
+
+def _over(parameter: nn.Parameter, factory: OptimizerFactory, config: object) -> Optimizer:
+    group = {"params": [parameter], "names": ["probe"], "lr": getattr(config, "lr", 0.0), "weight_decay": 0.0}
+    return factory([group], config)  # type: ignore[list-item]
 
 
 def _shard(shape: tuple[int, ...], ranks: int) -> int:

@@ -1,0 +1,279 @@
+"""Kernels of stochastic rounding: the same bits compiled and not, bytes and launches counted, no recompilation."""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from nxdt_core.parallel.rounding import kernels
+from nxdt_core.parallel.rounding.adam import AdamUpdates
+from nxdt_core.parallel.rounding.kernels import BlockKernel, can_compile
+from nxdt_core.parallel.rounding.masters import rounded_weights
+from nxdt_core.parallel.rounding.policy import StochasticRounding
+from nxdt_core.parallel.rounding.updates import StochasticUpdates, round_into
+from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.piece import Box
+
+CUT = ParameterShard(shape=(160, 90), box=Box((3, 45), (157, 45)))
+"""Rows that do not follow each other in the whole, as under tensor parallelism."""
+
+
+def whole(*shape):
+    return ParameterShard(shape=shape, box=Box.whole(shape))
+
+
+PLACES = {"matrix": whole(300, 401), "norm": whole(512), "cut": CUT, "one": whole(1), "none": whole(0, 4)}
+STATES = {"float32": 22, "bfloat16": 14}
+"""Bytes of an element that a step of Adam reads and writes: weights, gradients and both parts of the state."""
+
+
+def made(places, *, state="float32", optimizer=torch.optim.AdamW, compiled=False, seed=0):
+    """Weights by name, and what updates them."""
+    draw = torch.Generator().manual_seed(seed)
+    weights = {
+        name: nn.Parameter(torch.randn(place.box.shape, generator=draw).bfloat16()) for name, place in places.items()
+    }
+    updates = StochasticUpdates(weights, places, StochasticRounding(seed=7, state=state), compiled=compiled)
+    inner = optimizer(list(updates.stand_ins.values()), lr=1e-2, weight_decay=0.1)
+    updates.attach(inner)
+    return weights, updates, inner
+
+
+def give_gradients(weights, step):
+    draw = torch.Generator().manual_seed(step)
+    for weight in weights.values():
+        weight.grad = torch.randn(weight.shape, generator=draw).bfloat16()
+
+
+def stepped(*arguments, steps=3, general=False, found_inf=None, **options):
+    """Weights and state after some steps."""
+    weights, updates, inner = made(*arguments, **options)
+    if general:
+        updates._adam = None
+    if found_inf is not None:
+        inner.found_inf = torch.tensor(found_inf)
+    for step in range(steps):
+        give_gradients(weights, step)
+        updates.apply(step)
+    states = {name: inner.state[stand_in] for name, stand_in in updates.stand_ins.items()}
+    return {name: weight.detach() for name, weight in weights.items()}, states
+
+
+@contextmanager
+def counting_bytes():
+    """Let inductor count what the graphs that it compiles within the block read and write, and their kernels."""
+    torch._dynamo.reset()
+    torch._logging.set_logs(inductor_metrics=True)
+    metrics.reset()
+    try:
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            yield metrics
+    finally:
+        torch._logging.set_logs()
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", ["matrix", "cut"])
+def test_a_step_of_adam_is_one_kernel_that_touches_each_element_once(state, name):
+    with counting_bytes() as counted:
+        stepped({name: PLACES[name]}, state=state, compiled=True, steps=1)
+    assert counted.generated_kernel_count == 1
+    elements = PLACES[name].box.elements
+    assert STATES[state] * elements <= counted.num_bytes_accessed <= STATES[state] * elements + 200
+
+
+def test_masters_are_kept_and_rounded_in_one_kernel(monkeypatch):
+    monkeypatch.setattr("nxdt_core.parallel.rounding.masters.SMALL_ELEMENTS", 0)
+    assert can_compile(torch.device("cpu")), "its own kernel must not be counted below"
+    master = nn.Parameter(torch.randn(300, 401))
+    before = master.detach().clone()
+    with counting_bytes() as counted, rounded_weights([(master, "w", whole(300, 401))], StochasticRounding(seed=0), 1):
+        found = master.detach().clone()
+    assert counted.generated_kernel_count == 1
+    # 12 bytes an element: read once, written twice. Inductor counts the read once for each of the two.
+    assert counted.num_bytes_accessed <= 16 * master.numel() + 200
+    assert torch.equal(master, before)
+    monkeypatch.undo()
+    with rounded_weights([(master, "w", whole(300, 401))], StochasticRounding(seed=0), 1):
+        assert torch.equal(master, found)
+        assert torch.equal(master, master.bfloat16().float())
+        assert not torch.equal(master, before)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_compiled_kernels_give_the_bits_of_eager_ones(state):
+    options = {"state": state, "optimizer": torch.optim.Adam if state == "bfloat16" else torch.optim.AdamW}
+    weights, states = stepped(PLACES, compiled=True, **options)
+    expected, expected_states = stepped(PLACES, **options)
+    for name, weight in expected.items():
+        assert torch.equal(weights[name], weight), name
+        for leaf, value in expected_states[name].items():
+            assert torch.equal(states[name][leaf], value), (name, leaf)
+
+
+def test_extremes_are_rounded_alike_compiled_and_not():
+    values = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3.39e38, -3.4e38, float("inf"), float("nan")]).repeat(100)
+    place, key = whole(900), torch.tensor([12345, -77, 99, 0], dtype=torch.int32)
+    found = []
+    for compiled in (True, False):
+        target = torch.zeros(900, dtype=torch.bfloat16)
+        BlockKernel(round_into, compiled=compiled)(place, (target, values), key)
+        found.append(target)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("state", STATES)
+def test_the_arithmetic_is_that_of_torch(optimizer, state):
+    places = {name: place for name, place in PLACES.items() if place.box.elements}
+    weights, states = stepped(places, state=state, optimizer=optimizer, steps=5)
+    expected, expected_states = stepped(places, state=state, optimizer=optimizer, steps=5, general=True)
+    for name, weight in expected.items():
+        assert_few_apart(weights[name], weight)
+        assert states[name].keys() == expected_states[name].keys()
+        for leaf, value in expected_states[name].items():
+            if value.dtype == torch.bfloat16:
+                assert_few_apart(states[name][leaf], value)
+            else:
+                torch.testing.assert_close(states[name][leaf], value, rtol=1e-5, atol=1e-6, msg=f"{name} {leaf}")
+
+
+def assert_few_apart(found, expected):
+    """Of what is rounded stochastically, those whose noise is on the edge."""
+    assert found.dtype == expected.dtype
+    assert float((found != expected).double().mean()) < 1e-3
+
+
+def test_what_is_not_torchs_adam_takes_the_general_way():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    over = [nn.Parameter(torch.zeros(1))]
+    assert AdamUpdates.handles(torch.optim.AdamW(over))
+    assert not AdamUpdates.handles(Mine(over))
+    assert not AdamUpdates.handles(torch.optim.AdamW(over, amsgrad=True))
+    assert not AdamUpdates.handles(torch.optim.SGD(over))
+
+
+def test_a_step_that_is_rejected_on_the_device_changes_nothing():
+    weights, states = stepped(PLACES, steps=1, found_inf=1.0)
+    untouched, _ = stepped(PLACES, steps=0)
+    for name, weight in untouched.items():
+        assert torch.equal(weights[name], weight)
+        assert not any(value.any() for value in states[name].values())
+    accepted, _ = stepped(PLACES, steps=1, found_inf=0.0)
+    plain, _ = stepped(PLACES, steps=1)
+    assert all(torch.equal(accepted[name], plain[name]) for name in plain)
+
+
+def test_weights_that_are_not_contiguous_are_updated():
+    place = whole(6, 4)
+    expected, _ = stepped({"w": place}, steps=1)
+    weights, updates, _ = made({"w": place})
+    weights["w"].data = weights["w"].data.t().contiguous().t()
+    give_gradients(weights, 0)
+    updates.apply(0)
+    assert not weights["w"].is_contiguous()
+    assert torch.equal(weights["w"].detach(), expected["w"])
+
+
+def test_pieces_of_a_block_are_rounded_as_the_block(monkeypatch):
+    expected, _ = stepped(PLACES)
+    monkeypatch.setattr(kernels, "_PIECE_ON_HOST", 1000)
+    found, _ = stepped(PLACES)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Launches(TorchDispatchMode):
+    """Counts kernels: operations that neither make views nor only allocate, and calls of compiled ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = self.compiled = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for the device"
+        views = any(returned.alias_info and not returned.alias_info.is_write for returned in func._schema.returns)
+        self.operations += not views and not func.name().startswith("aten::empty")
+        return func(*args, **(kwargs or {}))
+
+    def stand_in(self, function, backend):
+        def called(*arguments):
+            self.compiled += 1
+            with _disable_current_modes():
+                function(*arguments)
+
+        return called
+
+
+def layers(count):
+    """Parameters of a small Llama."""
+    shapes = {"norm": (8,), "q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "up": (16, 8), "down": (8, 16)}
+    return {f"layers.{n}.{name}": whole(*shape) for n in range(count) for name, shape in shapes.items()}
+
+
+def launches(places, monkeypatch, **options):
+    weights, updates, _ = made(places, compiled=True, **options)
+    with monkeypatch.context() as patched:
+        for step in range(2):
+            counted = Launches()
+            patched.setattr(kernels, "_compiled", counted.stand_in)
+            give_gradients(weights, step)
+            with counted:
+                updates.apply(step)
+    return counted
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_adam_launches_one_kernel_for_each_parameter_and_some_for_all(monkeypatch, state):
+    two, eight = (launches(layers(count), monkeypatch, state=state) for count in (2, 8))
+    assert (two.compiled, eight.compiled) == (14, 56)
+    assert two.operations == eight.operations <= 18
+
+
+def test_other_optimizers_launch_one_kernel_to_round_each_parameter(monkeypatch):
+    found = launches(layers(2), monkeypatch, optimizer=torch.optim.RMSprop)
+    assert found.compiled == 14
+
+
+def test_one_graph_serves_all_parameters_and_every_rate(monkeypatch):
+    counter = CompileCounter()
+    profile = replace(kernels.profile_of(torch.device("cpu")), compile_backend=counter)
+    monkeypatch.setattr(kernels, "profile_of", lambda device: profile)
+    torch._dynamo.reset()
+    weights, updates, inner = made({**layers(2), "cut": CUT}, compiled=True)
+    for step in range(20):
+        give_gradients(weights, step)
+        for group in inner.param_groups:
+            group["lr"] = 1e-3 / (step + 1)
+        updates.apply(step)
+        if step == 0:
+            graphs = counter.frame_count
+            assert graphs == 2, "one for what is whole in its rows, one for what is cut"
+    assert counter.frame_count == graphs
+    torch._dynamo.reset()
+
+
+def test_a_missing_compiler_is_said_once_and_the_rounding_is_the_same(monkeypatch, caplog):
+    def broken(function, backend):
+        raise RuntimeError("no g++ here\nand more")
+
+    monkeypatch.setattr(kernels, "_compiled", broken)
+    can_compile.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert [can_compile(torch.device("cpu")) for _ in range(2)] == [False, False]
+    finally:
+        can_compile.cache_clear()
+    (said,) = caplog.messages
+    assert re.search(r"operation by operation.*RuntimeError: no g\+\+ here\. Install a C\+\+ compiler", said)
