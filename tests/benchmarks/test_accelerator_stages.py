@@ -12,7 +12,7 @@ from accelerator.results import read_rows
 from accelerator.stages import STAGES
 from accelerator.traces import summarise
 
-from tests.sampling import sampled
+from tests.sampling import sampled, takes_all
 
 SAMPLE = 4
 APART = frozenset({"machine", "tests"})
@@ -21,7 +21,8 @@ APART = frozenset({"machine", "tests"})
 
 def pytest_generate_tests(metafunc):
     if "stage" in metafunc.fixturenames:
-        cases = [stage for stage in STAGES if stage.name not in APART]
+        apart = APART if takes_all(metafunc.config) else APART | {"runs"}  # eleven runs: a minute of one core
+        cases = [stage for stage in STAGES if stage.name not in apart]
         taken = sampled(metafunc.config, cases, SAMPLE)
         metafunc.parametrize("stage", taken, ids=[stage.name for stage in taken])
 
