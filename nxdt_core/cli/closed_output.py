@@ -18,20 +18,20 @@ def survive_closed_output() -> None:
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
             stream.flush()
-            setattr(sys, name, _Surviving.of(stream))
+            setattr(sys, name, _Surviving(stream))
 
 
 class _Surviving(io.TextIOWrapper):
-    @classmethod
-    def of(cls, stream: io.TextIOWrapper) -> _Surviving:
-        """``stream`` stays open, as ``sys.__stdout__`` or ``sys.__stderr__``, and has the same buffer."""
-        return cls(
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        """``stream``: whose buffer this writes to."""
+        super().__init__(
             stream.buffer,
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
+        self._stream = stream  # which would close the buffer with its last reference
 
     def write(self, text: str, /) -> int:
         """Write ``text``, or drop it."""
