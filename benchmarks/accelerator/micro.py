@@ -14,8 +14,11 @@ from torch.multiprocessing.spawn import spawn
 from accelerator.bench import Bench
 from nxdt_core.devices import HOST, peak_flops, profile_of
 from nxdt_core.nn.attention import CausalAttention
-from nxdt_core.nn.rounding import round_into
-from nxdt_core.nn.streams import Stream
+from nxdt_core.nn.rounding import rounding_key
+from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, can_compile
+from nxdt_core.parallel.rounding.updates import round_into
+from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.piece import Box
 
 __all__ = ["kernels"]
 
@@ -101,10 +104,10 @@ def _rounding(bench: Bench, repeats: int, copy: float) -> None:
     elements = 2**12 if bench.small else 2**25
     values = torch.randn(elements, device=bench.device)
     target = torch.empty(elements, device=bench.device, dtype=torch.bfloat16)
-    stream = Stream.of(0, "rounding")
-    seconds = bench.seconds(
-        lambda: round_into(target, values, stream, shape=(elements,), offsets=(0,)), min(5, repeats)
-    )
+    (key,) = apart(torch.tensor([rounding_key(0, "rounding")], dtype=torch.int32, device=bench.device))
+    kernel = BlockKernel(round_into, compiled=bench.compiles and can_compile(bench.device))
+    place = ParameterShard(shape=(elements,), box=Box.whole((elements,)))
+    seconds = bench.seconds(lambda: kernel(place, (target, values), key), repeats)
     _moved(bench, "stochastic rounding", 6 * elements, seconds, copy)
 
 

@@ -152,7 +152,7 @@ def test_a_directory_of_the_time_and_the_command_that_goes_on_there(small_run, t
 
 
 def test_ranks_agree_on_the_time(tmp_path):
-    more = ("exp_manager.use_datetime_version=true", "checkpoint.enabled=false")
+    more = ("exp_manager.use_datetime_version=true", "exp_manager.resume_if_exists=false")
     RankPool(2).run(averaged_run, str(tmp_path), *TWO, *more, timeout_s=120)
     (run_dir,) = (tmp_path / "run").iterdir()
     assert {path.name for path in run_dir.iterdir()} >= {"config.yaml", "metrics.jsonl", "checkpoints", "logs"}
