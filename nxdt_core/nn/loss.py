@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from nxdt_core.devices import profile_of
+from nxdt_core.nn.logit_rows import IN_CHUNKS, row_chunks, row_cross_entropies, row_kernels
 from nxdt_core.nn.scoped import Scoped
 from nxdt_core.nn.token_losses import TokenLosses
 from nxdt_core.protocols.batch import IGNORE_INDEX
@@ -17,19 +17,10 @@ __all__ = [
     "VocabularyLoss",
     "cross_entropies",
     "cross_entropy_sum",
-    "row_chunks",
-    "row_gradients",
-    "row_sums",
     "row_weights",
     "vocabulary_loss",
     "whole_vocabulary_cross_entropies",
 ]
-
-_CHUNK_ELEMENTS_IN_CACHE = 1 << 18
-"""Logits in full precision at a time: 1 MiB of float32, which stays in a core's cache. Against ``F.cross_entropy``,
-forward and backward took 0.64 of the time at 4,096 words and 0.43 at 32,000."""
-_CHUNK_ELEMENTS = 1 << 26
-"""Elsewhere, where each chunk costs five kernel launches: 256 MiB of float32."""
 
 
 class VocabularyLoss(Protocol):
@@ -91,6 +82,8 @@ def whole_vocabulary_cross_entropies(logits: torch.Tensor, labels: torch.Tensor)
     """:func:`cross_entropies` where nothing is installed: each row of ``logits`` is whole."""
     rows = logits.reshape(-1, logits.shape[-1])
     _, targets = row_weights(rows, labels, None)
+    if row_kernels() is not IN_CHUNKS:
+        return row_cross_entropies(rows, targets).view(labels.shape)
     losses: torch.Tensor = _CrossEntropies.apply(rows, targets)  # type: ignore[no-untyped-call]
     return losses.view(labels.shape)
 
@@ -127,45 +120,3 @@ class _CrossEntropies(torch.autograd.Function):
             probabilities.scatter_add_(1, targets[part, None], -torch.ones_like(scale[part]))
             grad_rows[part] = probabilities.mul_(scale[part])
         return grad_rows, None
-
-
-def row_chunks(rows: torch.Tensor) -> list[slice]:
-    """Parts of ``rows`` [rows, columns] whose full-precision copies are small: in cache, or bounded in memory."""
-    elements = _CHUNK_ELEMENTS_IN_CACHE if profile_of(rows.device).cache_bound_kernels else _CHUNK_ELEMENTS
-    step = max(1, elements // rows.shape[1])
-    return [slice(start, start + step) for start in range(0, len(rows), step)]
-
-
-def row_sums(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of logits its log-sum-exp and its element in ``columns`` [rows], in ``dtype``."""
-    sums, at = rows.new_empty((2, len(rows)), dtype=dtype).unbind()
-    for part in row_chunks(rows):
-        values = rows[part].to(dtype)
-        sums[part] = torch.logsumexp(values, dim=1)
-        at[part] = values.gather(1, columns[part, None]).squeeze(1)
-    return sums, at
-
-
-def row_gradients(
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    log_sums: torch.Tensor,
-    hits: torch.Tensor,
-    scale: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Of the cross-entropies of ``rows``, in ``out``, which may be ``rows``: softmax less what is hit, times scale.
-
-    Args:
-        rows: logits [rows, columns].
-        columns: of the targets, [rows].
-        log_sums: of the whole rows, of which these may be a part.
-        hits: −1 where the target lies in this part, else 0, [rows].
-        scale: of the row's loss in what is differentiated, [rows].
-        out: as ``rows``.
-    """
-    for part in row_chunks(rows):
-        probabilities = torch.sub(rows[part], log_sums[part, None]).exp_()  # in the dtype of log_sums
-        probabilities.scatter_add_(1, columns[part, None], hits[part, None])
-        out[part] = probabilities.mul_(scale[part, None])
-    return out

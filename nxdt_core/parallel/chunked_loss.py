@@ -17,7 +17,8 @@ from torch.amp import is_autocast_available
 from torch.nn import functional
 
 from nxdt_core.errors import HeadNotLinear, ModelWithoutHead
-from nxdt_core.nn.loss import row_gradients, row_sums, row_weights
+from nxdt_core.nn.logit_rows import row_kernels
+from nxdt_core.nn.loss import row_weights
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.token_losses import TokenLosses, wanted_labels
 from nxdt_core.parallel.tensor.layers import local_part
@@ -115,9 +116,10 @@ class _CrossEntropies(torch.autograd.Function):
     ) -> torch.Tensor:
         columns, elsewhere = (targets, None) if group is None else rows_here(targets, len(weight), group)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
+        ctx.kernels = row_kernels()
         log_sums, at_target = hidden.new_empty((2, len(hidden)), dtype=dtype).unbind()
         for chunk in _chunks(hidden, tokens):
-            sums = row_sums(functional.linear(hidden[chunk], weight, bias), columns[chunk], dtype)
+            sums = ctx.kernels.sums(functional.linear(hidden[chunk], weight, bias), columns[chunk], dtype)
             log_sums[chunk], at_target[chunk] = sums
         if group is not None and elsewhere is not None:
             log_sums, at_target = over_ranks(log_sums, at_target, elsewhere, group)
@@ -138,7 +140,7 @@ class _CrossEntropies(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=log_sums.dtype) if ctx.needs_input_grad[2] else None
         for chunk in _chunks(hidden, ctx.tokens):
             logits = functional.linear(hidden[chunk], weight, bias)
-            rows = row_gradients(logits, columns[chunk], log_sums[chunk], hits[chunk], grad[chunk], out=logits)
+            rows = ctx.kernels.gradients(logits, columns[chunk], log_sums[chunk], hits[chunk], grad[chunk], logits)
             if grad_hidden is not None:
                 torch.mm(rows, weight, out=grad_hidden[chunk])
             if grad_weight is not None:

@@ -9,6 +9,8 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import current_device, profile_of
 from nxdt_core.errors import ParameterGroupEmpty
+from nxdt_core.nn.logit_rows import IN_CHUNKS
+from nxdt_core.parallel.compiled_rows import compiled_rows
 from nxdt_core.parallel.data import check_sums, needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
@@ -87,7 +89,11 @@ class TorchEngine:
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
         stages = lay_out(builder, self.mesh, options, precision, adapters)
         materialise_stages(stages, self.device, seed=seed, base=materialise)
-        return TorchModel(stages, self.mesh, Numerics(precision, self.device, seed), micro_batches=micro_batches)
+        rows = IN_CHUNKS
+        if options.compile_backend is not None:
+            rows = compiled_rows(options.compile_backend, static_shapes=options.static_shapes)
+        numerics = Numerics(precision, self.device, seed, rows)
+        return TorchModel(stages, self.mesh, numerics, micro_batches=micro_batches)
 
     def initialize_optimizer(
         self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.nn.aux_loss import aux_loss_scale
+from nxdt_core.nn.logit_rows import IN_CHUNKS, RowKernels, with_row_kernels
 from nxdt_core.nn.loss import vocabulary_loss
 from nxdt_core.nn.masks import draws_of_step
 from nxdt_core.nn.sequence_sums import SequenceShards, shared_sequences
@@ -31,10 +32,13 @@ __all__ = ["GlobalBatch", "Numerics"]
 class Numerics:
     """Where a run computes, and in which dtypes."""
 
-    def __init__(self, precision: PrecisionPolicy, device: torch.device, seed: int = 0) -> None:
-        """``seed``: of dropout and of what is rounded stochastically."""
+    def __init__(
+        self, precision: PrecisionPolicy, device: torch.device, seed: int = 0, rows: RowKernels = IN_CHUNKS
+    ) -> None:
+        """``seed``: of dropout and of what is rounded stochastically; ``rows``: what computes on logits."""
         self.device = device
         self.seed = seed
+        self.rows = rows
         self.precision = precision
         self.masters_rounded = masters_rounded(precision, seed)
         self.figures = torch.float64 if precision.gradients == "float64" else torch.float32
@@ -87,6 +91,7 @@ class GlobalBatch:
         with ExitStack() as stack:
             stack.enter_context(aux_loss_scale(1 / self._tokens))
             stack.enter_context(losses_wanted())
+            stack.enter_context(with_row_kernels(self._numerics.rows))
             stack.enter_context(draws_of_step(self._numerics.seed, self._step))
             if self._mesh.sizes.tp > 1:
                 stack.enter_context(vocabulary_loss(vocabulary_parallel_cross_entropies))

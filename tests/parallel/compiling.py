@@ -55,6 +55,8 @@ class Case:
     graphs: int = 2
     """Of each kind of layer one for training and one for validation. The first layer of a model with LoRA is of a kind
     of its own in training: no gradient leaves it."""
+    loss_graphs: int = 2
+    """One for forward and one for backward."""
 
 
 CASES = {
@@ -63,7 +65,7 @@ CASES = {
     "window": Case(model={**_DROPLESS, "sliding_window": 5}, packed=True),
     "gpt": Case(model=_GPT),
     "dropout": Case(model=_DROPOUT),
-    "lengths": Case(model=_DROPOUT, packed=True, lengths=(24, 16, 20, 22), graphs=4),
+    "lengths": Case(model=_DROPOUT, packed=True, lengths=(24, 16, 20, 22), graphs=4, loss_graphs=4),
     "lora": Case(model=_LLAMA, adapter=KINDS["linear"][1], graphs=3),
     "lora-dropout": Case(model=_LLAMA, adapter=KINDS["dora-dropout"][1], graphs=3),
     "capacity": Case(model=_CAPACITY),
@@ -75,8 +77,8 @@ CASES = {
     "full-dropout": Case(model={**_DROPOUT, **_FULL}),
     "full-capacity": Case(model={**_CAPACITY, **_FULL}),
     "selective-dropless": Case(model={**_DROPLESS, **_selective("LlamaMLP")}),
-    "chunked": Case(model={**_LLAMA, "loss_chunk_tokens": 20}),
-    "tp2-chunked": Case(model={**_LLAMA, "loss_chunk_tokens": 20}, layout=Layout(tp=2)),
+    "chunked": Case(model={**_LLAMA, "loss_chunk_tokens": 20}, loss_graphs=4),  # the last chunk is shorter
+    "tp2-chunked": Case(model={**_LLAMA, "loss_chunk_tokens": 20}, layout=Layout(tp=2), loss_graphs=4),
     "tp2": Case(model=_LLAMA, layout=Layout(tp=2, sp=True)),
     "tp2-dropout": Case(model=_DROPOUT, layout=Layout(tp=2)),
     "zero3": Case(model=_LLAMA, layout=Layout(dp=2, zero=3)),

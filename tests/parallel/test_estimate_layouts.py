@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nxdt_core.config import load
-from nxdt_core.nn import loss
+from nxdt_core.nn import logit_rows
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import assemble, primitives
@@ -134,7 +134,8 @@ def pytest_generate_tests(metafunc):
 
 
 def test_every_ranks_peak_is_what_was_planned(layout, ranks, monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", loss._CHUNK_ELEMENTS_IN_CACHE)  # as the real ranks, on the host
+    # As the real ranks, on the host.
+    monkeypatch.setattr(logit_rows, "_CHUNK_ELEMENTS", logit_rows._CHUNK_ELEMENTS_IN_CACHE)
     overrides = [*SIZES, *LAYOUTS[layout]]
     made = plan(load("recipe:llama-tiny", overrides))
     found = ranks(2).run(peak_of_a_step, overrides, timeout_s=300)

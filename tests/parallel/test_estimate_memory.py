@@ -8,7 +8,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from nxdt_core.config import load
 from nxdt_core.devices import max_memory_bytes, reset_max_memory
-from nxdt_core.nn import loss
+from nxdt_core.nn import logit_rows
 from nxdt_core.parallel.estimate.live import LiveBytes
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import assemble, primitives
@@ -37,7 +37,7 @@ def config_of(*overrides):
 @pytest.fixture
 def hosts_loss(monkeypatch):
     """The real run's loss works in chunks of the host's cache; let that of the meta device do the same."""
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", loss._CHUNK_ELEMENTS_IN_CACHE)
+    monkeypatch.setattr(logit_rows, "_CHUNK_ELEMENTS", logit_rows._CHUNK_ELEMENTS_IN_CACHE)
 
 
 class Run:

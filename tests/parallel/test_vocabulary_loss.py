@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nxdt_core.nn import loss as nn_loss
+from nxdt_core.nn import logit_rows
 from nxdt_core.nn.loss import cross_entropy_sum, vocabulary_loss
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.testing.ranks import process_group
@@ -34,7 +34,7 @@ def weights_of(weighted: bool) -> torch.Tensor | None:
 def sharded_loss(dtype: torch.dtype, weighted: bool, chunk_rows: int | None):
     with process_group():
         if chunk_rows is not None:
-            nn_loss._CHUNK_ELEMENTS_IN_CACHE = chunk_rows * VOCAB // 2
+            logit_rows._CHUNK_ELEMENTS_IN_CACHE = chunk_rows * VOCAB // 2
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
         logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)

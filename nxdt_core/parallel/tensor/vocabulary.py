@@ -6,13 +6,14 @@ all-gather forward, nothing backward.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.nn.loss import row_gradients, row_sums, row_weights, whole_vocabulary_cross_entropies
+from nxdt_core.nn.logit_rows import row_cross_entropies
+from nxdt_core.nn.loss import row_weights, whole_vocabulary_cross_entropies
 from nxdt_core.parallel.tensor.vocabulary_layers import rows_here
 from nxdt_core.torch_versions import all_gather_single
 
@@ -35,27 +36,11 @@ def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tens
     local: torch.Tensor = logits.to_local()
     rows = local.reshape(-1, local.shape[-1])
     _, targets = row_weights(rows, labels, None)
-    losses: torch.Tensor = _CrossEntropies.apply(rows, targets, mesh.get_group())  # type: ignore[no-untyped-call]
-    return losses.view(labels.shape)
-
-
-class _CrossEntropies(torch.autograd.Function):
-    """As the function of that name for whole rows; the same chunks, so the same bound on memory."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        columns, elsewhere = rows_here(targets, rows.shape[1], group)
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        log_sums, at_target = over_ranks(*row_sums(rows, columns, dtype), elsewhere, group)
-        ctx.save_for_backward(rows, columns, elsewhere, log_sums)
-        return log_sums - at_target
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        rows, columns, elsewhere, log_sums = ctx.saved_tensors
-        hits = torch.where(elsewhere, 0.0, -1.0).to(log_sums.dtype)
-        return row_gradients(rows, columns, log_sums, hits, grad, torch.empty_like(rows)), None, None
+    group = mesh.get_group()
+    columns, elsewhere = rows_here(targets, rows.shape[1], group)
+    hits = torch.where(elsewhere, 0.0, -1.0).to(torch.promote_types(rows.dtype, torch.float32))
+    whole_rows = functools.partial(over_ranks, elsewhere=elsewhere, group=group)
+    return row_cross_entropies(rows, columns, hits=hits, combine=whole_rows).view(labels.shape)
 
 
 def over_ranks(

@@ -1,0 +1,82 @@
+"""The compiled passes over logits: torch's cross-entropy and its gradient, without a copy in full precision."""
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.nn import functional
+
+from nxdt_core.nn.logit_rows import IN_CHUNKS, row_kernels, with_row_kernels
+from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.parallel.chunked_loss import linear_cross_entropies
+from nxdt_core.parallel.compiled_rows import compiled_rows
+
+ROWS, VOCAB = 24, 96
+
+
+def logits_of(dtype):
+    return (4 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+
+
+def labels_of():
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1))
+    labels[:5] = -100
+    return labels
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_sum_and_gradient_are_those_of_torch(dtype):
+    logits, labels = logits_of(dtype), labels_of()
+    with with_row_kernels(compiled_rows("aot_eager")):
+        total, weight = cross_entropy_sum(logits, labels)
+    (gradient,) = torch.autograd.grad(total / 3, logits)
+    reference = logits.detach().to(total.dtype).requires_grad_()
+    expected = functional.cross_entropy(reference, labels, reduction="sum")
+    torch.testing.assert_close(total, expected)
+    assert weight == ROWS - 5
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected / 3, reference)[0].to(dtype))
+
+
+def test_a_backward_takes_the_kernels_of_its_forward():
+    logits = logits_of(torch.float32)
+    used = []
+
+    def gradients(*args):
+        used.append(args)
+        return IN_CHUNKS.gradients(*args)
+
+    with with_row_kernels(type(IN_CHUNKS)(IN_CHUNKS.sums, gradients)):
+        total, _ = cross_entropy_sum(logits, labels_of())
+    assert row_kernels() is IN_CHUNKS
+    total.backward()
+    assert len(used) == 1
+
+
+@pytest.mark.parametrize("tokens", [7, ROWS])
+def test_a_head_that_computes_its_losses_uses_them(tokens):
+    hidden = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    weight = torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    labels = labels_of()
+    with with_row_kernels(compiled_rows("aot_eager")):
+        losses = linear_cross_entropies(hidden, weight, None, labels, tokens=tokens)
+    found = torch.autograd.grad(losses[labels >= 0].sum(), (hidden, weight))
+    expected = functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+    torch.testing.assert_close(losses[labels >= 0].sum(), expected)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (hidden, weight)))
+
+
+def test_compiled_code_allocates_no_copy_of_the_logits():
+    logits, columns = logits_of(torch.bfloat16).detach(), labels_of().clamp(min=0)
+    kernels = compiled_rows("inductor")
+    (sums, at), forward = run_and_get_code(kernels.sums, logits, columns, torch.float32)
+    out, hits, scale = torch.empty_like(logits), -torch.ones(ROWS), torch.full((ROWS,), 0.5)
+    _, backward = run_and_get_code(kernels.gradients, logits, columns, sums, hits, scale, out)
+    allocated = [re.findall(r"= empty_strided\w*\(\(([^)]*)\)", code) for code in (*forward, *backward)]
+    assert allocated[0]
+    assert not [shape for shapes in allocated for shape in shapes if f"{VOCAB}" in shape]
+    expected_sums, expected_at = IN_CHUNKS.sums(logits, columns, torch.float32)
+    torch.testing.assert_close((sums, at), (expected_sums, expected_at))
+    expected = IN_CHUNKS.gradients(logits, columns, sums, hits, scale, torch.empty_like(out))
+    torch.testing.assert_close(out, expected)
