@@ -67,8 +67,8 @@ class _CrossEntropies(torch.autograd.Function):
         hits: torch.Tensor | None,
         combine: Combine | None,
     ) -> torch.Tensor:
-        ctx.kernels = row_kernels()
-        log_sums, at = ctx.kernels.sums(rows, columns, torch.promote_types(rows.dtype, torch.float32))
+        ctx.kernels = kernels = row_kernels()
+        log_sums, at = kernels.sums(rows, columns, torch.promote_types(rows.dtype, torch.float32))
         if combine is not None:
             log_sums, at = combine(log_sums, at)
         ctx.save_for_backward(rows, columns, hits, log_sums)

@@ -15,9 +15,8 @@ __all__ = ["compiled_rows"]
 def compiled_rows(backend: str, *, static_shapes: bool = False) -> RowKernels:
     """Compile the passes when they first run; arguments as of :func:`nxdt_core.parallel.compile.compile_layers`."""
     dynamic = False if static_shapes else None
-    sums, gradients = (
-        torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend) for function in (_sums, _gradients)
-    )
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
+    sums, gradients = compiled(_sums), compiled(_gradients)
 
     def of_plain(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         # Logits require gradients in training and not in validation: that would be two graphs.
