@@ -1,6 +1,7 @@
 """Many ranks from the real command line: started by ``nxdt train`` itself, and how all of them end together."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -146,7 +147,8 @@ def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tm
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     process = faulty(tmp_path, "SIGKILL 1 2")
     status, _, err = finish(process)
-    told = [line for line in err.splitlines() if not line.startswith(("step ", "note: "))]
+    # torch logs "W1122 …" on machines without Triton.
+    told = [line for line in err.splitlines() if not re.match(r"step |note: |W\d{4} ", line)]
     assert status == 1
     assert told[0].startswith(f"[NXDT-P048] Rank 1 on {socket.gethostname()} died by signal SIGKILL")
     assert len(told) == 2
