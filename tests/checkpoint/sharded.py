@@ -94,7 +94,10 @@ def parameters(layout: Layout, *, offset: float = 0.0) -> dict[str, torch.Tensor
 
 def optimizer_state(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """As an optimizer has it: a moment laid out as its parameter, and a step that is equal everywhere."""
-    moments = {f"{name}/exp_avg": (tensor.detach() + 0.5) * 2 for name, tensor in held.items()}
+    moments = {f"{name}/exp_avg": tensor.detach().clone() for name, tensor in held.items()}
+    for moment in moments.values():  # the local part: sums of DTensors cut twice along a dimension are wrong in 2.9
+        local = moment.to_local() if isinstance(moment, DTensor) else moment
+        local.add_(0.5).mul_(2)
     return {**moments, **{f"{name}/step": torch.tensor(3.0) for name in held}}
 
 
