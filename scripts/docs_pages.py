@@ -41,9 +41,9 @@ def on_files(files: Any, config: Any) -> Any:
 def yaml_page() -> str:
     """Every key of the core and of the plugins of this repository, from the dataclasses that read it."""
     from nxdt_core.config import reference_markdown
-    from nxdt_core.kernel import Kernel, PluginPolicy
+    from nxdt_core.kernel import Kernel
 
-    return reference_markdown(Kernel.start(PluginPolicy(allow=("llama", "text"))))
+    return reference_markdown(Kernel.start())
 
 
 @page("reference/schema.md")

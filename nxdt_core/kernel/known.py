@@ -29,7 +29,6 @@ _COMPONENTS: Final = {
     ("dataloader", "preference"): "nxdt-plugin-preference",
     ("objective", "dpo"): "nxdt-plugin-preference",
     ("objective", "orpo"): "nxdt-plugin-preference",
-    ("parallel_engine", "nxd"): "nxdt-plugin-nxd",
     ("checkpoint_format", "neuronx"): "nxdt-plugin-migrate",
     ("metric", "rouge"): "nxdt-plugin-evaluate",
     ("task_suite", "lm-eval"): "nxdt-plugin-evaluate",

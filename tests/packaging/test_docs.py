@@ -10,6 +10,8 @@ import pytest
 
 from nxdt_core import errors
 from nxdt_core.cli.app import COMMANDS
+from nxdt_core.config.slots import SLOTS
+from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import PHASES
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,14 @@ def test_the_reference_has_the_keys_of_the_core(site):
     page = (site / "reference/yaml/index.html").read_text()
     for key in ("max_steps", "global_batch_size", "resume_if_exists", "tensor_model_parallel_size", "weight_decay"):
         assert key in page
+
+
+def test_the_reference_has_a_section_for_every_component_of_this_repository(site):
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "reference/yaml/index.html").read_text()))
+    registry = Kernel.start().registry
+    ours = [(slot.key, each) for slot in SLOTS for each in registry.all(slot.kind) if each.dist.startswith("nxdt-")]
+    assert len(ours) > 40
+    assert [f"{key}: {each.record.name}" for key, each in ours if f"{key}: {each.record.name}" not in text] == []
 
 
 def test_every_error_has_a_code_of_its_own_and_a_line(site):

@@ -8,6 +8,8 @@ from email.parser import Parser
 import pytest
 
 from nxdt_core import __version__
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.known import known_offers
 from tests.packaging.conftest import DISTS
 
 OURS = {
@@ -27,6 +29,16 @@ OURS = {
     "nxdt_plugin_mixtral": ("nxdt-plugin-mixtral", ("nxdt_plugin_mixtral/recipes/mixtral-tiny.yaml",)),
     "nxdt_plugin_preference": ("nxdt-plugin-preference", ("nxdt_plugin_preference/recipes/llama-tiny-dpo.yaml",)),
 }
+
+
+def test_an_advice_to_install_names_a_dist_of_this_repository_that_offers_the_component():
+    registry = Kernel.start().registry
+    advised = [(kind.name, dist, names) for kind in registry.kinds() for dist, names in known_offers(kind.name).items()]
+    assert len(advised) > 10
+    for kind, dist, names in advised:
+        records = [each.record for each in registry.all(kind) if each.dist == dist]
+        offered = {name for record in records for name in (record.name, *record.aliases)}
+        assert set(names) <= offered, (kind, dist)
 
 
 def _open(wheels, package):
