@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.report import SaveReport
     from nxdt_core.checkpoint.retention import Retention, delete_step, prune
     from nxdt_core.checkpoint.save import save_checkpoint
+    from nxdt_core.checkpoint.signing import Signer, TrustedKeys
     from nxdt_core.checkpoint.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
     from nxdt_core.checkpoint.storage import check_writable, locate, open_storage
 
@@ -35,6 +36,8 @@ __all__ = [
     "Ownership",
     "Retention",
     "SaveReport",
+    "Signer",
+    "TrustedKeys",
     "check_writable",
     "delete_step",
     "find_checkpoint",
@@ -64,6 +67,8 @@ _MODULES = {
     "Ownership": "ownership",
     "Retention": "retention",
     "SaveReport": "report",
+    "Signer": "signing",
+    "TrustedKeys": "signing",
     "check_writable": "storage",
     "delete_step": "retention",
     "find_checkpoint": "status",

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from nxdt_core.checkpoint.committed import committed_attempt, read_object
 from nxdt_core.checkpoint.layout import attempt_prefix, manifest_key, step_prefix
 from nxdt_core.checkpoint.manifest import Manifest, decode_manifest, encode_manifest
+from nxdt_core.checkpoint.signature import write_signature
+from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.errors import CheckpointConflict, CheckpointDamaged, CheckpointTooNew, StorageError
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
@@ -41,11 +43,17 @@ def prepare_step(storage: CheckpointStorage, step: int) -> bytes | None:
 
 
 def commit(
-    storage: CheckpointStorage, manifest: Manifest, replaces: bytes | None, *, data: bytes | None = None
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    replaces: bytes | None,
+    *,
+    data: bytes | None = None,
+    signer: Signer | None = None,
 ) -> None:
     """Write the manifest: as a new object, or in the place of the manifest ``replaces``.
 
-    ``data`` are the bytes of the manifest where they exist: a copy keeps what a later version put into it.
+    ``data`` are the bytes of the manifest where they exist: a copy keeps what a later version put into it. ``signer``
+    signs them; the signature is written before the manifest.
 
     A store may fail after it has done its work (a lost answer, a repeated request): what counts is whose attempt
     is committed in the end.
@@ -61,6 +69,8 @@ def commit(
     if later > manifest.facts.fencing > 0:
         reason = f"the store's owner number {later} did, and this is number {manifest.facts.fencing}"
         raise CheckpointConflict(where=f"{storage.uri}/{key}", reason=reason)
+    if signer is not None:
+        write_signature(storage, manifest, signer.sign(data))
     failure: Exception | None = None
     try:
         written = storage.put_if_match(key, data, replaces) if replaces else storage.put_if_absent(key, data)

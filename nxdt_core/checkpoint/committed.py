@@ -6,16 +6,23 @@ from contextlib import suppress
 
 from nxdt_core.checkpoint.layout import manifest_key, step_name, step_of
 from nxdt_core.checkpoint.manifest import Manifest, decode_manifest
+from nxdt_core.checkpoint.signing import TrustedKeys
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
 __all__ = ["committed_attempt", "greatest_fencing", "read_manifest", "read_object"]
 
 
-def read_manifest(storage: CheckpointStorage, step: int) -> Manifest:
+def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Manifest:
     """The manifest of the committed checkpoint of ``step``. Its files are verified when they are read.
 
+    Args:
+        storage: where it lies.
+        step: which one.
+        trusted: keys of which one must have signed it; None requires no signature.
+
     Raises:
+        CheckpointNotTrusted: it lacks a valid signature of one of the keys.
         CheckpointNotFound: nothing is committed under that step.
         CheckpointDamaged: the manifest is not what was written.
         CheckpointTooNew: a later version wrote it.
@@ -24,7 +31,10 @@ def read_manifest(storage: CheckpointStorage, step: int) -> Manifest:
     if data is None:
         where = f"{storage.uri}/{step_name(step)}"
         raise CheckpointNotFound(where=where, reason="it does not exist, or its save was not finished")
-    return decode_manifest(data, step=step, where=f"{storage.uri}/{manifest_key(step)}")
+    manifest = decode_manifest(data, step=step, where=f"{storage.uri}/{manifest_key(step)}")
+    if trusted is not None:
+        trusted.check(storage, manifest, data)
+    return manifest
 
 
 def read_object(storage: CheckpointStorage, key: str) -> bytes | None:

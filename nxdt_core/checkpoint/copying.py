@@ -19,6 +19,7 @@ from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import VerifiedFile
 from nxdt_core.checkpoint.layout import digests_name, manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.manifest import Manifest, decode_manifest
+from nxdt_core.checkpoint.signature import Signature, read_signature, write_signature
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
@@ -50,7 +51,7 @@ def copy_checkpoint(
     deep: bool = False,
     progress: Callable[[int], None] = lambda size_bytes: None,
 ) -> CopyReport:
-    """Copy the committed checkpoint of ``step``, and commit it under the same step and attempt.
+    """Copy the committed checkpoint of ``step`` with its signature, and commit it under the same step and attempt.
 
     What fails leaves the destination with an unfinished step, which the next call goes on with.
 
@@ -70,6 +71,7 @@ def copy_checkpoint(
         StorageError: one of the stores failed.
     """
     data, manifest = _read_source(source, step)
+    signature = _signature(source, manifest)
     where = f"{destination.uri}/{step_name(step)}"
     with explained_os_errors(where):
         was_committed = _is_there(destination, manifest)
@@ -82,6 +84,8 @@ def copy_checkpoint(
             if _read_source(source, step)[0] == data:
                 raise
             raise _not_found(source, step, "it was replaced while it was copied") from None
+        if signature is not None and _signature_there(destination, manifest) is None:
+            write_signature(destination, manifest, signature)
         if not was_committed:
             commit(destination, manifest, None, data=data)
             clear_other_attempts(destination, manifest)
@@ -104,6 +108,19 @@ def _read_source(source: CheckpointStorage, step: int) -> tuple[bytes, Manifest]
     if data is None:
         raise _not_found(source, step, "it does not exist, its save was not finished, or it was deleted")
     return data, decode_manifest(data, step=step, where=f"{source.uri}/{manifest_key(step)}")
+
+
+def _signature(source: CheckpointStorage, manifest: Manifest) -> Signature | None:
+    with explained_os_errors(f"{source.uri}/{manifest.prefix}"):
+        return read_signature(source, manifest)
+
+
+def _signature_there(destination: CheckpointStorage, manifest: Manifest) -> Signature | None:
+    """That of the destination; None where there is none, or a damaged one, which may be replaced."""
+    try:
+        return read_signature(destination, manifest)
+    except CheckpointDamaged:
+        return None
 
 
 def _not_found(source: CheckpointStorage, step: int, reason: str) -> CheckpointNotFound:
@@ -180,7 +197,8 @@ class _Copy:
         if (self._sizes.get(key), self._sizes.get(digests_name(key))) != (entry.size_bytes, entry.digests_bytes):
             return False
         if not self._deep:
-            return digest(read_object(self._destination, digests_name(key)) or b"") == entry.digests_digest
+            found = read_object(self._destination, digests_name(key))
+            return digest(found or b"", self._manifest.digests) == entry.digests_digest
         try:
             VerifiedFile(self._destination, self._manifest, name).verify()
         except CheckpointDamaged:

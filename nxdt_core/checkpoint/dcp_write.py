@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from nxdt_core.checkpoint.commit import clear_other_attempts, commit, prepare_step
+from nxdt_core.checkpoint.digests import FAST, Algorithm
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import attempt_prefix, new_attempt, step_name, step_prefix
 from nxdt_core.checkpoint.manifest import CheckpointFacts, FileEntry, Manifest
 from nxdt_core.checkpoint.pieces import dtype_name, piece_of
 from nxdt_core.checkpoint.shards import write_pieces
+from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.tensor_index import TensorEntry, TensorPart
 from nxdt_core.errors import UnsavableState
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
@@ -68,15 +70,24 @@ class NxdtWriter(StorageWriter):
         step: the number of optimizer steps done. A step that is committed already is replaced.
         facts: what goes into the manifest beside; that of the coordinator counts.
         section: ``model``, or ``optim``.
+        signer: signs the manifest, on the coordinator; given on all ranks or on none.
     """
 
     def __init__(
-        self, storage: CheckpointStorage, step: int, *, facts: CheckpointFacts | None = None, section: str = "model"
+        self,
+        storage: CheckpointStorage,
+        step: int,
+        *,
+        facts: CheckpointFacts | None = None,
+        section: str = "model",
+        signer: Signer | None = None,
     ) -> None:
         self._storage = storage
         self._step = step
         self._facts = facts or CheckpointFacts()
         self._section = section
+        self._signer = signer
+        self._digests: Algorithm = FAST if signer is None else signer.digests
         self._where = f"{storage.uri}/{step_name(step)}"
         self._attempt = ""
         self._replaces: bytes | None = None
@@ -116,7 +127,7 @@ class NxdtWriter(StorageWriter):
         items = {f"{item.index.fqn}@{number}": item for number, item in enumerate(plan.items)}
         pieces = {key: _piece(item, planner) for key, item in items.items()}
         with explained_os_errors(self._where):
-            writer = AttemptWriter(self._storage, attempt_prefix(self._step, turn.attempt))
+            writer = AttemptWriter(self._storage, attempt_prefix(self._step, turn.attempt), self._digests)
             parts = write_pieces(writer, self._section, pieces, rank=turn.rank)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -150,9 +161,10 @@ class NxdtWriter(StorageWriter):
             facts=self._facts,
             files={item.part.file: item.file for items in written.values() for item in items},
             tensors={self._section: {name: _entry(items) for name, items in written.items()}},
+            digests=self._digests,
         )
         with explained_os_errors(self._where):
-            commit(self._storage, manifest, self._replaces)
+            commit(self._storage, manifest, self._replaces, signer=self._signer)
             clear_other_attempts(self._storage, manifest)
             self._storage.after_commit(step_prefix(self._step))
 

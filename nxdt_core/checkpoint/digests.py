@@ -1,35 +1,44 @@
 """Digests of a file by blocks, so that a ranged read can be verified without reading the whole file.
 
 xxh3 with 128 bits: ten times as fast as SHA-256 per CPU-second. It detects accidents (a flipped bit escapes with
-probability 2⁻¹²⁸), not forgery; what protects from forged files is that nothing in a checkpoint is ever executed.
+probability 2⁻¹²⁸), not forgery: anybody can make other bytes with the same digest. A signed checkpoint has SHA-256
+digests, so that the signature of its manifest covers every byte of its files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO, Final, Literal
 
-from xxhash import xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_128
 
-__all__ = ["BLOCK_BYTES", "BlockDigests", "DigestingWriter", "block_digest", "digest"]
+__all__ = ["BLOCK_BYTES", "FAST", "STRONG", "Algorithm", "BlockDigests", "DigestingWriter", "block_digest", "digest"]
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes that one digest covers."""
 
+Algorithm = Literal["xxh3_128", "sha256"]
+FAST: Final = "xxh3_128"
+STRONG: Final = "sha256"
+"""Of signed checkpoints: nobody can make other bytes with the same digest."""
+
 _WORTH_A_THREAD_BYTES = 2**20
-_ALGORITHM = "xxh3_128"
+_START: Mapping[str, Callable[..., Any]] = {FAST: xxh3_128, STRONG: hashlib.sha256}
 
 
-def digest(data: bytes | bytearray | memoryview) -> str:
+def digest(data: bytes | bytearray | memoryview, algorithm: Algorithm = FAST) -> str:
     """Name of the algorithm and hexadecimal digest: ``xxh3_128:99aa…``."""
-    return f"{_ALGORITHM}:{xxh3_128_hexdigest(data)}"
+    return f"{algorithm}:{block_digest(data, algorithm)}"
 
 
-def block_digest(data: memoryview) -> str:
+def block_digest(data: bytes | bytearray | memoryview, algorithm: Algorithm) -> str:
     """Hexadecimal digest of one block."""
-    return xxh3_128_hexdigest(data)
+    hexadecimal: str = _START[algorithm](data).hexdigest()
+    return hexadecimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +48,12 @@ class BlockDigests:
     size_bytes: int
     blocks: tuple[str, ...]
     block_bytes: int = BLOCK_BYTES
+    algorithm: Algorithm = FAST
 
     def encode(self) -> bytes:
         """As it is stored beside the file."""
         table = {
-            "algorithm": _ALGORITHM,
+            "algorithm": self.algorithm,
             "block_bytes": self.block_bytes,
             "size_bytes": self.size_bytes,
             "blocks": self.blocks,
@@ -59,12 +69,13 @@ class BlockDigests:
         """
         try:
             table = json.loads(data)
-            if table["algorithm"] != _ALGORITHM:
+            if table["algorithm"] not in _START:
                 raise ValueError(f"algorithm {table['algorithm']!r} is not known")
             found = cls(
                 size_bytes=int(table["size_bytes"]),
                 blocks=tuple(str(block) for block in table["blocks"]),
                 block_bytes=int(table["block_bytes"]),
+                algorithm=table["algorithm"],
             )
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError("it is no table of digests") from error
@@ -79,12 +90,14 @@ class DigestingWriter:
     Args:
         stream: takes the bytes.
         helper: digests a large part of a block while ``stream`` takes it; both leave the interpreter's lock.
+        algorithm: of the digests.
     """
 
-    def __init__(self, stream: BinaryIO, helper: Executor) -> None:
+    def __init__(self, stream: BinaryIO, helper: Executor, algorithm: Algorithm = FAST) -> None:
         self._stream = stream
         self._helper = helper
-        self._running = xxh3_128()
+        self._algorithm: Algorithm = algorithm
+        self._running = _START[algorithm]()
         self._filled = 0
         self._blocks: list[str] = []
         self._size = 0
@@ -105,7 +118,7 @@ class DigestingWriter:
         """The digests of everything that was written; call it once."""
         if self._filled:
             self._close_block()
-        return BlockDigests(size_bytes=self._size, blocks=tuple(self._blocks))
+        return BlockDigests(size_bytes=self._size, blocks=tuple(self._blocks), algorithm=self._algorithm)
 
     def _pass_on(self, chunk: memoryview) -> None:
         if len(chunk) < _WORTH_A_THREAD_BYTES:
@@ -120,5 +133,5 @@ class DigestingWriter:
 
     def _close_block(self) -> None:
         self._blocks.append(self._running.hexdigest())
-        self._running.reset()
+        self._running = _START[self._algorithm]()
         self._filled = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import BinaryIO
 
-from nxdt_core.checkpoint.digests import BlockDigests, DigestingWriter, block_digest, digest
+from nxdt_core.checkpoint.digests import FAST, Algorithm, BlockDigests, DigestingWriter, block_digest, digest
 from nxdt_core.checkpoint.layout import digests_name
 from nxdt_core.checkpoint.manifest import FileEntry, Manifest
 from nxdt_core.errors import CheckpointDamaged
@@ -23,25 +23,34 @@ _MOST_DIGESTS_BYTES = 64 * 2**20
 
 
 class AttemptWriter:
-    """Writes the data files of one attempt and remembers their entries for the manifest."""
+    """Writes the data files of one attempt and remembers their entries for the manifest.
 
-    def __init__(self, storage: CheckpointStorage, prefix: str) -> None:
+    Args:
+        storage: where to.
+        prefix: of the attempt.
+        digests: algorithm of the digests: that of the manifest.
+    """
+
+    def __init__(self, storage: CheckpointStorage, prefix: str, digests: Algorithm = FAST) -> None:
         self._storage = storage
         self._prefix = prefix
+        self._algorithm: Algorithm = digests
         self.entries: dict[str, FileEntry] = {}
 
     @contextmanager
     def file(self, name: str) -> Iterator[DigestingWriter]:
         """Stream the file ``name``; its digests are written when the block ends without an exception."""
         with ThreadPoolExecutor(1) as helper, self._storage.open_write(self._prefix + name) as stream:
-            writer = DigestingWriter(stream, helper)
+            writer = DigestingWriter(stream, helper, self._algorithm)
             yield writer
         digests = writer.finish()
         encoded = digests.encode()
         with self._storage.open_write(self._prefix + digests_name(name)) as stream:
             stream.write(encoded)
         self.entries[name] = FileEntry(
-            size_bytes=digests.size_bytes, digests_bytes=len(encoded), digests_digest=digest(encoded)
+            size_bytes=digests.size_bytes,
+            digests_bytes=len(encoded),
+            digests_digest=digest(encoded, self._algorithm),
         )
 
 
@@ -76,6 +85,7 @@ class VerifiedFile:
         if name not in manifest.files:
             raise CheckpointDamaged(where=self._where, reason="the manifest does not list it")
         self._entry = manifest.files[name]
+        self._algorithm: Algorithm = manifest.digests
         self.digests_file = self._read_digests_file()
         """The bytes of the file of its digests."""
         self._digests = self._decode_digests()
@@ -120,7 +130,7 @@ class VerifiedFile:
                     block = buffer[: min(block_bytes, size - offset)]
                     if not _fill(stream, block):
                         raise self.damaged("it is shorter than its digests say")
-                    if block_digest(block) != self._digests.blocks[number]:
+                    if block_digest(block, self._digests.algorithm) != self._digests.blocks[number]:
                         raise self.damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
                     yield offset, block
         except FileNotFoundError as error:
@@ -135,7 +145,7 @@ class VerifiedFile:
                 data = stream.read(entry.digests_bytes + 1)
         except FileNotFoundError as error:
             raise CheckpointDamaged(where=where, reason="it is missing") from error
-        if len(data) != entry.digests_bytes or digest(data) != entry.digests_digest:
+        if len(data) != entry.digests_bytes or digest(data, self._algorithm) != entry.digests_digest:
             raise CheckpointDamaged(where=where, reason="it differs from its digest in the manifest")
         return data
 
@@ -147,6 +157,9 @@ class VerifiedFile:
             raise CheckpointDamaged(where=where, reason=str(error)) from error
         if digests.size_bytes != self._entry.size_bytes:
             raise CheckpointDamaged(where=where, reason="it and the manifest give different sizes")
+        if digests.algorithm != self._algorithm:
+            reason = f"its digests are {digests.algorithm}, those of the manifest {self._algorithm}"
+            raise CheckpointDamaged(where=where, reason=reason)
         return digests
 
     def damaged(self, reason: str) -> CheckpointDamaged:

@@ -6,6 +6,7 @@
     step-00000100/<attempt>/model/shard-00000-00000.safetensors         <rank>-<number>
     step-00000100/<attempt>/model/shard-00000-00000.safetensors.digests
     step-00000100/<attempt>/state/rank-00000.json
+    step-00000100/<attempt>/manifest.sig                                of a signed checkpoint
     step-00000100/<attempt>/hf/config.json                              in some saves, beside its weights
 """
 
@@ -25,6 +26,7 @@ __all__ = [
     "manifest_key",
     "new_attempt",
     "shard_name",
+    "signature_key",
     "state_name",
     "step_name",
     "step_of",
@@ -60,6 +62,11 @@ def step_prefix(step: int) -> str:
 def manifest_key(step: int) -> str:
     """The object whose existence commits a step."""
     return f"{step_name(step)}/manifest.json"
+
+
+def signature_key(step: int, attempt: str) -> str:
+    """The signature of the manifest that commits ``attempt``."""
+    return f"{attempt_prefix(step, attempt)}manifest.sig"
 
 
 def new_attempt() -> str:

@@ -24,6 +24,7 @@ from nxdt_core.checkpoint.plan import Planner, SavePlan
 from nxdt_core.checkpoint.report import SaveReport
 from nxdt_core.checkpoint.save import save_planned
 from nxdt_core.checkpoint.share import Share, prepare_share, write_share
+from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.staging import StagingBuffers
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import rank_of, together
@@ -67,6 +68,7 @@ class CheckpointManager:
         before_commit: called on rank 0 directly before each commit; what it raises fails the save.
         after_commit: called on rank 0 after each commit, in the background.
         on_saved: called on every rank, at one step, once a checkpoint is committed.
+        signer: signs each manifest, on rank 0; given on all ranks or on none.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class CheckpointManager:
         before_commit: Callable[[], None] | None = None,
         after_commit: Callable[[Manifest], object] | None = None,
         on_saved: Callable[[SaveReport], None] | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.storage = storage
         self._ranks = ranks
@@ -96,6 +99,7 @@ class CheckpointManager:
         self._before_commit = before_commit
         self._after_commit = after_commit
         self._on_saved = on_saved
+        self._signer = signer
         self._planner = Planner(ranks)
         self._staging = StagingBuffers()
         self._background: RankAgreement | None = None
@@ -251,6 +255,7 @@ class CheckpointManager:
             add_files=self._add_files,
             before_commit=check,
             check_in_time=job.check_deadline,
+            signer=self._signer,
         )
         flight.durable_at = time.monotonic()
         if self._rank == 0 and self._after_commit is not None:

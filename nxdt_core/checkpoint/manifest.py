@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, Literal, get_args
 
 from nxdt_core.checkpoint import layout
-from nxdt_core.checkpoint.digests import digest
+from nxdt_core.checkpoint.digests import FAST, STRONG, Algorithm, digest
 from nxdt_core.checkpoint.state_tree import decode_tree, encode_tree
 from nxdt_core.checkpoint.tensor_index import TensorEntry, check_places, decode_index, encode_index
 from nxdt_core.errors import CheckpointDamaged, CheckpointTooNew
@@ -29,8 +29,9 @@ __all__ = [
     "state_tensors",
 ]
 
-FORMAT = 1
-"""Version of the layout and of this file; a reader refuses a greater one."""
+_FORMATS: Mapping[int, Algorithm] = {1: FAST, 2: STRONG}
+"""Version of the layout and of this file → algorithm of its digests; a reader refuses another version. The digest of
+the manifest itself is the fast one in both, so that a reader that knows version 1 alone can tell a newer one."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
@@ -91,6 +92,8 @@ class Manifest:
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, Mapping[str, TensorEntry]]
     """Section (``model``, ``optim``, ``state``) → tensor name → where it lies."""
+    digests: Algorithm = FAST
+    """Algorithm of the digests of all files."""
 
     @property
     def prefix(self) -> str:
@@ -115,7 +118,7 @@ def encode_facts(facts: CheckpointFacts) -> dict[str, Any]:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.json``."""
     table: dict[str, Any] = {
-        "format": FORMAT,
+        "format": next(number for number, digests in _FORMATS.items() if digests == manifest.digests),
         "step": manifest.step,
         "attempt": manifest.attempt,
         "created": manifest.created,
@@ -141,8 +144,9 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
         raise CheckpointDamaged(where=where, reason="it is no manifest") from error
     if not unchanged:
         raise CheckpointDamaged(where=where, reason="it differs from its digest")
-    if table.get("format") != FORMAT:
-        raise CheckpointTooNew(where=where, reason=f"its format is {table.get('format')!r}, known is {FORMAT}")
+    if table.get("format") not in list(_FORMATS):  # it may be unhashable
+        known = " and ".join(map(str, _FORMATS))
+        raise CheckpointTooNew(where=where, reason=f"its format is {table.get('format')!r}, known are {known}")
     try:
         manifest = _from_table(table)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -164,6 +168,9 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
     facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in known})
     _check_facts(facts)
     files = {_plain(name): _file_entry(name, row) for name, row in table["files"].items()}
+    digests = _FORMATS[table["format"]]
+    for name, entry in files.items():
+        _require(entry.digests_digest.startswith(f"{digests}:"), f"files.{name}.digests_digest")
     tensors = {section: decode_index(index) for section, index in table["tensors"].items()}
     check_places(tensors, {name: entry.size_bytes for name, entry in files.items()})
     return Manifest(
@@ -173,6 +180,7 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
         facts=facts,
         files=files,
         tensors=tensors,
+        digests=digests,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from nxdt_core.checkpoint.assignment import merge
 from nxdt_core.checkpoint.commit import clear_other_attempts, commit, prepare_step, withdraw
+from nxdt_core.checkpoint.digests import FAST
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import (
@@ -30,6 +31,7 @@ from nxdt_core.checkpoint.layout import (
 from nxdt_core.checkpoint.manifest import CheckpointFacts, FileEntry, Manifest, encode_facts
 from nxdt_core.checkpoint.plan import SavePlan, agree_on_plan
 from nxdt_core.checkpoint.share import Share, prepare_share, write_share
+from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import on_first_rank, rank_of, together
 from nxdt_core.errors import CheckpointFilesMissing
@@ -53,6 +55,7 @@ def save_checkpoint(
     facts: CheckpointFacts,
     ranks: RankAgreement | None = None,
     before_commit: Callable[[], None] | None = None,
+    signer: Signer | None = None,
 ) -> Manifest:
     """Save everything under ``step`` and commit it. A step that is committed already is replaced.
 
@@ -69,6 +72,7 @@ def save_checkpoint(
         ranks: of the run; None for a process that is alone.
         before_commit: called on rank 0 once every file is durable, directly before the manifest is written. What it
             raises fails the save on all ranks, and nothing is committed.
+        signer: signs the manifest, on rank 0; given on all ranks or on none. None leaves the checkpoint unsigned.
 
     Raises:
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes; nothing was written.
@@ -92,6 +96,7 @@ def save_checkpoint(
         facts=facts,
         ranks=ranks,
         before_commit=before_commit,
+        signer=signer,
     )
 
 
@@ -104,6 +109,7 @@ def save_listed(
     facts: CheckpointFacts,
     ranks: RankAgreement | None = None,
     before_commit: Callable[[], None] | None = None,
+    signer: Signer | None = None,
 ) -> Manifest:
     """As :func:`save_checkpoint`, for tensors that need not be in memory all at once. Collective.
 
@@ -115,6 +121,7 @@ def save_listed(
         facts: what goes into the manifest beside; that of rank 0 counts.
         ranks: of the run; None for a process that is alone.
         before_commit: as of :func:`save_checkpoint`.
+        signer: as of :func:`save_checkpoint`.
     """
 
     def check_and_list() -> Listing:
@@ -123,7 +130,9 @@ def save_listed(
 
     plan = agree_on_plan(ranks, check_and_list, where=f"{storage.uri}/{step_name(step)}")
     check = None if before_commit is None else lambda manifest: before_commit()
-    return save_planned(storage, step=step, plan=plan, write=write, facts=facts, ranks=ranks, before_commit=check)
+    return save_planned(
+        storage, step=step, plan=plan, write=write, facts=facts, ranks=ranks, before_commit=check, signer=signer
+    )
 
 
 def save_planned(
@@ -137,6 +146,7 @@ def save_planned(
     add_files: Callable[[Manifest], Mapping[str, FileEntry]] | None = None,
     before_commit: Callable[[Manifest], None] | None = None,
     check_in_time: Callable[[], None] = lambda: None,
+    signer: Signer | None = None,
 ) -> Manifest:
     """As :func:`save_listed`, once the ranks know who writes what. Collective.
 
@@ -151,7 +161,9 @@ def save_planned(
             ones below its prefix and returns their entries.
         before_commit: as of :func:`save_checkpoint`, called with the manifest that is about to be written.
         check_in_time: raises once this save was given up, and another one of the step may be under way.
+        signer: as of :func:`save_checkpoint`.
     """
+    digests = FAST if signer is None else signer.digests
     where, rank = f"{storage.uri}/{step_name(step)}", rank_of(ranks)
     replaces: list[bytes | None] = []
 
@@ -165,7 +177,7 @@ def save_planned(
 
     def write_share() -> _Written:
         with explained_os_errors(where):
-            writer = AttemptWriter(storage, attempt_prefix(step, attempt))
+            writer = AttemptWriter(storage, attempt_prefix(step, attempt), digests)
             return _Written(parts=write(writer, plan.mine), files=writer.entries)
 
     try:
@@ -177,10 +189,13 @@ def save_planned(
             facts=facts,
             files={name: entry for each in written for name, entry in each.files.items()},
             tensors=merge(plan.listings, [each.parts for each in written], SECTIONS),
+            digests=digests,
         )
         if add_files is not None:
             manifest = _with_files(manifest, together(ranks, lambda: add_files(manifest), where=where))
-        on_first_rank(ranks, lambda: _commit(storage, manifest, replaces[0], before_commit, check_in_time), where=where)
+        on_first_rank(
+            ranks, lambda: _commit(storage, manifest, replaces[0], before_commit, check_in_time, signer), where=where
+        )
     except BaseException:
         if rank == 0:
             withdraw(storage, step, attempt)
@@ -208,13 +223,14 @@ def _commit(
     replaces: bytes | None,
     before_commit: Callable[[Manifest], None] | None,
     check_in_time: Callable[[], None],
+    signer: Signer | None,
 ) -> None:
     with explained_os_errors(f"{storage.uri}/{step_name(manifest.step)}"):
         _check_visible(storage, manifest)
         if before_commit is not None:
             before_commit(manifest)
         check_in_time()
-        commit(storage, manifest, replaces)
+        commit(storage, manifest, replaces, signer=signer)
 
 
 def _check_visible(storage: CheckpointStorage, manifest: Manifest) -> None:

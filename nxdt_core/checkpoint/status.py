@@ -8,15 +8,26 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from nxdt_core.checkpoint.committed import read_manifest
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import VerifiedFile, read_whole
-from nxdt_core.checkpoint.layout import digests_name, is_state_name, manifest_key, step_name, step_of, step_prefix
+from nxdt_core.checkpoint.layout import (
+    digests_name,
+    is_state_name,
+    manifest_key,
+    signature_key,
+    step_name,
+    step_of,
+    step_prefix,
+)
 from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest, state_tensors
 from nxdt_core.checkpoint.shard_headers import StoredTensor, check_header, tensors_by_file
+from nxdt_core.checkpoint.signature import read_signature
+from nxdt_core.checkpoint.signing import TrustedKeys
 from nxdt_core.checkpoint.state_tree import decode_state
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.checkpoint.together import on_first_rank, rank_of, together
@@ -62,6 +73,8 @@ class CheckpointStatus:
     """Time of the save in UTC, ISO 8601; empty where no manifest can be read."""
     facts: CheckpointFacts | None = None
     """What the run said of itself, where a manifest can be read."""
+    signed_by: str = ""
+    """Fingerprint of the key that its signature names, unchecked; empty where there is none that can be read."""
     archive: str = ""
     """How far the store has copied it elsewhere, in words; filled in by :func:`with_archive_states`."""
 
@@ -165,7 +178,11 @@ def _check_content(
 
 
 def latest(
-    storage: CheckpointStorage, *, warn: Callable[[str], None], ranks: RankAgreement | None = None
+    storage: CheckpointStorage,
+    *,
+    warn: Callable[[str], None],
+    ranks: RankAgreement | None = None,
+    trusted: TrustedKeys | None = None,
 ) -> Manifest | None:
     """The newest committed checkpoint whose every byte verifies, or None.
 
@@ -176,8 +193,11 @@ def latest(
         storage: where to look.
         warn: told on rank 0.
         ranks: share the reading, and all get one answer; None for a process that is alone.
+        trusted: keys of which one must have signed it; None requires no signature.
 
     Raises:
+        CheckpointNotTrusted: the newest sound one lacks a valid signature of one of the keys. (It is not passed over:
+            whoever put it there could make a run lose its newer steps.)
         CheckpointTooNew: the newest sound one was written by a later version. (Going on from an older one would
             throw its steps away.)
     """
@@ -186,7 +206,7 @@ def latest(
             continue
         problems = [status.problem]
         if status.state == "committed":
-            manifest, problems = _verified_by_all(storage, status, ranks)
+            manifest, problems = _verified_by_all(storage, status, ranks, trusted)
             if not problems:
                 return manifest
         if rank_of(ranks) == 0:
@@ -195,7 +215,7 @@ def latest(
 
 
 def _verified_by_all(
-    storage: CheckpointStorage, status: CheckpointStatus, ranks: RankAgreement | None
+    storage: CheckpointStorage, status: CheckpointStatus, ranks: RankAgreement | None, trusted: TrustedKeys | None
 ) -> tuple[Manifest, list[str]]:
     """The manifest, and what the ranks find wrong, each in its share of the files."""
     share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
@@ -204,7 +224,7 @@ def _verified_by_all(
         return find_problems(storage, status.step, "bytes", threads=_THREADS, share=share)
 
     with explained_os_errors(status.uri):
-        manifest = on_first_rank(ranks, lambda: read_manifest(storage, status.step), where=status.uri)
+        manifest = on_first_rank(ranks, lambda: read_manifest(storage, status.step, trusted=trusted), where=status.uri)
     return manifest, [problem for found in together(ranks, find, where=status.uri) for problem in found]
 
 
@@ -214,18 +234,20 @@ def find_checkpoint(
     *,
     warn: Callable[[str], None],
     ranks: RankAgreement | None = None,
+    trusted: TrustedKeys | None = None,
 ) -> Manifest:
     """The checkpoint of ``step``, or the newest sound one where ``step`` is None (see :func:`latest`).
 
     Raises:
+        CheckpointNotTrusted: it lacks a valid signature of one of the keys ``trusted``.
         CheckpointNotFound: there is none.
         CheckpointDamaged: ``step`` was named and its manifest is not what was written.
     """
     if step is not None:
         where = f"{storage.uri}/{step_name(step)}"
         with explained_os_errors(where):
-            return on_first_rank(ranks, lambda: read_manifest(storage, step), where=where)
-    manifest = latest(storage, warn=warn, ranks=ranks)
+            return on_first_rank(ranks, lambda: read_manifest(storage, step, trusted=trusted), where=where)
+    manifest = latest(storage, warn=warn, ranks=ranks, trusted=trusted)
     if manifest is None:
         raise CheckpointNotFound(where=storage.uri, reason="no step there is committed and sound")
     return manifest
@@ -244,6 +266,7 @@ def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> 
             is_link=own_name in sizes,
             created=manifest.created if manifest else "",
             facts=manifest.facts if manifest else None,
+            signed_by=_signer_named(storage, manifest, sizes) if manifest else "",
         )
 
     unreadable = _unreadable(storage, own_name) if own_name in sizes else ""
@@ -261,6 +284,14 @@ def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> 
         return status("damaged", f"{error.where}: {error.reason}")
     problems = _wrong_sizes(storage, manifest, sizes)
     return status("damaged", problems[0], manifest) if problems else status("committed", "", manifest)
+
+
+def _signer_named(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> str:
+    if signature_key(manifest.step, manifest.attempt) in sizes:
+        with suppress(CheckpointDamaged):
+            signature = read_signature(storage, manifest)
+            return "" if signature is None else signature.fingerprint
+    return ""
 
 
 def _wrong_sizes(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:

@@ -194,6 +194,16 @@ from nxdt_core.errors.runs import (
     MetricNotLogged,
 )
 from nxdt_core.errors.saving import SameWeightsSaved, SaveTookTooLong
+from nxdt_core.errors.signing import (
+    CheckpointDigestsWeak,
+    CheckpointNotSigned,
+    CheckpointNotTrusted,
+    CheckpointSignatureWrong,
+    CheckpointSignedByOther,
+    SigningKeyNotTrusted,
+    SigningKeyUnusable,
+    SigningLibraryMissing,
+)
 from nxdt_core.errors.training import (
     CannotGenerate,
     CannotWriteRunDirectory,
@@ -242,11 +252,16 @@ __all__ = [
     "ChatTemplateMissing",
     "CheckpointConflict",
     "CheckpointDamaged",
+    "CheckpointDigestsWeak",
     "CheckpointFilesMissing",
     "CheckpointHasNoAverage",
     "CheckpointIsNoFile",
     "CheckpointNotFound",
+    "CheckpointNotSigned",
+    "CheckpointNotTrusted",
     "CheckpointRankFailed",
+    "CheckpointSignatureWrong",
+    "CheckpointSignedByOther",
     "CheckpointTooNew",
     "ComponentFinding",
     "ComponentUnusable",
@@ -355,6 +370,9 @@ __all__ = [
     "ShardDoesNotDivide",
     "ShardNotComputed",
     "ShareOfUnknownLength",
+    "SigningKeyNotTrusted",
+    "SigningKeyUnusable",
+    "SigningLibraryMissing",
     "SpecialTokenInText",
     "SpecialTokenMissing",
     "SplitMissing",

@@ -44,7 +44,7 @@ class HFForm:
         if self._saves % self._every:
             return {}
         plan, _ = plan_export(self._config, manifest)
-        writer = AttemptWriter(self._storage, manifest.prefix)
+        writer = AttemptWriter(self._storage, manifest.prefix, manifest.digests)
         with explained_os_errors(f"{self._storage.uri}/{manifest.prefix}"):
             mine = plan.shards[self._rank :: self._world_size]
             write_shards(lambda name: writer.file(hf_name(name)), mine, read_from(self._storage, manifest))

@@ -250,7 +250,7 @@ def test_what_is_not_committed_or_too_new_is_refused(source: MemoryStorage) -> N
     with pytest.raises(CheckpointNotFound, match="step-00000005"):
         copy_checkpoint(source, MemoryStorage(), STEP + 1)
     newer = MemoryStorage("memory://newer")
-    newer.objects[manifest_key(STEP)] = (manifest_with(source, format=2), 0.0)
+    newer.objects[manifest_key(STEP)] = (manifest_with(source, format=3), 0.0)
     with pytest.raises(CheckpointTooNew, match="memory://newer"):
         copy_checkpoint(newer, MemoryStorage(), STEP)
     with pytest.raises(CheckpointTooNew, match="memory://newer"):

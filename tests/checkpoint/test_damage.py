@@ -299,8 +299,8 @@ def test_a_manifest_that_is_something_else_is_damaged(store: LocalStorage, save:
 def test_a_later_format_says_so_and_is_not_passed_over(store: LocalStorage, save: Any) -> None:
     save(store, 1)
     path = path_of(store, save(store, 2), "manifest.json")
-    path.write_bytes(signed({**json.loads(path.read_bytes()), "format": 2}))
-    with pytest.raises(CheckpointTooNew, match="its format is 2"):
+    path.write_bytes(signed({**json.loads(path.read_bytes()), "format": 3}))
+    with pytest.raises(CheckpointTooNew, match="its format is 3"):
         latest(store, warn=lambda line: None)
     assert [status.state for status in list_checkpoints(store)] == ["committed", "committed"]
     assert len(verify(store, 2)) == 1

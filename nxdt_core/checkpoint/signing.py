@@ -1,0 +1,182 @@
+"""Keys: signing the manifest of a save, and refusing checkpoints without the signature of a trusted key. Torch-free.
+
+The library is imported when a key is first read: the core works without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxdt_core.checkpoint.digests import STRONG, Algorithm
+from nxdt_core.checkpoint.manifest import Manifest
+from nxdt_core.checkpoint.signature import Signature, fingerprint_of, read_signature
+from nxdt_core.errors import (
+    CheckpointDigestsWeak,
+    CheckpointNotSigned,
+    CheckpointSignatureWrong,
+    CheckpointSignedByOther,
+    SigningKeyNotTrusted,
+    SigningKeyUnusable,
+    SigningLibraryMissing,
+)
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+__all__ = ["Signer", "TrustedKeys", "check_signature"]
+
+_MOST_KEY_BYTES = 2**16
+
+
+class Signer:
+    """Signs manifests with one private key.
+
+    Args:
+        path: PEM file of an Ed25519 private key. It is read when it is first needed, which is on the first rank only.
+    """
+
+    digests: Algorithm = STRONG
+    """Algorithm of the digests of the files of what is signed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path).expanduser()
+
+    @cached_property
+    def _key(self) -> Ed25519PrivateKey:
+        with _library(str(self._path)):
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+            from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        key = _read_key(self._path, "private", lambda data: load_pem_private_key(data, password=None))
+        if not isinstance(key, Ed25519PrivateKey):
+            raise _unusable(self._path, "private", f"it is a {type(key).__name__}, not an Ed25519 key")
+        return key
+
+    @cached_property
+    def public_key(self) -> bytes:
+        """The 32 bytes of the public key.
+
+        Raises:
+            SigningLibraryMissing: the library is not installed.
+            SigningKeyUnusable: the file does not hold such a key.
+        """
+        return self._key.public_key().public_bytes_raw()
+
+    def sign(self, manifest: bytes) -> Signature:
+        """Return the signature of the bytes of a manifest. Raises as :attr:`public_key`."""
+        return Signature(public_key=self.public_key, signature=self._key.sign(manifest))
+
+    def check(self, trusted: TrustedKeys | None) -> None:
+        """See, before a run starts, that the key can be read and that the run would trust what it saves.
+
+        Raises:
+            SigningKeyNotTrusted: ``trusted`` lacks it. Otherwise as :attr:`public_key`.
+        """
+        fingerprint = fingerprint_of(self.public_key)
+        if trusted is not None and fingerprint not in trusted.fingerprints:
+            raise SigningKeyNotTrusted(where=str(self._path), reason=fingerprint)
+
+
+class TrustedKeys:
+    """Public keys whose signatures are accepted.
+
+    Args:
+        paths: PEM files of Ed25519 public keys, read when they are first needed.
+    """
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self._paths = [Path(path).expanduser() for path in paths]
+
+    @cached_property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Fingerprint of each key.
+
+        Raises:
+            SigningLibraryMissing: the library is not installed.
+            SigningKeyUnusable: a file does not hold such a key.
+        """
+        return tuple(fingerprint_of(_read_public(path)) for path in self._paths)
+
+    def check(self, storage: CheckpointStorage, manifest: Manifest, data: bytes) -> None:
+        """Refuse a checkpoint unless one of the keys has signed its manifest, and that covers its files.
+
+        Args:
+            storage: where the checkpoint lies.
+            manifest: of the checkpoint.
+            data: the bytes that ``manifest`` was decoded from.
+
+        Raises:
+            CheckpointNotSigned, CheckpointSignedByOther, CheckpointSignatureWrong, CheckpointDigestsWeak: it is not so.
+            CheckpointDamaged: the file of the signature is something else.
+        """
+        known, where = self.fingerprints, f"{storage.uri}/{manifest.prefix.rstrip('/')}"
+        signature = read_signature(storage, manifest)
+        if signature is None:
+            raise CheckpointNotSigned(where=where, reason="it has no file manifest.sig")
+        if signature.fingerprint not in known:
+            found = signature.fingerprint
+            raise CheckpointSignedByOther(where=where, reason="another key signed it", found=found, trusted=known)
+        check_signature(signature, data, where=where)
+        if manifest.digests != STRONG:
+            reason = f"the {manifest.digests} digests of its files can be matched by other bytes, {STRONG} is required"
+            raise CheckpointDigestsWeak(where=where, reason=reason)
+
+
+def check_signature(signature: Signature, data: bytes, *, where: str) -> None:
+    """See that the key that a signature names has signed ``data``.
+
+    Raises:
+        CheckpointSignatureWrong: it has not.
+        SigningLibraryMissing: the library is not installed.
+    """
+    with _library(where):
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(signature.public_key).verify(signature.signature, data)
+    except (InvalidSignature, ValueError) as error:
+        reason = f"the key {signature.fingerprint} did not sign this manifest"
+        raise CheckpointSignatureWrong(where=where, reason=reason) from error
+
+
+def _read_public(path: Path) -> bytes:
+    with _library(str(path)):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    key = _read_key(path, "public", load_pem_public_key)
+    if not isinstance(key, Ed25519PublicKey):
+        raise _unusable(path, "public", f"it is a {type(key).__name__}, not an Ed25519 key")
+    return key.public_bytes_raw()
+
+
+def _read_key(path: Path, kind: str, load: Callable[[bytes], Any]) -> Any:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_KEY_BYTES)
+    except OSError as error:
+        raise _unusable(path, kind, error.strerror or str(error)) from error
+    try:
+        return load(data)
+    except TypeError as error:
+        raise _unusable(path, kind, "it is encrypted with a passphrase") from error
+    except Exception as error:  # the library raises ValueError and errors of its own
+        raise _unusable(path, kind, f"it does not hold a {kind} key in PEM") from error
+
+
+def _unusable(path: Path, kind: str, reason: str) -> SigningKeyUnusable:
+    return SigningKeyUnusable(where=str(path), kind=kind, reason=reason)
+
+
+@contextmanager
+def _library(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise SigningLibraryMissing(where=where, reason=str(error)) from error
