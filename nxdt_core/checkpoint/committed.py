@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.layout import manifest_key, step_name, step_of
 from nxdt_core.checkpoint.manifest import Manifest, decode_manifest
-from nxdt_core.checkpoint.signing import TrustedKeys
+from nxdt_core.checkpoint.signature import Signature, read_signature
+from nxdt_core.checkpoint.signing import TrustedKeys, check_signature
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["committed_attempt", "greatest_fencing", "read_manifest", "read_object"]
+__all__ = ["committed_attempt", "greatest_fencing", "read_manifest", "read_object", "verify_signature"]
 
 
 def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Manifest:
@@ -27,14 +29,36 @@ def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys
         CheckpointDamaged: the manifest is not what was written.
         CheckpointTooNew: a later version wrote it.
     """
+    manifest, data = _read(storage, step)
+    if trusted is not None:
+        trusted.check(storage, manifest, data)
+    return manifest
+
+
+def verify_signature(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Signature | None:
+    """The signature of the committed checkpoint of ``step``, checked; None where it has none and none is required.
+
+    Raises:
+        SigningLibraryMissing: it is signed, and the library is not installed. Otherwise as :func:`read_manifest`; a
+            wrong signature is an error without ``trusted``, too.
+    """
+    where = f"{storage.uri}/{step_name(step)}"
+    with explained_os_errors(where):
+        manifest, data = _read(storage, step)
+        if trusted is not None:
+            return trusted.check(storage, manifest, data)
+        signature = read_signature(storage, manifest)
+        if signature is not None:
+            check_signature(signature, manifest, data, where=where)
+        return signature
+
+
+def _read(storage: CheckpointStorage, step: int) -> tuple[Manifest, bytes]:
     data = read_object(storage, manifest_key(step))
     if data is None:
         where = f"{storage.uri}/{step_name(step)}"
         raise CheckpointNotFound(where=where, reason="it does not exist, or its save was not finished")
-    manifest = decode_manifest(data, step=step, where=f"{storage.uri}/{manifest_key(step)}")
-    if trusted is not None:
-        trusted.check(storage, manifest, data)
-    return manifest
+    return decode_manifest(data, step=step, where=f"{storage.uri}/{manifest_key(step)}"), data
 
 
 def read_object(storage: CheckpointStorage, key: str) -> bytes | None:

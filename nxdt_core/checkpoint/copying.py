@@ -20,6 +20,7 @@ from nxdt_core.checkpoint.files import VerifiedFile
 from nxdt_core.checkpoint.layout import digests_name, manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.manifest import Manifest, decode_manifest
 from nxdt_core.checkpoint.signature import Signature, read_signature, write_signature
+from nxdt_core.checkpoint.signing import TrustedKeys
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
@@ -50,6 +51,7 @@ def copy_checkpoint(
     threads: int = 1,
     deep: bool = False,
     progress: Callable[[int], None] = lambda size_bytes: None,
+    trusted: TrustedKeys | None = None,
 ) -> CopyReport:
     """Copy the committed checkpoint of ``step`` with its signature, and commit it under the same step and attempt.
 
@@ -62,16 +64,19 @@ def copy_checkpoint(
         threads: files that are copied at the same time; each takes a block of memory, and what the stores need.
         deep: read the files that are there already and compare them with their digests, too.
         progress: called from any thread with the number of bytes that are newly known to be there.
+        trusted: keys of which one must have signed the checkpoint; None requires no signature.
 
     Raises:
         CheckpointNotFound: nothing is committed under ``step`` at the source.
         CheckpointDamaged: a byte at the source is not what was written; the error names the file.
+        CheckpointNotTrusted: the source lacks a valid signature of one of the keys; nothing was copied.
         CheckpointTooNew: a later version wrote the manifest, at the source or at the destination.
         CopyHasOtherCheckpoint: another save of the same step is committed at the destination.
         StorageError: one of the stores failed.
     """
     data, manifest = _read_source(source, step)
-    signature = _signature(source, manifest)
+    with explained_os_errors(f"{source.uri}/{manifest.prefix}"):
+        signature = read_signature(source, manifest) if trusted is None else trusted.check(source, manifest, data)
     where = f"{destination.uri}/{step_name(step)}"
     with explained_os_errors(where):
         was_committed = _is_there(destination, manifest)
@@ -108,11 +113,6 @@ def _read_source(source: CheckpointStorage, step: int) -> tuple[bytes, Manifest]
     if data is None:
         raise _not_found(source, step, "it does not exist, its save was not finished, or it was deleted")
     return data, decode_manifest(data, step=step, where=f"{source.uri}/{manifest_key(step)}")
-
-
-def _signature(source: CheckpointStorage, manifest: Manifest) -> Signature | None:
-    with explained_os_errors(f"{source.uri}/{manifest.prefix}"):
-        return read_signature(source, manifest)
 
 
 def _signature_there(destination: CheckpointStorage, manifest: Manifest) -> Signature | None:

@@ -18,7 +18,7 @@ from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.errors import CheckpointDamaged
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["Signature", "fingerprint_of", "read_signature", "write_signature"]
+__all__ = ["Signature", "claimed_signer", "fingerprint_of", "read_signature", "write_signature"]
 
 _ALGORITHM = "ed25519"
 _MOST_BYTES = 4096
@@ -90,6 +90,15 @@ def read_signature(storage: CheckpointStorage, manifest: Manifest) -> Signature 
         return Signature.decode(data)
     except ValueError as error:
         raise CheckpointDamaged(where=f"{storage.uri}/{key}", reason=str(error)) from error
+
+
+def claimed_signer(storage: CheckpointStorage, manifest: Manifest) -> str:
+    """Return the fingerprint of the key that a signature names, unchecked; empty where none can be read."""
+    try:
+        signature = read_signature(storage, manifest)
+    except CheckpointDamaged:
+        return ""
+    return "" if signature is None else signature.fingerprint
 
 
 def write_signature(storage: CheckpointStorage, manifest: Manifest, signature: Signature) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.checkpoint.digests import STRONG, Algorithm
+from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.checkpoint.signature import Signature, fingerprint_of, read_signature
 from nxdt_core.errors import (
@@ -28,7 +29,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-__all__ = ["Signer", "TrustedKeys", "check_signature"]
+__all__ = ["Signer", "TrustedKeys", "check_signature", "refuse_foreign"]
 
 _MOST_KEY_BYTES = 2**16
 
@@ -102,8 +103,8 @@ class TrustedKeys:
         """
         return tuple(fingerprint_of(_read_public(path)) for path in self._paths)
 
-    def check(self, storage: CheckpointStorage, manifest: Manifest, data: bytes) -> None:
-        """Refuse a checkpoint unless one of the keys has signed its manifest, and that covers its files.
+    def check(self, storage: CheckpointStorage, manifest: Manifest, data: bytes) -> Signature:
+        """Return the signature of a checkpoint that one of the keys has signed, and refuse any other.
 
         Args:
             storage: where the checkpoint lies.
@@ -111,27 +112,43 @@ class TrustedKeys:
             data: the bytes that ``manifest`` was decoded from.
 
         Raises:
-            CheckpointNotSigned, CheckpointSignedByOther, CheckpointSignatureWrong, CheckpointDigestsWeak: it is not so.
+            CheckpointNotTrusted: a subclass that says why.
             CheckpointDamaged: the file of the signature is something else.
         """
-        known, where = self.fingerprints, f"{storage.uri}/{manifest.prefix.rstrip('/')}"
+        known, where = self.fingerprints, f"{storage.uri}/{step_name(manifest.step)}"
         signature = read_signature(storage, manifest)
         if signature is None:
-            raise CheckpointNotSigned(where=where, reason="it has no file manifest.sig")
+            raise CheckpointNotSigned(where=where, reason="it has no signature")
         if signature.fingerprint not in known:
-            found = signature.fingerprint
-            raise CheckpointSignedByOther(where=where, reason="another key signed it", found=found, trusted=known)
-        check_signature(signature, data, where=where)
-        if manifest.digests != STRONG:
-            reason = f"the {manifest.digests} digests of its files can be matched by other bytes, {STRONG} is required"
-            raise CheckpointDigestsWeak(where=where, reason=reason)
+            reason = f"it is signed by {signature.fingerprint}, which is not a trusted key"
+            raise CheckpointSignedByOther(where=where, reason=reason, trusted=known)
+        check_signature(signature, manifest, data, where=where)
+        return signature
 
 
-def check_signature(signature: Signature, data: bytes, *, where: str) -> None:
-    """See that the key that a signature names has signed ``data``.
+def refuse_foreign(trusted: TrustedKeys | None, path: str | Path) -> None:
+    """Refuse weights of another program where a signature is required.
 
     Raises:
-        CheckpointSignatureWrong: it has not.
+        CheckpointNotSigned: ``trusted`` is not None.
+    """
+    if trusted is not None:
+        reason = "it is a checkpoint of another program, and only those of nxdt carry signatures"
+        raise CheckpointNotSigned(where=str(path), reason=reason)
+
+
+def check_signature(signature: Signature, manifest: Manifest, data: bytes, *, where: str) -> None:
+    """See that the key that a signature names has signed a manifest, and that this covers the files.
+
+    Args:
+        signature: as it was read.
+        manifest: of the checkpoint.
+        data: the bytes that ``manifest`` was decoded from.
+        where: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointSignatureWrong: the key did not sign these bytes.
+        CheckpointDigestsWeak: other bytes can have the digests in the manifest.
         SigningLibraryMissing: the library is not installed.
     """
     with _library(where):
@@ -141,8 +158,11 @@ def check_signature(signature: Signature, data: bytes, *, where: str) -> None:
     try:
         Ed25519PublicKey.from_public_bytes(signature.public_key).verify(signature.signature, data)
     except (InvalidSignature, ValueError) as error:
-        reason = f"the key {signature.fingerprint} did not sign this manifest"
+        reason = f"its signature is wrong: the key {signature.fingerprint} did not sign this manifest"
         raise CheckpointSignatureWrong(where=where, reason=reason) from error
+    if manifest.digests != STRONG:
+        reason = f"other bytes can have the {manifest.digests} digests of its files; {STRONG} is required"
+        raise CheckpointDigestsWeak(where=where, reason=reason)
 
 
 def _read_public(path: Path) -> bytes:

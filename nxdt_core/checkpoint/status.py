@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,7 +25,7 @@ from nxdt_core.checkpoint.layout import (
 )
 from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest, state_tensors
 from nxdt_core.checkpoint.shard_headers import StoredTensor, check_header, tensors_by_file
-from nxdt_core.checkpoint.signature import read_signature
+from nxdt_core.checkpoint.signature import claimed_signer
 from nxdt_core.checkpoint.signing import TrustedKeys
 from nxdt_core.checkpoint.state_tree import decode_state
 from nxdt_core.checkpoint.threads import in_threads
@@ -287,11 +286,8 @@ def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> 
 
 
 def _signer_named(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> str:
-    if signature_key(manifest.step, manifest.attempt) in sizes:
-        with suppress(CheckpointDamaged):
-            signature = read_signature(storage, manifest)
-            return "" if signature is None else signature.fingerprint
-    return ""
+    """As :func:`claimed_signer`, without a read for an unsigned checkpoint."""
+    return claimed_signer(storage, manifest) if signature_key(manifest.step, manifest.attempt) in sizes else ""
 
 
 def _wrong_sizes(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:

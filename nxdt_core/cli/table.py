@@ -28,6 +28,7 @@ _SHADES = {
     "broken": "red",
     "corrupt": "red",
     "damaged": "red",
+    "not trusted": "red",
 }
 
 

@@ -70,13 +70,11 @@ class CheckpointSignedByOther(CheckpointNotTrusted):
     """A checkpoint with the signature of a key that is not trusted."""
 
     code = "NXDT-S135"
-    happened = "{where} is signed by {found}, which is not a trusted key. Trusted: {known}."
+    happened = "{where} is refused: {reason}. Trusted: {known}."
     remedy = (
         "Take a checkpoint that one of the trusted keys has signed. Where that key is to be trusted, get its public "
         "key from its owner, not from this place, and add the file to checkpoint.sign.trusted (or --trusted)."
     )
-    found: str
-    """Fingerprint of the key that the signature names."""
     trusted: tuple[str, ...]
     """Fingerprints."""
 
@@ -88,7 +86,7 @@ class CheckpointSignatureWrong(CheckpointNotTrusted):
     """A signature that was not made of this manifest by the key that it names."""
 
     code = "NXDT-S136"
-    happened = "The signature of {where} is wrong: {reason}."
+    happened = "{where} is refused: {reason}."
     remedy = "The manifest or its signature was changed after the save. Restore both from a copy that verifies."
 
 

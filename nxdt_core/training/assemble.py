@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
@@ -173,6 +174,33 @@ def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStorage, int | N
     """
     own = scheme_of(uri) == scheme_of(config.checkpoint_uri)
     return checkpoint.locate(uri, config.kernel, config.selected("checkpoint_storage").config if own else None)
+
+
+def signer(config: ResolvedConfig) -> Signer | None:
+    """What signs the run's checkpoints; None where ``checkpoint.sign.key`` is not set."""
+    key = config.run.checkpoint.sign.key
+    return None if key is None else Signer(key)
+
+
+def trusted_keys(config: ResolvedConfig) -> TrustedKeys | None:
+    """The keys of which one must have signed what the run loads; None where ``checkpoint.sign.trusted`` is empty."""
+    paths = config.run.checkpoint.sign.trusted
+    return TrustedKeys(paths) if paths else None
+
+
+def check_signing(config: ResolvedConfig) -> None:
+    """See that the keys of the run can be read, before it computes anything.
+
+    Raises:
+        SigningLibraryMissing: the library is not installed.
+        SigningKeyUnusable: a file does not hold such a key.
+        SigningKeyNotTrusted: the run would refuse its own checkpoints.
+    """
+    own, trusted = signer(config), trusted_keys(config)
+    if trusted is not None:
+        _ = trusted.fingerprints
+    if own is not None and config.run.checkpoint.enabled:
+        own.check(trusted)
 
 
 def step_uri(storage: CheckpointStorage, step: int) -> str:

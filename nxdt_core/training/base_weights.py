@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.formats import format_of, open_checkpoint
 from nxdt_core.checkpoint.safetensors_layout import TensorSpec
+from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import AdapterOfAnotherBase
 from nxdt_core.nn.init import draw, rule_for
@@ -49,7 +50,12 @@ class BaseWeights:
 
 
 def base_weights(
-    config: ResolvedConfig, storage: CheckpointStorage, manifest: Manifest, *, base: str | None = None
+    config: ResolvedConfig,
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    *,
+    base: str | None = None,
+    trusted: TrustedKeys | None = None,
 ) -> BaseWeights:
     """Find what ``manifest`` leaves out.
 
@@ -60,9 +66,11 @@ def base_weights(
         base: address of the base instead: a checkpoint or a directory of another program. None takes the checkpoint
             itself where it has all, else what its run began with: ``checkpoint.resume_from``, in which its run has
             kept the step, or fresh weights.
+        trusted: keys of which one must have signed the base; None requires no signature.
 
     Raises:
         CheckpointNotFound, ForeignFormatUnknown: it is not there.
+        CheckpointNotTrusted: it lacks a valid signature of one of the keys.
     """
     if base is None and not manifest.facts.without_base:
         return _of_checkpoint(storage, manifest)
@@ -72,9 +80,10 @@ def base_weights(
     if named is None:
         return _fresh(assemble.model_builder(config), config.run.seed, assemble.precision(config).parameters)
     if format_of(Path(named), config.kernel) is not None:
+        refuse_foreign(trusted, named)
         return _foreign(named, config)
     found, step = checkpoint.locate(named, config.kernel)
-    return _of_checkpoint(found, checkpoint.find_checkpoint(found, step, warn=_log.warning))
+    return _of_checkpoint(found, checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=trusted))
 
 
 def _of_checkpoint(storage: CheckpointStorage, manifest: Manifest) -> BaseWeights:

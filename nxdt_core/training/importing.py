@@ -113,7 +113,15 @@ def import_checkpoint(
         versions=versions_of(run.kernel),
         hf={} if said is None else said.facts(),
     )
-    manifest = save_listed(storage, step=train.step, prepare=lambda: listing, write=write, facts=facts, ranks=ranks)
+    manifest = save_listed(
+        storage,
+        step=train.step,
+        prepare=lambda: listing,
+        write=write,
+        facts=facts,
+        ranks=ranks,
+        signer=assemble.signer(run),
+    )
     return Imported(
         source=source,
         format=name,

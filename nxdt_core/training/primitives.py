@@ -26,6 +26,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
 from nxdt_core.checkpoint.format_load import load_format_into
 from nxdt_core.checkpoint.manifest import Keep
+from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import AdapterOfAnotherBase
 from nxdt_core.errors.base import listing
@@ -187,7 +188,7 @@ def save_checkpoint(
 
     Args:
         storage: where to.
-        config: kept in the manifest, so that the checkpoint says what it is.
+        config: kept in the manifest, so that the checkpoint says what it is. ``checkpoint.sign.key`` signs it.
         engine: of ``model``.
         model: in its layout.
         optimizer: None saves weights and counters only.
@@ -198,7 +199,8 @@ def save_checkpoint(
         before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks.
     """
     parts = _parts(config, engine, model, optimizer, state, extra, about, average)
-    return checkpoint.save_checkpoint(storage, **parts, ranks=engine.ranks, before_commit=before_commit)
+    signer = assemble.signer(config)
+    return checkpoint.save_checkpoint(storage, **parts, ranks=engine.ranks, before_commit=before_commit, signer=signer)
 
 
 def begin_checkpoint(
@@ -371,7 +373,11 @@ def load_foreign(path: Path, *, config: ResolvedConfig, engine: ParallelEngine, 
         config: of the run; its model is that of the weights.
         engine: of ``model``.
         model: its weights are replaced.
+
+    Raises:
+        CheckpointNotSigned: ``checkpoint.sign.trusted`` of ``config`` requires a signature.
     """
+    refuse_foreign(assemble.trusted_keys(config), path)
     weights = {name: weight for name, weight in model.state_dict().items() if name not in model.added}
     load_format_into(path, assemble.model_builder(config), config.kernel, weights, ranks=engine.ranks)
     model.load_state_dict(weights, strict=False)

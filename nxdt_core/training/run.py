@@ -66,6 +66,7 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
         ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
     )
     own = assemble.storage(config)
+    ranks.on_rank_zero(lambda: assemble.check_signing(config))
     ranks.on_rank_zero(lambda: make_run_dir(config))
     with run_log(config, strategy.engine.rank_info):
         if config.run.checkpoint.enabled:

@@ -10,6 +10,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.formats import format_of
 from nxdt_core.checkpoint.layout import step_name
+from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.checkpoint.together import on_first_rank
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.node import Node
@@ -54,10 +55,11 @@ def decide_start(
         RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
         NoCheckpointToResume: told to resume, and there is nothing good to resume from.
         ForeignHasWeightsOnly: told to go on from a checkpoint of another program.
+        CheckpointNotTrusted: it lacks a valid signature of one of ``checkpoint.sign.trusted``.
     """
     wanted = config.run.checkpoint
     if wanted.resume_if_exists:
-        newest = checkpoint.latest(own, warn=say, ranks=ranks)
+        newest = checkpoint.latest(own, warn=say, ranks=ranks, trusted=assemble.trusted_keys(config))
         if newest is not None:
             return Start(storage=own, manifest=newest, weights_only=False)
     else:
@@ -112,12 +114,14 @@ def told_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> Res
 def _named(
     config: ResolvedConfig, uri: str, say: Callable[[str], None], ranks: RankAgreement | None, began: int | None = None
 ) -> Start | ForeignStart:
-    weights_only = config.run.checkpoint.weight_init_only
+    weights_only, trusted = config.run.checkpoint.weight_init_only, assemble.trusted_keys(config)
     format = on_first_rank(ranks, lambda: format_of(Path(uri), config.kernel), where=uri)
     if format is not None:
         if not weights_only:
             raise ForeignHasWeightsOnly(path=uri, format=format)
+        refuse_foreign(trusted, uri)
         return ForeignStart(path=Path(uri))
     storage, step = assemble.locate(config, uri)
-    manifest = checkpoint.find_checkpoint(storage, began if step is None else step, warn=say, ranks=ranks)
+    wanted = began if step is None else step
+    manifest = checkpoint.find_checkpoint(storage, wanted, warn=say, ranks=ranks, trusted=trusted)
     return Start(storage=storage, manifest=manifest, weights_only=weights_only)

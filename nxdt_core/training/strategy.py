@@ -145,7 +145,8 @@ class NxdtStrategy(Strategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Find the checkpoint and return what Lightning itself had saved; tensors are loaded after set-up."""
         storage, step = assemble.locate(self.config, str(checkpoint_path))
-        manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning)
+        trusted = assemble.trusted_keys(self.config)
+        manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
         self._module.resume_from(storage, manifest)
         saved = checkpoint.load_state(storage, manifest)
         imported = "lightning" not in saved["extra"]  # no run of ours wrote it

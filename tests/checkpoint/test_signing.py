@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, PublicFormat
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import (
@@ -27,6 +31,8 @@ from nxdt_core.checkpoint import (
     verify,
 )
 from nxdt_core.checkpoint.copying import copy_checkpoint
+from nxdt_core.checkpoint.dcp_write import NxdtWriter
+from nxdt_core.checkpoint.digests import digest
 from nxdt_core.checkpoint.layout import manifest_key, signature_key
 from nxdt_core.checkpoint.manifest import encode_manifest
 from nxdt_core.checkpoint.signature import Signature, read_signature, write_signature
@@ -42,6 +48,11 @@ from nxdt_core.errors import (
     SigningLibraryMissing,
     StorageError,
 )
+from nxdt_core.testing.storage_faults import FaultyStorage
+from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.training.export import export_hf
+from nxdt_core.training.importing import import_checkpoint
+from tests.checkpoint.exchange import save_run
 from tests.checkpoint.signed import load_trusted, make_key, write_key
 
 FILES = (
@@ -146,8 +157,6 @@ def test_fast_digests_below_a_signed_manifest_are_damage(store: LocalStorage, sa
     content = path_of(store, weak, f"{name}.digests").read_bytes()
     path_of(store, manifest, name).write_bytes(path_of(store, weak, name).read_bytes())
     path_of(store, manifest, f"{name}.digests").write_bytes(content)
-    from nxdt_core.checkpoint.digests import digest
-
     entry = dataclasses.replace(weak.files[name], digests_bytes=len(content), digests_digest=digest(content, "sha256"))
     changed = dataclasses.replace(manifest, files={**manifest.files, name: entry})
     write_signature(store, changed, signer.sign(put_manifest(store, changed)))
@@ -242,10 +251,6 @@ def test_openssl_checks_the_signature_and_names_the_same_fingerprint(
     store: LocalStorage, save: Any, tmp_path: Path
 ) -> None:
     """The fingerprint is the SHA-256 digest of the public key in DER."""
-    import hashlib
-
-    from cryptography.hazmat.primitives.serialization import PublicFormat
-
     key = Ed25519PrivateKey.generate()
     private, _ = write_key(tmp_path / "key.pem", key)
     signature = read_signature(store, save(store, 1, signer=Signer(private)))
@@ -303,3 +308,36 @@ except SigningLibraryMissing as error:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "pip install 'nxdt-core[sign]'" in done.stdout
     assert SigningLibraryMissing.code in done.stdout
+
+
+def test_a_signed_save_that_fails_at_any_call_leaves_a_signed_checkpoint(save: Any, keys: Any) -> None:
+    signer, trusted = keys
+
+    def build() -> MemoryStorage:
+        storage = MemoryStorage()
+        save(storage, 1, signer=signer)
+        return storage
+
+    counting = FaultyStorage(build())
+    save(counting, 1, signer=signer)
+    for call in range(counting.calls):
+        storage = build()
+        with suppress(StorageError):
+            save(FaultyStorage(storage, call), 1, signer=signer)
+        load_trusted(storage, trusted)
+
+
+def test_what_torch_saves_can_be_signed(keys: Any) -> None:
+    signer, trusted = keys
+    storage = MemoryStorage()
+    dcp_save({"w": torch.ones(3)}, storage_writer=NxdtWriter(storage, 1, signer=signer), no_dist=True)
+    load_trusted(storage, trusted)
+
+
+def test_an_import_can_be_signed(tmp_path: Path, keys: Any) -> None:
+    _, trusted = keys
+    save_run(str(tmp_path / "run"), (), None)
+    export_hf(str(tmp_path / "run"), str(tmp_path / "hf"))
+    key = f"checkpoint.sign.key={tmp_path / 'own.pem'}"
+    import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "store"), overrides=[key])
+    load_trusted(LocalStorage(str(tmp_path / "store")), trusted, step=0)

@@ -9,7 +9,7 @@ def test_list_json_has_the_promised_shape(nxdt, store):
     assert [(row["step"], row["state"]) for row in rows] == [(10, "committed"), (20, "committed"), (30, "unfinished")]
     assert list(rows[0]) == [
         *("step", "state", "uri", "size_bytes", "created", "mesh", "metrics"),
-        *("consumed_samples", "consumed_tokens", "problem", "archive"),
+        *("consumed_samples", "consumed_tokens", "problem", "archive", "signed_by"),
     ]
     assert rows[0]["mesh"] == {"pp": 1, "dp": 2}
     assert rows[0]["metrics"] == {"loss": 1.5}
@@ -58,7 +58,7 @@ def test_deep_verify_names_the_damaged_file_and_fails(nxdt, store):
 
 def test_verify_json(nxdt, store):
     rows = json.loads(nxdt("checkpoint", "verify", store, "--deep", "--json").stdout)
-    assert [list(row) for row in rows] == [["step", "problems"]] * 2
+    assert [list(row) for row in rows] == [["step", "problems", "signed_by"]] * 2
     assert [(row["step"], bool(row["problems"])) for row in rows] == [(10, False), (20, True)]
 
 

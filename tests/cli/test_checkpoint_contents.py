@@ -18,7 +18,7 @@ def test_inspect_json_has_the_promised_shape(nxdt, store):
     facts = json.loads(nxdt("checkpoint", "inspect", f"{store}/step-00000010", "--json").stdout)
     assert list(facts) == [
         *("step", "uri", "attempt", "created", "size_bytes", "files", "consumed_samples", "consumed_tokens"),
-        *("mesh", "metrics", "versions", "plugin_fingerprint", "sections", "tensors"),
+        *("mesh", "metrics", "versions", "plugin_fingerprint", "sections", "tensors", "signed_by"),
     ]
     assert facts["plugin_fingerprint"] == "f00d"
     assert facts["files"] == 3

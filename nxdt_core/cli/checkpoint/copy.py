@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys
 from nxdt_core.cli.progress import byte_bar
 from nxdt_core.cli.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
@@ -37,25 +37,33 @@ __all__ = ["copy"]
     "--steps", default="all", show_default=True, help="Which committed steps of SRC: all, newest, or numbers: 20,40."
 )
 @click.option("--deep", is_flag=True, help="Also read the files that are at DST already, and mend changed ones.")
+@trusted_keys
 @file_threads
 @as_json
-def copy(source: str, destination: str, steps: str, deep: bool, threads: int, json_output: bool) -> None:
+def copy(
+    source: str, destination: str, steps: str, deep: bool, trusted: tuple[str, ...], threads: int, json_output: bool
+) -> None:
     """Copy committed checkpoints from SRC to DST, addresses of any two stores.
 
     SRC may name one step. Every byte is compared with its digest on its way, and a checkpoint appears at DST once all
-    of it is there. After an interruption the same command goes on: whole files are not copied again.
+    of it is there. After an interruption the same command goes on: whole files are not copied again. With --trusted
+    only what one of the keys has signed is copied.
     """
+    from nxdt_core.checkpoint import TrustedKeys
     from nxdt_core.checkpoint.copying import copy_checkpoint
 
     origin, found = look_for_committed(source)
     chosen = _chosen(source, found, steps)
     target = _target(destination, chosen)
+    keys = TrustedKeys(trusted) if trusted else None
     reports = []
     with own_for("copy", target) as ownership:
         for status in chosen:
             ownership.check()
             with byte_bar(status.size_bytes, f"step {status.step}") as progress:
-                report = copy_checkpoint(origin, target, status.step, threads=threads, deep=deep, progress=progress)
+                report = copy_checkpoint(
+                    origin, target, status.step, threads=threads, deep=deep, progress=progress, trusted=keys
+                )
             reports.append(report)
             if not json_output:
                 say(_sentence(report, target.uri))

@@ -37,14 +37,16 @@ __all__ = ["inspect"]
 @as_json
 def inspect(uri: str, tensors: bool, only_config: bool, json_output: bool) -> None:
     """Say what is in a checkpoint, from its manifest alone: the newest one at URI, or the step that URI names."""
+    from nxdt_core.checkpoint.signature import claimed_signer
+
     storage, manifest = open_one(uri)
     config = dict(manifest.facts.config)
     if only_config:
         _print_config(config, json_output)
     elif json_output:
-        print_json(_facts(manifest, storage.uri))
+        print_json({**_facts(manifest, storage.uri), "signed_by": claimed_signer(storage, manifest) or None})
     else:
-        _print_summary(manifest, storage.uri)
+        _print_summary(manifest, storage.uri, claimed_signer(storage, manifest))
         if tensors:
             click.echo()
             _print_tensors(manifest)
@@ -110,7 +112,7 @@ def _size_bytes(entry: TensorEntry) -> int:
     return sum(entry.part_bytes(part) for part in entry.parts)
 
 
-def _print_summary(manifest: Manifest, uri: str) -> None:
+def _print_summary(manifest: Manifest, uri: str, signer: str) -> None:
     from nxdt_core.checkpoint.layout import step_name
 
     facts = manifest.facts
@@ -125,6 +127,7 @@ def _print_summary(manifest: Manifest, uri: str) -> None:
             ("metrics", _pairs(facts.metrics)),
             ("versions", _pairs(facts.versions)),
             ("plugins", facts.plugin_fingerprint or "-"),
+            ("signed by", f"{signer} (checked by 'verify')" if signer else "-"),
         ]
     )
     click.echo()

@@ -61,6 +61,7 @@ def _facts(status: CheckpointStatus) -> dict[str, object]:
         "consumed_tokens": facts.consumed_tokens if facts else None,
         "problem": status.problem or None,
         "archive": status.archive or None,
+        "signed_by": status.signed_by or None,
     }
 
 

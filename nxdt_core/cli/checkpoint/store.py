@@ -16,13 +16,29 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus, Manifest, Ownership
     from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["EXAMPLE_URI", "file_threads", "look", "look_for_committed", "nothing_at", "open_one", "own_for"]
+__all__ = [
+    "EXAMPLE_URI",
+    "file_threads",
+    "look",
+    "look_for_committed",
+    "nothing_at",
+    "open_one",
+    "own_for",
+    "trusted_keys",
+]
 
 EXAMPLE_URI = "nxdt_experiments/llama-tiny/checkpoints"
 """Of a run that the documentation starts; for examples in help texts."""
 
 file_threads = click.option(
     "--threads", default=8, show_default=True, type=click.IntRange(1, 256), help="Files to read at the same time."
+)
+
+trusted_keys = click.option(
+    "--trusted",
+    multiple=True,
+    metavar="FILE",
+    help="Require a signature of this Ed25519 public key (PEM); of any of them where several are given.",
 )
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, trusted_keys
 from nxdt_core.cli.progress import byte_bar
 from nxdt_core.cli.table import print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 if TYPE_CHECKING:
+    from nxdt_core.checkpoint import CheckpointStatus, TrustedKeys
     from nxdt_core.checkpoint.status import Depth
+    from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
 __all__ = ["verify"]
 
@@ -23,34 +26,83 @@ __all__ = ["verify"]
     examples=(
         f"nxdt checkpoint verify {EXAMPLE_URI}",
         f"nxdt checkpoint verify {EXAMPLE_URI}/step-00000040 --deep",
+        f"nxdt checkpoint verify {EXAMPLE_URI} --deep --trusted sign.pub.pem",
     ),
 )
 @click.argument("uri")
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its digest.")
+@trusted_keys
 @file_threads
 @as_json
 @click.pass_context
-def verify(ctx: click.Context, uri: str, deep: bool, threads: int, json_output: bool) -> None:
-    """Check the committed checkpoints at URI: manifests, files, their sizes and the files of their digests.
+def verify(ctx: click.Context, uri: str, deep: bool, trusted: tuple[str, ...], threads: int, json_output: bool) -> None:
+    """Check the committed checkpoints at URI: manifests, signatures, files, their sizes and the files of their digests.
 
-    With --deep every byte is read and compared with its digest: nothing else finds a changed one. URI may name
-    one step. Exit status 1 where anything is damaged.
+    With --deep every byte is read and compared with its digest: nothing else finds a changed one. Without --trusted
+    anybody's signature is good, and none is. URI may name one step. Exit status 1 where anything is damaged or not
+    trusted.
     """
-    from nxdt_core.checkpoint.status import find_problems
+    from nxdt_core.checkpoint import TrustedKeys
 
     storage, found = look_for_committed(uri)
-    depth: Depth = "bytes" if deep else "digests"
-    problems = {}
-    for status in found:
-        with byte_bar(status.size_bytes if deep else 0, f"step {status.step}") as progress:
-            problems[status.step] = find_problems(storage, status.step, depth, threads=threads, progress=progress)
+    keys = TrustedKeys(trusted) if trusted else None
+    verdicts = [_verdict(storage, status, "bytes" if deep else "digests", threads, keys) for status in found]
     if json_output:
-        print_json([{"step": step, "problems": bad} for step, bad in problems.items()])
+        print_json(
+            [
+                {"step": each.step, "problems": list(each.problems), "signed_by": each.signed_by or None}
+                for each in verdicts
+            ]
+        )
     else:
-        too_new = {status.step for status in found if status.state == "committed" and status.problem}
         rows = [
-            (str(step), shade("too new" if step in too_new else "damaged" if bad else "ok"), "\n".join(bad))
-            for step, bad in problems.items()
+            (
+                str(each.step),
+                shade(each.state),
+                f"signed by {each.signed_by}" if each.signed_by else "",
+                "\n".join(each.problems),
+            )
+            for each in verdicts
         ]
-        print_table(("STEP", "STATE", "PROBLEMS"), rows, right=("STEP",))
-    ctx.exit(1 if any(problems.values()) else 0)
+        print_table(("STEP", "STATE", "SIGNATURE", "PROBLEMS"), rows, right=("STEP",))
+    ctx.exit(1 if any(each.problems for each in verdicts) else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """What is known of one step."""
+
+    step: int
+    state: str
+    problems: tuple[str, ...]
+    signed_by: str
+    """Fingerprint of the key whose signature is right."""
+
+
+def _verdict(
+    storage: CheckpointStorage, status: CheckpointStatus, depth: Depth, threads: int, trusted: TrustedKeys | None
+) -> _Verdict:
+    from nxdt_core.checkpoint.committed import verify_signature
+    from nxdt_core.checkpoint.status import find_problems
+    from nxdt_core.errors import (
+        CheckpointDamaged,
+        CheckpointNotFound,
+        CheckpointNotTrusted,
+        CheckpointSignatureWrong,
+        CheckpointTooNew,
+    )
+
+    with byte_bar(status.size_bytes if depth == "bytes" else 0, f"step {status.step}") as progress:
+        problems = find_problems(storage, status.step, depth, threads=threads, progress=progress)
+    too_new = status.state == "committed" and status.problem
+    state, signed_by = "too new" if too_new else "damaged" if problems else "ok", ""
+    try:
+        signature = verify_signature(storage, status.step, trusted=trusted)
+        signed_by = "" if signature is None else signature.fingerprint
+    except (CheckpointDamaged, CheckpointNotFound, CheckpointNotTrusted, CheckpointTooNew) as error:
+        changed = not isinstance(error, CheckpointNotTrusted) or isinstance(error, CheckpointSignatureWrong)
+        if state == "ok":
+            state = "damaged" if changed else "not trusted"
+        problem = f"{error.where}: {error.reason}"
+        problems += [] if problem in problems else [problem]
+    return _Verdict(step=status.step, state=state, problems=tuple(problems), signed_by=signed_by)

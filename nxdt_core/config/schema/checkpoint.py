@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from nxdt_core.config.duration import Duration
 from nxdt_core.config.marks import NoEffect, PositiveInt, Range
 
-__all__ = ["CheckpointConfig", "StorageSection"]
+__all__ = ["CheckpointConfig", "SignSection", "StorageSection"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,18 @@ class StorageSection:
 
     name: str | None = None
     """Component of kind ``checkpoint_storage``; ``null`` takes the one that serves the scheme of ``checkpoint.uri``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignSection:
+    """Signatures of checkpoints, for stores that others can write to. Needs ``pip install 'nxdt-core[sign]'``."""
+
+    key: str | None = None
+    """PEM file of the Ed25519 private key that signs each checkpoint of the run; ``null`` does not sign. Only the first
+    rank reads it. ``${oc.env:NXDT_SIGNING_KEY,null}`` takes the path from an environment variable."""
+    trusted: tuple[str, ...] = ()
+    """PEM files of Ed25519 public keys. Where any are named, the run refuses to resume from or load a checkpoint that
+    none of them has signed, and checkpoints of other programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,5 +83,7 @@ class CheckpointConfig:
     strict: bool = True
     """Refuse a checkpoint that lacks parameters of the model or has others. ``false`` leaves what it lacks at fresh
     values and what else it has aside, and says so; shapes must agree all the same."""
+    sign: SignSection = field(default_factory=SignSection)
+    """Signatures."""
     storage: StorageSection = field(default_factory=StorageSection)
     """The store."""

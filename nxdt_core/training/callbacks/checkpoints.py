@@ -85,6 +85,7 @@ class CheckpointSaver(pl.Callback):
             before_commit=None if self._ownership is None else self._ownership.check,
             after_commit=self._prune,
             on_saved=lambda report: self._tell(pl_module, report),
+            signer=assemble.signer(pl_module.config),
         )
         if pl_module.resumed is not None:
             self._figures.resumed(pl_module.resumed)

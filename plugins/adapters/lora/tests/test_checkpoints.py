@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_s3.config import S3StorageConfig
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint import TrustedKeys
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors import AdapterOfAnotherBase
 from nxdt_core.training.generate import generate
 from nxdt_core.training.run import train
+from tests.checkpoint.signed import load_trusted, write_key
 
 RUN = {
     "name": "tuned",
@@ -236,6 +239,12 @@ def merged_steps(directory):
     return [
         each.step for each in checkpoint.list_checkpoints(checkpoint.open_storage(f"{directory}/checkpoints-merged"))
     ]
+
+
+def test_a_run_that_signs_signs_what_it_merges(run, tmp_path):
+    private, public = write_key(tmp_path / "own.pem", Ed25519PrivateKey.generate())
+    directory = run("tuned", *MERGING, f"checkpoint.sign.key={private}", f"checkpoint.sign.trusted=['{public}']")
+    load_trusted(checkpoint.open_storage(f"{directory}/checkpoints-merged"), TrustedKeys([public]), step=4)
 
 
 def test_a_run_that_goes_on_leaves_the_merged_model_of_its_last_step(run, command, tmp_path):

@@ -18,9 +18,10 @@ from nxdt_plugin_s3.storage import S3Storage
 from nxdt_core.builtins.storage_local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, save_checkpoint, verify
 from nxdt_core.checkpoint.copying import copy_checkpoint
-from nxdt_core.errors import CheckpointDamaged
+from nxdt_core.errors import CheckpointDamaged, CheckpointNotSigned
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.testing.s3_server import S3Server
+from tests.checkpoint.signed import load_trusted, make_key
 
 STEP = 7
 ELEMENTS = 6 * 2**20
@@ -90,3 +91,19 @@ def test_a_killed_command_is_finished_by_the_same_command(
     assert content(storage) == content(local)
     again: Any = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
     assert (again[0]["was_committed"], again[0]["files_copied"]) == (True, 0)
+
+
+def test_a_signature_is_written_read_and_copied(storage: S3Storage, tmp_path: Path) -> None:
+    signer, trusted = make_key(tmp_path, "own")
+    save_checkpoint(
+        storage, step=1, model={"w": torch.ones(3)}, optimizer={}, state={}, facts=CheckpointFacts(), signer=signer
+    )
+    load_trusted(storage, trusted)
+    back = LocalStorage(str(tmp_path / "back"))
+    copy_checkpoint(storage, back, 1)
+    load_trusted(back, trusted)
+    assert list_checkpoints(storage)[0].signed_by == trusted.fingerprints[0]
+    (key,) = [info.key for info in storage.list() if info.key.endswith("manifest.sig")]
+    storage.delete_many([key])
+    with pytest.raises(CheckpointNotSigned):
+        load_trusted(storage, trusted)

@@ -11,6 +11,7 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.pieces import piece_of
+from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.checkpoint.together import together
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import AdapterOfAnotherBase, WeightsDoNotFit
@@ -41,6 +42,7 @@ def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, 
     assert own.lora_save_dir is not None
     directory = Path(own.lora_save_dir, "" if own.lora_load_tag is None else str(own.lora_load_tag))
     if is_peft(directory):
+        refuse_foreign(assemble.trusted_keys(config), directory)
         _load_peft(directory, own, model, config, engine)
     else:
         _load_checkpoint(own, model, config, engine)
@@ -67,7 +69,8 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
         tag = str(own.lora_load_tag)
         uri = f"{uri.rstrip('/')}/{step_name(int(tag)) if tag.isdigit() else tag}"
     storage, step = assemble.locate(config, uri)
-    manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=engine.ranks)
+    trusted = assemble.trusted_keys(config)
+    manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=engine.ranks, trusted=trusted)
     where = assemble.step_uri(storage, manifest.step)
     check_options(own, manifest.facts.config.get("adapter", {}), where)
     if manifest.facts.base and manifest.facts.base != base_digest(model, engine.ranks):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.files import AttemptWriter
 from nxdt_core.checkpoint.layout import state_name
 from nxdt_core.checkpoint.save import save_listed
@@ -54,6 +55,8 @@ def merge_lora(
     base: str | None = None,
     ranks: RankAgreement | None = None,
     beside: bool = False,
+    signer: Signer | None = None,
+    trusted: TrustedKeys | None = None,
 ) -> Merged:
     """Commit the model that a LoRA run trained as a checkpoint without an adapter, under the same step.
 
@@ -67,6 +70,8 @@ def merge_lora(
         base: address of the frozen weights, where they are not where the run took them.
         ranks: that divide the matrices; None for a process that is alone.
         beside: whether ``target`` may hold other steps; the same step is replaced.
+        signer: signs the merged checkpoint.
+        trusted: keys of which one must have signed what is merged; None requires no signature.
 
     Raises:
         NoAdapterHere: the run had none.
@@ -74,7 +79,7 @@ def merge_lora(
         MergeUnties: the update is of one of two tied matrices.
         ImportPlaceTaken: ``target`` holds a checkpoint.
     """
-    saved = open_saved(source, step, base=base)
+    saved = open_saved(source, step, base=base, trusted=trusted)
     _check_ties(saved)
     held = {
         ("model", name): Held(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
@@ -101,6 +106,7 @@ def merge_lora(
         write=write,
         facts=replace(facts, config=config, base="", without_base=False, fencing=0, keep="regular"),
         ranks=ranks,
+        signer=signer,
     )
     return Merged(
         source=saved.uri,

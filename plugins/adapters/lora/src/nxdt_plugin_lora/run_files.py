@@ -54,7 +54,15 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
 
     if on_first_rank(ranks, is_merged, where=place.uri):
         return
-    merged = merge_lora(storage, step, place, ranks=ranks, beside=True)
+    merged = merge_lora(
+        storage,
+        step,
+        place,
+        ranks=ranks,
+        beside=True,
+        signer=assemble.signer(config),
+        trusted=assemble.trusted_keys(config),
+    )
     if ranks.rank == 0:
         _log.warning("merged model: %s", merged.target)
     on_first_rank(ranks, lambda: checkpoint.prune(place, 1, deep=False), where=place.uri)

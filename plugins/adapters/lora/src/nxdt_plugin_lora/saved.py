@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import assemble
@@ -66,19 +66,22 @@ class SavedLora:
         self.base.check(frozen, self.manifest.facts.base, where=self.uri)
 
 
-def open_saved(storage: CheckpointStorage, step: int | None, *, base: str | None = None) -> SavedLora:
+def open_saved(
+    storage: CheckpointStorage, step: int | None, *, base: str | None = None, trusted: TrustedKeys | None = None
+) -> SavedLora:
     """One checkpoint of a run.
 
     Args:
         storage: where they lie.
         step: of the one; None takes the newest good one.
         base: address of the frozen weights, where they are not where its run took them.
+        trusted: keys of which one must have signed it and what is below; None requires no signature.
 
     Raises:
         NoAdapterHere: its run trained without LoRA.
         CheckpointNotFound, SavedConfigUnusable: it cannot be opened.
     """
-    manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning)
+    manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
     uri = assemble.step_uri(storage, manifest.step)
     config = saved_config(manifest, where=uri)
     chosen = config.components["adapter"]
@@ -94,5 +97,5 @@ def open_saved(storage: CheckpointStorage, step: int | None, *, base: str | None
         config=config,
         lora=chosen.config,
         trained={name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
-        base=base_weights(config, storage, manifest, base=base),
+        base=base_weights(config, storage, manifest, base=base, trusted=trusted),
     )

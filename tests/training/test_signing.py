@@ -1,0 +1,124 @@
+"""Runs that sign their checkpoints, and runs that load signed ones only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import TrustedKeys
+from nxdt_core.checkpoint.signature import Signature
+from nxdt_core.cli import main
+from nxdt_core.errors import (
+    CheckpointNotSigned,
+    CheckpointSignatureWrong,
+    CheckpointSignedByOther,
+    SigningKeyNotTrusted,
+    SigningKeyUnusable,
+)
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import assemble, train
+from nxdt_core.training.start import decide_start
+from tests.checkpoint.signed import load_trusted, write_key
+from tests.training.small import SMALL
+
+RESUME = "exp_manager.resume_if_exists=true"
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> tuple[Path, Path]:
+    return write_key(tmp_path / "own.pem", Ed25519PrivateKey.generate())
+
+
+def signing(key: tuple[Path, Path]) -> list[str]:
+    return [f"checkpoint.sign.key={key[0]}", f"checkpoint.sign.trusted=['{key[1]}']"]
+
+
+def train_on_this_rank(arguments):
+    return main(arguments)
+
+
+def test_two_ranks_sign_save_and_resume(tmp_path, key):
+    settings = [*signing(key), "trainer.devices=2", "name=two", "checkpoint.hf_every_n_saves=1"]
+    words = ["train", "recipe:llama-tiny", *SMALL, *settings, f"exp_manager.exp_dir={tmp_path}"]
+    pool = RankPool(2)
+    assert pool.run(train_on_this_rank, [*words, "trainer.max_steps=1"], timeout_s=120) == [0, 0]
+    assert pool.run(train_on_this_rank, [*words, "trainer.max_steps=2", RESUME], timeout_s=120) == [0, 0]
+    store = checkpoint.open_storage(str(tmp_path / "two/checkpoints"))
+    manifest = checkpoint.read_manifest(store, 2)
+    assert checkpoint.saved_ranks(manifest) == 2
+    assert any(name.startswith("hf/") for name in manifest.files)
+    covered = {manifest.prefix + name + end for name in manifest.files for end in ("", ".digests")}
+    present = {info.key for info in store.list(manifest.prefix)}
+    assert present - covered == {f"{manifest.prefix}manifest.sig"}
+    load_trusted(store, TrustedKeys([key[1]]), step=2)
+
+
+def test_a_run_refuses_what_a_trusted_key_has_not_signed(small_run, key, tmp_path):
+    train(small_run("trainer.max_steps=1", name="plain"))
+    trusting = [f"checkpoint.sign.trusted=['{key[1]}']", "trainer.max_steps=2"]
+    plain = str(tmp_path / "plain/checkpoints")
+    with pytest.raises(CheckpointNotSigned, match=r"checkpoint\.sign\.trusted"):
+        train(small_run(*trusting, RESUME, "exp_manager.resume_ignore_no_checkpoint=true", name="plain"))
+    for weights_only in ("true", "false"):
+        start = [f"checkpoint.resume_from={plain}", f"checkpoint.weight_init_only={weights_only}"]
+        with pytest.raises(CheckpointNotSigned):
+            train(small_run(*trusting, *start, name=f"weights-{weights_only}"))
+    other = write_key(tmp_path / "other.pem", Ed25519PrivateKey.generate())
+    train(small_run("trainer.max_steps=1", *signing(other), name="other"))
+    with pytest.raises(CheckpointSignedByOther):
+        train(small_run(*trusting, f"checkpoint.resume_from={tmp_path}/other/checkpoints", name="third"))
+
+
+def test_a_manifest_that_changed_after_the_decision_is_refused_when_it_is_loaded(small_run, key, monkeypatch):
+    """The run looks for its checkpoint first, and the strategy reads the manifest again."""
+    config = small_run("trainer.max_steps=1", *signing(key), name="run")
+    train(config)
+    store = assemble.storage(config)
+
+    def decide_then_forge(*arguments, **keywords):
+        start = decide_start(*arguments, **keywords)
+        manifest = checkpoint.read_manifest(store, 1)
+        path = next(Path(store.uri).rglob("manifest.sig"))
+        forged = Signature(public_key=Signature.decode(path.read_bytes()).public_key, signature=bytes(64))
+        path.write_bytes(forged.encode())
+        assert start.manifest == manifest
+        return start
+
+    monkeypatch.setattr("nxdt_core.training.run.decide_start", decide_then_forge)
+    with pytest.raises(CheckpointSignatureWrong):
+        train(small_run("trainer.max_steps=2", *signing(key), RESUME, name="run"))
+
+
+def test_checkpoints_of_other_programs_are_refused_where_a_signature_is_required(small_run, key, tmp_path):
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    (directory / "model.safetensors").write_bytes(b"")
+    start = [f"checkpoint.resume_from={directory}", "checkpoint.weight_init_only=true"]
+    with pytest.raises(CheckpointNotSigned, match="another program"):
+        train(small_run(f"checkpoint.sign.trusted=['{key[1]}']", *start, name="run"))
+
+
+def test_unusable_keys_stop_a_run_before_it_writes(small_run, key, tmp_path):
+    wrong = write_key(tmp_path / "rsa.pem", rsa.generate_private_key(public_exponent=65537, key_size=2048))
+    with pytest.raises(SigningKeyUnusable, match="RSAPrivateKey"):
+        train(small_run(f"checkpoint.sign.key={wrong[0]}", name="run"))
+    with pytest.raises(SigningKeyUnusable, match="RSAPublicKey"):
+        train(small_run(f"checkpoint.sign.trusted=['{wrong[1]}']", name="run"))
+    other = write_key(tmp_path / "other.pem", Ed25519PrivateKey.generate())
+    with pytest.raises(SigningKeyNotTrusted):
+        train(small_run(f"checkpoint.sign.key={key[0]}", f"checkpoint.sign.trusted=['{other[1]}']", name="run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_path_of_the_key_may_come_from_the_environment(small_run, key, monkeypatch):
+    setting = "checkpoint.sign.key=${oc.env:NXDT_SIGNING_KEY,null}"
+    assert assemble.signer(small_run(setting)) is None
+    monkeypatch.setenv("NXDT_SIGNING_KEY", str(key[0]))
+    signer = assemble.signer(small_run(setting))
+    assert signer is not None
+    assert signer.public_key == assemble.signer(small_run(f"checkpoint.sign.key={key[0]}")).public_key
