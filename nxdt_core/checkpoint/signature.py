@@ -3,7 +3,7 @@
 It is an Ed25519 signature of the bytes of ``manifest.json``. The manifest has the SHA-256 digest of each file of
 digests, which has that of each block of a data file: so the signature covers every byte that is loaded.
 
-It lies in the directory of the attempt and not beside the manifest: a save that replaces a committed step then has
+Its place is the directory of the attempt, not that of the manifest: a save that replaces a committed step then has
 its own, and the older one stays whole until the manifest is replaced.
 """
 

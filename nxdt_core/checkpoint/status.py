@@ -195,8 +195,8 @@ def latest(
         trusted: keys of which one must have signed it; None requires no signature.
 
     Raises:
-        CheckpointNotTrusted: the newest sound one lacks a valid signature of one of the keys. (It is not passed over:
-            whoever put it there could make a run lose its newer steps.)
+        CheckpointNotTrusted: the newest sound one lacks a valid signature of one of the keys. (No older
+            one is taken: anybody who can write to the store could make a run lose its newer steps.)
         CheckpointTooNew: the newest sound one was written by a later version. (Going on from an older one would
             throw its steps away.)
     """

@@ -113,7 +113,7 @@ def test_a_changed_byte_of_any_file_is_refused(store: LocalStorage, save: Any, k
 
 
 def test_changed_weights_with_new_digests_are_refused(store: LocalStorage, save: Any, keys: Any) -> None:
-    """Whoever can write the files can compute every digest, but not the signature."""
+    """Anybody who can write the files can compute every digest, but not the signature."""
     signer, trusted = keys
     signature = read_signature(store, save(store, 1, signer=signer))
     forged = save(store, 1, model={}, signer=make_key(Path(store.uri).parent, "other")[0])

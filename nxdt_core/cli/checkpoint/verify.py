@@ -38,9 +38,9 @@ __all__ = ["verify"]
 def verify(ctx: click.Context, uri: str, deep: bool, trusted: tuple[str, ...], threads: int, json_output: bool) -> None:
     """Check the committed checkpoints at URI: manifests, signatures, files, their sizes and the files of their digests.
 
-    With --deep every byte is read and compared with its digest: nothing else finds a changed one. Without --trusted
-    anybody's signature is good, and none is. URI may name one step. Exit status 1 where anything is damaged or not
-    trusted.
+    With --deep every byte is read and compared with its digest: nothing else finds a changed one. A wrong
+    signature is damage. Without --trusted, unsigned checkpoints and signatures of any key are accepted. URI may name
+    one step. Exit status 1 where anything is damaged or not trusted.
     """
     from nxdt_core.checkpoint import TrustedKeys
 
