@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -247,10 +248,7 @@ def test_a_copy_keeps_the_signature(store: LocalStorage, save: Any, keys: Any, t
         copy_checkpoint(store, LocalStorage(str(tmp_path / "second")), 1)
 
 
-def test_openssl_checks_the_signature_and_names_the_same_fingerprint(
-    store: LocalStorage, save: Any, tmp_path: Path
-) -> None:
-    """The fingerprint is the SHA-256 digest of the public key in DER."""
+def test_the_fingerprint_is_that_of_the_public_key_in_der(store: LocalStorage, save: Any, tmp_path: Path) -> None:
     key = Ed25519PrivateKey.generate()
     private, _ = write_key(tmp_path / "key.pem", key)
     signature = read_signature(store, save(store, 1, signer=Signer(private)))
@@ -260,6 +258,18 @@ def test_openssl_checks_the_signature_and_names_the_same_fingerprint(
     key.public_key().verify(signature.signature, (Path(store.uri) / manifest_key(1)).read_bytes())
     assert Signature.decode(signature.encode()) == signature
     assert json.loads(signature.encode())["fingerprint"] == signature.fingerprint
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_the_documented_commands_make_usable_keys_and_print_the_fingerprint(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
+    commands = [line for line in text.splitlines() if line.startswith("openssl ")]
+    assert len(commands) == 3
+    for command in commands:
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+    trusted = TrustedKeys([tmp_path / "sign.pub.pem"])
+    Signer(tmp_path / "sign.pem").check(trusted)
+    assert trusted.fingerprints == (f"sha256:{done.stdout.split()[0]}",)
 
 
 def test_keys_of_another_kind_are_refused(tmp_path: Path, store: LocalStorage, save: Any) -> None:

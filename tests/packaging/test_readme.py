@@ -58,7 +58,7 @@ def test_every_other_command_is_one_that_exists():
             assert {word for word in words if not re.match("[A-Z]+=", word)} <= targets, line
         elif program == "python3":
             assert (ROOT / words[0]).is_file(), line
-        else:
+        elif program != "openssl":  # those are run by tests/checkpoint/test_signing.py
             assert (program, words[0]) == ("pip", "install"), line
             names = [word.partition("[")[0] for word in words[1:]]
             assert all(name in dists or (ROOT / name / "pyproject.toml").exists() for name in names), line
