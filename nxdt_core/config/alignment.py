@@ -49,7 +49,7 @@ def link(tree: Node, source: str, kind: Literal["alias", "default"] = "alias") -
         return None
     value = f"${{{source}}}" if has_interpolation(found.value) else found.value
     written = found.origin.at(source)["place"]
-    return Node(value, Origin(kind=kind, where=source, line=found.origin.line, written=written))
+    return Node(value, Origin(kind=kind, where=source, line=found.origin.line, written=written), found.shown)
 
 
 def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:

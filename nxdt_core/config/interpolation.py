@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nxdt_core.config.node import Node, from_plain, to_plain
+from nxdt_core.config.hidden.environment import from_environment, recording
+from nxdt_core.config.node import MASK, Node, from_plain
 from nxdt_core.config.suggest import nearest_keys
 from nxdt_core.errors import BadInterpolation, ConfigProblem
 
@@ -55,15 +56,18 @@ def interpolate(
     readable = tree
     for path, node in malformed:
         readable = _replace(readable, path, Node(None, node.origin))
-    config = OmegaConf.create(_primitives(to_plain(readable)))
+    config = OmegaConf.create(_written(readable))
     problems: list[ConfigProblem] = []
     for path, node in pending:
         try:
             if (path, node) in malformed:
                 raise MalformedInterpolation
-            value = OmegaConf.select(config, _select_path(path), throw_on_resolution_failure=True)
-            found = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            with recording() as variables:
+                value = OmegaConf.select(config, _select_path(path), throw_on_resolution_failure=True)
+                found = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             resolved = from_plain(found, node.origin)
+            if variables:
+                resolved = from_environment(resolved, str(node.value))
         except (OmegaConfBaseException, RecursionError, MalformedInterpolation) as error:
             problems.append(_unresolved(path, node, error, known))
             resolved = Node(UNRESOLVED, node.origin)
@@ -86,12 +90,16 @@ def _is_well_formed(text: str) -> bool:
     return True
 
 
-def _primitives(value: Any) -> Any:
-    """The tree with ``None`` for what OmegaConf cannot hold: objects in a mapping that a program passes."""
-    if isinstance(value, dict):
-        return {key: _primitives(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_primitives(child) for child in value]
+def _written(node: Node) -> Any:
+    """The plain tree with ``None`` for what OmegaConf cannot hold: objects in a mapping that a program passes.
+
+    What came from the environment is its reference again, so that who refers to it is known to read the environment.
+    """
+    if isinstance(node.value, dict):
+        return {key: _written(child) for key, child in node.value.items()}
+    if isinstance(node.value, list):
+        return [_written(child) for child in node.value]
+    value = node.value if node.shown in (None, MASK) else node.shown
     return value if isinstance(value, (bool, int, float, str)) else None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nxdt_core.config.node import Node, to_plain
+from nxdt_core.config.node import MASK, Node, to_plain
 from nxdt_core.config.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.config.shapes import FilePath, Items, Mismatch, OneOf, Shape, Table
 
@@ -34,7 +34,10 @@ class Locator:
             return replace(node, value=located) if changed else node
         if not isinstance(node.value, str) or not node.value or node.value.startswith((PACKAGE_SCHEME, "/")):
             return node
-        return replace(node, value=str(resolve_path(node.value, node.origin.directory)))
+        shown = node.shown
+        if shown not in (None, MASK) and not node.value.startswith("~"):
+            shown = f"{resolve_path('.', node.origin.directory)}/{shown}"
+        return replace(node, value=str(resolve_path(node.value, node.origin.directory)), shown=shown)
 
     def resolve(self, node: Node, shape: Shape) -> Any:
         """The plain value with ``package://`` paths made real.

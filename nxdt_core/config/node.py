@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypedDict
 
-__all__ = ["Node", "Origin", "Place", "from_plain", "join", "merge", "to_plain"]
+__all__ = ["MASK", "Node", "Origin", "Place", "from_plain", "join", "merge", "to_plain", "to_shown"]
+
+MASK = "********"
+"""Shown in place of a value that has no reference to show."""
 
 
 class Place(TypedDict):
@@ -53,6 +56,9 @@ class Node:
     value: Any
     """``dict[str, Node]``, ``list[Node]`` or a scalar."""
     origin: Origin
+    shown: str | None = None
+    """What is shown and written in place of a value that must not be: a reference to the environment, or
+    :data:`MASK`; None: the value itself."""
 
     @property
     def children(self) -> dict[str, Node]:
@@ -78,7 +84,7 @@ class Node:
             below = self.children.get(head)
             start = below if below is not None and isinstance(below.value, dict) else Node({}, child.origin)
             child = start.set(rest, child)
-        return replace(self, value={**self.children, head: child})
+        return replace(self, value={**self.children, head: child}, shown=None)
 
     def without(self, path: str) -> Node:
         """This tree without what lies at a dotted path."""
@@ -86,8 +92,8 @@ class Node:
         if head not in self.children:
             return self
         if rest:
-            return replace(self, value={**self.children, head: self.children[head].without(rest)})
-        return replace(self, value={key: child for key, child in self.children.items() if key != head})
+            return replace(self, value={**self.children, head: self.children[head].without(rest)}, shown=None)
+        return replace(self, value={key: child for key, child in self.children.items() if key != head}, shown=None)
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Dotted path and plain value of everything that is no mapping; an empty mapping counts as a value."""
@@ -135,4 +141,15 @@ def to_plain(node: Node) -> Any:
         return {key: to_plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
         return [to_plain(child) for child in node.value]
+    return node.value
+
+
+def to_shown(node: Node) -> Any:
+    """The plain tree with references and masks in place of the values that must not be shown."""
+    if node.shown is not None:
+        return node.shown
+    if isinstance(node.value, dict):
+        return {key: to_shown(child) for key, child in node.value.items()}
+    if isinstance(node.value, list):
+        return [to_shown(child) for child in node.value]
     return node.value

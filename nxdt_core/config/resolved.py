@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.node import Origin, to_plain
+from nxdt_core.config.node import Origin, to_plain, to_shown
 from nxdt_core.config.schema.run import RunConfig
 
 if TYPE_CHECKING:
@@ -64,7 +64,15 @@ class ResolvedConfig:
         return self.tree.leaves()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able tree that :func:`nxdt_core.config.load` reads back to an equal configuration."""
-        plain = to_plain(self.tree)
-        assert isinstance(plain, dict)
+        """Plain JSON-able tree that :func:`nxdt_core.config.load` reads back to an equal configuration.
+
+        It can be written: what comes from the environment is the reference to it (``${oc.env:NAME}``), and secrets
+        are masked. A configuration with a masked secret does not load.
+        """
+        shown: dict[str, Any] = to_shown(self.tree)
+        return shown
+
+    def to_values(self) -> dict[str, Any]:
+        """The same tree with every value resolved, secrets included; it is never written or printed."""
+        plain: dict[str, Any] = to_plain(self.tree)
         return plain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.config.node import Node, to_plain
+from nxdt_core.config.node import Node, to_shown
 from nxdt_core.config.resolved import ResolvedConfig
 
 __all__ = ["render_show"]
@@ -27,7 +27,7 @@ def _lines(key: str, node: Node, depth: int, only_set: bool) -> list[str]:
         return [f"{indent}{_scalar(key)}:", *below] if below else []
     if only_set and node.origin.kind == "default":
         return []
-    text = f"{indent}{_scalar(key)}: {_scalar(to_plain(node))}"
+    text = f"{indent}{_scalar(key)}: {_scalar(to_shown(node))}"
     return [f"{text:<{_COLUMN}}  # {node.origin}"]
 
 

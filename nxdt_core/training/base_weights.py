@@ -21,6 +21,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import assemble
 from nxdt_core.training.frozen import digest_of, samples_of
+from nxdt_core.training.saved_config import saved_values
 
 __all__ = ["BaseWeights", "base_weights"]
 
@@ -74,7 +75,9 @@ def base_weights(
     """
     if base is None and not manifest.facts.without_base:
         return _of_checkpoint(storage, manifest)
-    saved = manifest.facts.config.get("checkpoint", {})
+    where = assemble.step_uri(storage, manifest.step)
+    wanted = () if base is not None else ("checkpoint.resume_from", "checkpoint.weight_init_only")
+    saved = saved_values(manifest, wanted, where=where).get("checkpoint", {})
     began = saved.get("resume_from") if saved.get("weight_init_only") else None
     named = base or began
     if named is None:

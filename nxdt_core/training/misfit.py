@@ -25,8 +25,11 @@ def misfit_explained(config: ResolvedConfig, manifest: Manifest) -> Iterator[Non
 
 
 def _otherwise(config: ResolvedConfig, manifest: Manifest) -> list[str]:
-    saved, own = (tree.get("model", {}) for tree in (manifest.facts.config, config.to_dict()))
+    saved = manifest.facts.config.get("model", {})
+    shown, own = config.to_dict()["model"], config.to_values()["model"]
     if not isinstance(saved, Mapping):
         return []
     keys = ["name", *(item.name for item in fields(config.selected("model").config))]
-    return [f"model.{key}={saved[key]}" for key in keys if key in saved and saved[key] != own.get(key)]
+    return [
+        f"model.{key}={saved[key]}" for key in keys if key in saved and saved[key] not in (shown.get(key), own.get(key))
+    ]

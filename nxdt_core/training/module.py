@@ -152,7 +152,7 @@ class NxdtModule(pl.LightningModule):
         """Digest of where the weights that the run began with came from; None where it goes on with later ones."""
         if self.resumed is not None:
             return None
-        sections = self.config.to_dict()
+        sections = self.config.to_values()
         changed = (self.config.run.seed, sections["adapter"])
         if self._weights_only is not None:
             return digest("checkpoint", changed, self._weights_only[1].attempt)

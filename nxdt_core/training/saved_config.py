@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from nxdt_core.checkpoint import Manifest
-from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config import Origin, ResolvedConfig, load
+from nxdt_core.config.interpolation import has_interpolation, interpolate
+from nxdt_core.config.node import from_plain, to_plain
 from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.record_files import RecordFiles
-from nxdt_core.errors import ConfigError, SavedConfigUnusable
+from nxdt_core.errors import ConfigError, ConfigProblem, SavedConfigUnusable
 
-__all__ = ["saved_chat_keys", "saved_config"]
+__all__ = ["saved_chat_keys", "saved_config", "saved_values"]
 
 _ONE_PROCESS = (
     "trainer.devices=1",
@@ -34,12 +38,26 @@ _ONE_PROCESS = (
 
 
 _OF_DATA = ("seq_length", "tokenizer")
+_NEEDED = (
+    "model",
+    "data.seq_length",
+    "data.tokenizer",
+    "precision",
+    "objective",
+    "adapter",
+    "parallel_engine",
+    "distributed_strategy",
+    "model_alignment_strategy",
+    "plugins",
+)
+"""Keys whose references to the environment are resolved; the variables of others need not be set here."""
 
 
 def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
     """The run that wrote the checkpoint, as it would be on one process, without what only training needs.
 
-    Data, callbacks, optimizer and store are left out: their plugins and files need not be here.
+    Data, callbacks, loggers, optimizer and store are left out: their plugins, files and variables need not be here.
+    References to the environment are resolved, so this configuration is not to be written.
 
     Args:
         manifest: of the checkpoint.
@@ -48,9 +66,12 @@ def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
     Raises:
         SavedConfigUnusable: the model or the tokenizer cannot be had here; a missing plugin is named.
     """
-    saved = manifest.facts.config
+    saved = saved_values(manifest, _NEEDED, where=where)
+    name = saved.get("name")
     given = {
         **saved,
+        "name": "saved" if has_interpolation(name) else name,
+        "exp_manager": {},
         "trainer": {**saved.get("trainer", {}), "callbacks": []},
         "data": {
             **{key: value for key, value in saved.get("data", {}).items() if key in _OF_DATA},
@@ -64,14 +85,38 @@ def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
     try:
         return load(given, _ONE_PROCESS)
     except ConfigError as error:
-        problems = [f"{problem.key}: {problem.what()} {problem.do()}".strip() for problem in error.problems]
-        raise SavedConfigUnusable(where=where, problems=problems) from error
+        raise _unusable(error.problems, where) from error
+
+
+def saved_values(manifest: Manifest, wanted: Sequence[str], *, where: str) -> dict[str, Any]:
+    """Return the saved configuration with the references to the environment of the keys ``wanted`` resolved.
+
+    Args:
+        manifest: of the checkpoint.
+        wanted: key paths; of others, a reference stays as it is written.
+        where: address of the checkpoint, for messages.
+
+    Raises:
+        SavedConfigUnusable: a variable is not set; names the key and the variable.
+    """
+    origin = Origin(kind="file", where=where)
+    tree, problems = interpolate(from_plain(manifest.facts.config, origin), wanted=wanted)
+    if problems:
+        raise _unusable(problems, where)
+    values: dict[str, Any] = to_plain(tree)
+    return values
+
+
+def _unusable(problems: Sequence[ConfigProblem], where: str) -> SavedConfigUnusable:
+    lines = [f"{problem.key}: {problem.what()} {problem.do()}".strip() for problem in problems]
+    return SavedConfigUnusable(where=where, problems=lines)
 
 
 def saved_chat_keys(manifest: Manifest) -> ChatKeys:
     """How the data of the run that wrote the checkpoint made text of messages; the defaults where they held none."""
-    data = manifest.facts.config.get("data", {})
     names = {each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}
+    wanted = [f"data.{name}" for name in sorted(names)]
+    data = saved_values(manifest, wanted, where=f"step {manifest.step}").get("data", {})
     found = {name: data[name] for name in names if data.get(name) is not None}
     if "chat_template_file" in found:
         found["chat_template_file"] = Path(found["chat_template_file"])

@@ -18,6 +18,7 @@ from nxdt_core.errors import ForeignHasWeightsOnly, NoCheckpointToResume, RunAlr
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.training import assemble
+from nxdt_core.training.saved_config import saved_values
 
 __all__ = ["ForeignStart", "Start", "check_adapter", "decide_base", "decide_start", "told_step"]
 
@@ -80,9 +81,10 @@ def check_adapter(config: ResolvedConfig, start: Start) -> None:
     Raises:
         NxdtError: they do not.
     """
-    saved = start.manifest.facts.config.get("adapter", {})
+    where = assemble.step_uri(start.storage, start.manifest.step)
+    saved = saved_values(start.manifest, ["adapter"], where=where).get("adapter", {})
     for adapter in assemble.adapters(config):
-        adapter.check_going_on(saved, assemble.step_uri(start.storage, start.manifest.step))
+        adapter.check_going_on(saved, where)
 
 
 def decide_base(
@@ -93,7 +95,8 @@ def decide_base(
     wanted = config.run.checkpoint
     if not start.manifest.facts.without_base or wanted.resume_from is None or not wanted.weight_init_only:
         return None
-    began = start.manifest.facts.config.get("checkpoint", {}).get("resume_from")
+    key, where = "checkpoint.resume_from", assemble.step_uri(start.storage, start.manifest.step)
+    began = saved_values(start.manifest, [key], where=where).get("checkpoint", {}).get("resume_from")
     step = None if began is None else assemble.locate(config, began)[1]
     return _named(config, wanted.resume_from, say, ranks, step)
 
@@ -107,7 +110,9 @@ def told_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> Res
     if assemble.locate(config, wanted.resume_from)[1] is not None:
         return config
     uri, key = f"{wanted.resume_from.rstrip('/')}/{step_name(began.manifest.step)}", "checkpoint.resume_from"
-    tree = config.tree.set(key, Node(uri, config.origins[key]))
+    shown = config.to_dict()["checkpoint"]["resume_from"]
+    kept = None if shown == wanted.resume_from else f"{shown.rstrip('/')}/{step_name(began.manifest.step)}"
+    tree = config.tree.set(key, Node(uri, config.origins[key], kept))
     return replace(config, run=replace(config.run, checkpoint=replace(wanted, resume_from=uri)), tree=tree)
 
 

@@ -103,6 +103,13 @@ class CsvConfig:
 
 
 @dataclass(kw_only=True)
+class BoardConfig:
+    """A logger at a server."""
+
+    prefix: str = ""
+
+
+@dataclass(kw_only=True)
 class MemoryConfig:
     """A store."""
 
@@ -143,7 +150,10 @@ def nxdt_checkpoint_storages():
 
 @hookimpl
 def nxdt_loggers():
-    return [LoggerComponent(name="csv", target="tiny:csv", config=f"{__name__}:CsvConfig")]
+    return [
+        LoggerComponent(name="csv", target="tiny:csv", config=f"{__name__}:CsvConfig"),
+        LoggerComponent(name="board", target="tiny:board", config=f"{__name__}:BoardConfig"),
+    ]
 
 
 @hookimpl

@@ -14,6 +14,7 @@ from nxdt_core.checkpoint.hf_keys import sources
 from nxdt_core.errors import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import assemble
+from nxdt_core.training.saved_config import saved_values
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoPeftForm
 from nxdt_plugin_lora.peft_config import peft_config
@@ -124,5 +125,9 @@ def describe(
 
 
 def _began_with(saved: SavedLora) -> str | None:
-    began = saved.manifest.facts.config.get("checkpoint", {}).get("resume_from")
+    began = (
+        saved_values(saved.manifest, ["checkpoint.resume_from"], where=saved.uri)
+        .get("checkpoint", {})
+        .get("resume_from")
+    )
     return began if began is not None and format_of(Path(began), saved.config.kernel) == "hf" else None

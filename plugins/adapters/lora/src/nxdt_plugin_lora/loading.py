@@ -19,6 +19,7 @@ from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
 from nxdt_core.protocols.piece import Box
 from nxdt_core.training import assemble
 from nxdt_core.training.frozen import base_digest, without_base
+from nxdt_core.training.saved_config import saved_values
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_lora.peft_config import differences, unread
@@ -72,7 +73,7 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
     trusted = assemble.trusted_keys(config)
     manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=engine.ranks, trusted=trusted)
     where = assemble.step_uri(storage, manifest.step)
-    check_options(own, manifest.facts.config.get("adapter", {}), where)
+    check_options(own, saved_values(manifest, ["adapter"], where=where).get("adapter", {}), where)
     if manifest.facts.base and manifest.facts.base != base_digest(model, engine.ranks):
         raise AdapterOfAnotherBase(where=where, base="this run")
     weights = without_base(model, model.state_dict())
