@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
+from typing import Any
 
 __all__ = ["VisibleFormatter", "visible"]
 
@@ -40,8 +42,17 @@ def visible(text: str, *, colours: bool = False) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats log records, whose messages may hold what files and data say, with :func:`visible`."""
+    """Formats log records, whose messages may hold what files and data say, with :func:`visible`.
+
+    Args:
+        redact: replaces what must not be written, in the message and in a traceback.
+        options: of :class:`logging.Formatter`.
+    """
+
+    def __init__(self, *options: Any, redact: Callable[[str], str] = str, **more: Any) -> None:
+        super().__init__(*options, **more)
+        self._redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of the record, its traceback included."""
-        return visible(super().format(record))
+        return visible(self._redact(super().format(record)))

@@ -86,8 +86,11 @@ config.add_command(migrate)
 
 def _origins(resolved: ResolvedConfig) -> dict[str, dict[str, object]]:
     """Where each value comes from, by key path."""
+    from nxdt_core.config.hidden.messages import Redaction
+
+    redact = Redaction(resolved.tree)
     return {
-        path: {"kind": origin.kind, "where": origin.where, "line": origin.line or None}
+        path: {"kind": origin.kind, "where": redact(origin.where), "line": origin.line or None}
         for path, origin in resolved.origins.items()
     }
 

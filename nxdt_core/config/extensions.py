@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from nxdt_core.config.hidden.fields import Path, find_node
 from nxdt_core.config.location import Locator
 from nxdt_core.config.node import Node
 from nxdt_core.config.reading import read_part
@@ -20,7 +21,7 @@ from nxdt_core.errors import (
 )
 from nxdt_core.kernel import Kernel
 
-__all__ = ["FLAGS", "Extensions", "select_extensions"]
+__all__ = ["FLAGS", "Extensions", "option_sections", "select_extensions"]
 
 _LOGGERS = "exp_manager.loggers"
 FLAGS = {
@@ -52,6 +53,28 @@ def select_extensions(tree: Node, kernel: Kernel, locator: Locator) -> Extension
     for wanted in _items(tree, "trainer.callbacks", found):
         found.callbacks += _selected("callback", wanted, found, kernel, locator)
     return found
+
+
+def option_sections(tree: Node, kernel: Kernel) -> Iterator[tuple[Path, type]]:
+    """Yield where options of loggers and callbacks are written, selected or not, and the dataclass that declares them;
+    a component that cannot be had is left out: :func:`select_extensions` reports it."""
+    places: list[tuple[str, Path, object]] = [
+        ("logger", ("exp_manager", options), logger) for logger, options in FLAGS.items()
+    ]
+    for kind, key in (("logger", _LOGGERS), ("callback", "trainer.callbacks")):
+        node = tree.find(key)
+        for number, item in enumerate(node.value if node is not None and isinstance(node.value, list) else ()):
+            places.append((kind, (*key.split("."), number), item.plain("name")))
+    for kind, path, name in places:
+        section = find_node(tree, path)
+        if section is None or not section.children or not isinstance(name, str):
+            continue
+        try:
+            cls = usable_class(kernel.registry.get(kind, name), section.origin.at(""))
+        except NxdtError:
+            continue
+        if cls is not None:
+            yield path, cls
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nxdt_core.config.hidden.environment import from_environment, recording
-from nxdt_core.config.node import MASK, Node, from_plain
+from nxdt_core.config.hidden.fields import dotted
+from nxdt_core.config.node import MASK, Node, from_plain, replaced
 from nxdt_core.config.suggest import nearest_keys
 from nxdt_core.errors import BadInterpolation, ConfigProblem
 
@@ -43,7 +44,7 @@ def interpolate(
         wanted: Key paths whose values are needed, with all below them; others may keep their interpolations. (A
             tree costs OmegaConf 15 ms, so it is made only where it is needed.)
     """
-    pending = [(path, node) for path, node in _interpolations(tree, ()) if _touches(_dotted(path), wanted)]
+    pending = [(path, node) for path, node in _interpolations(tree, ()) if _touches(dotted(path), wanted)]
     if not pending:
         return tree, []
     # Here, not above: OmegaConf is needed by few configurations.
@@ -55,7 +56,7 @@ def interpolate(
     malformed = [(path, node) for path, node in _interpolations(tree, ()) if not _is_well_formed(str(node.value))]
     readable = tree
     for path, node in malformed:
-        readable = _replace(readable, path, Node(None, node.origin))
+        readable = replaced(readable, path, Node(None, node.origin))
     config = OmegaConf.create(_written(readable))
     problems: list[ConfigProblem] = []
     for path, node in pending:
@@ -71,7 +72,7 @@ def interpolate(
         except (OmegaConfBaseException, RecursionError, MalformedInterpolation) as error:
             problems.append(_unresolved(path, node, error, known))
             resolved = Node(UNRESOLVED, node.origin)
-        tree = _replace(tree, path, resolved)
+        tree = replaced(tree, path, resolved)
     return tree, problems
 
 
@@ -131,18 +132,6 @@ def _select_path(path: _Path) -> str:
     return "".join(f"[{part}]" for part in path)
 
 
-def _dotted(path: _Path) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-
-
-def _replace(node: Node, path: _Path, new: Node) -> Node:
-    if not path:
-        return new
-    children: Any = node.value.copy()
-    children[path[0]] = _replace(children[path[0]], path[1:], new)
-    return Node(children, node.origin)
-
-
 def _unresolved(path: _Path, node: Node, error: Exception, known: Sequence[str]) -> ConfigProblem:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     missing = _MISSING.search(lines[0])
@@ -157,7 +146,7 @@ def _unresolved(path: _Path, node: Node, error: Exception, known: Sequence[str])
     elif "oc.env" in str(node.value):
         advice = "Set the variable, or give a default: ${oc.env:NAME,default}."
     return BadInterpolation(
-        **node.origin.at(_dotted(path)),
+        **node.origin.at(dotted(path)),
         text=str(node.value),
         reason=reason,
         advice=advice,

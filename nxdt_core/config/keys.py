@@ -9,12 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from nxdt_core.config.marks import Range
+from nxdt_core.config.marks import Range, Secret
 from nxdt_core.config.node import join
 from nxdt_core.config.shapes import (
     Anything,
     Choice,
     FilePath,
+    Hidden,
     Items,
     Mismatch,
     Nothing,
@@ -25,7 +26,7 @@ from nxdt_core.config.shapes import (
     describe_value,
 )
 
-__all__ = ["REQUIRED", "BadAnnotation", "Key", "keys_of", "section_paths", "shape_of"]
+__all__ = ["REQUIRED", "BadAnnotation", "Key", "Record", "keys_of", "section_paths", "shape_of"]
 
 M = TypeVar("M")
 
@@ -158,6 +159,8 @@ def shape_of(annotation: Any, where: str) -> Shape:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = shape_of(annotation.__origin__, where)
+        if any(isinstance(mark, Secret) for mark in annotation.__metadata__):
+            return Hidden(inner)
         bounds = next((mark for mark in annotation.__metadata__ if isinstance(mark, Range)), None)
         return Scalar(inner.type, bounds) if bounds is not None and isinstance(inner, Scalar) else inner
     if origin in (Union, types.UnionType):

@@ -10,11 +10,14 @@ from typing import Any
 from nxdt_core.config.alignment import spread_alignment
 from nxdt_core.config.based import read_based
 from nxdt_core.config.complete import complete
-from nxdt_core.config.extensions import Extensions, select_extensions
+from nxdt_core.config.extensions import Extensions, option_sections, select_extensions
 from nxdt_core.config.files import Source
 from nxdt_core.config.findings import component_findings, plugin_findings
 from nxdt_core.config.given import find_ungiven, mandatory_keys, merge_plugin_defaults, tidy_given, with_name
 from nxdt_core.config.hf_config import merge_hf_values, read_hf_config
+from nxdt_core.config.hidden.addresses import hide_credentials
+from nxdt_core.config.hidden.fields import mask_fields
+from nxdt_core.config.hidden.messages import Redaction, notes_on_secrets
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.location import Locator
 from nxdt_core.config.migration import explained
@@ -101,6 +104,8 @@ class _Load:
         self.mandatory: Mapping[str, Origin] = {}
         self.given: Node | None = None
         """What was written, as it was written."""
+        self.filled: Node | None = None
+        """The completed tree with resolved interpolations."""
         self.reading: Reading | None = None
         self.notes: list[str] = []
 
@@ -115,6 +120,7 @@ class _Load:
         given, composition = self._compose(given, kernel, locator)
         completion = complete(given, composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
+        filled = self.filled = self._hide(filled, composition, kernel)
         reading = self.reading = read_tree(filled, composition, completion.known, locator)
         self.problems += explained(reading.problems, completion.known, kernel)
         self.problems += find_conflicts(reading.tree, [*pairs, *completion.pairs])
@@ -127,11 +133,13 @@ class _Load:
             raise self._error(source.label)
         notes = (
             *self.notes,
+            *notes_on_secrets(reading.tree),
             *find_notes(checked, composition, reading.legacy.items()),
             *extensions.notes,
             *plugin_notes(kernel.plugins),
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
         )
+        notes = tuple(map(Redaction(reading.tree), notes))
         return _assemble(source.label, self.overrides, reading.run, reading, composition, extensions, kernel, notes)
 
     def _keep(self, outcome: tuple[Node, list[ConfigProblem]]) -> Node:
@@ -186,6 +194,11 @@ class _Load:
         self.problems += problems
         return merged, replace(composition, unfilled=frozenset({"model"} if problems else ()))
 
+    def _hide(self, filled: Node, composition: Composition, kernel: Kernel) -> Node:
+        """The tree with what is shown in place of secrets."""
+        sections = ((tuple(section.split(".")), cls) for section, cls in composition.classes.items())
+        return self._keep(hide_credentials(mask_fields(filled, [*sections, *option_sections(filled, kernel)])))
+
     def _judge(self, checked: Checked, reading: Reading, composition: Composition, kernel: Kernel) -> None:
         """Rules over the values; plugins are asked only where every type is right."""
         right = not self.problems
@@ -200,6 +213,9 @@ class _Load:
 
     def _error(self, label: str) -> ConfigError:
         followers = self.reading.followers if self.reading is not None else {}
+        redact = Redaction(*(tree for tree in (self.given, self.filled) if tree is not None))
+        for problem in self.problems:
+            redact.redact_error(problem)
         return error_report(label, self.problems, followers, self.given, self.passed or self.started)
 
 

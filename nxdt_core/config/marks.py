@@ -21,6 +21,8 @@ __all__ = [
     "PartOf",
     "PositiveInt",
     "Range",
+    "Secret",
+    "SecretText",
     "XlaOnly",
 ]
 
@@ -78,6 +80,14 @@ class XlaOnly:
     """The key is read by engines with the capability ``xla``; with others a note says that it has no effect."""
 
 
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """The key holds a token or a password: a value that is not a reference such as ``${oc.env:NAME}`` is masked
+    wherever a configuration is shown or written. Give the field ``field(repr=False)``, too, so that the dataclass does
+    not print it."""
+
+
+SecretText = Annotated[str, Secret()]
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 NonNegativeFloat = Annotated[float, Range(0)]

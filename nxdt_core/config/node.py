@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypedDict
 
-__all__ = ["MASK", "Node", "Origin", "Place", "from_plain", "join", "merge", "to_plain", "to_shown"]
+__all__ = ["MASK", "Node", "Origin", "Place", "from_plain", "join", "merge", "replaced", "to_plain", "to_shown"]
 
 MASK = "********"
 """Shown in place of a value that has no reference to show."""
@@ -153,3 +153,12 @@ def to_shown(node: Node) -> Any:
     if isinstance(node.value, list):
         return [to_shown(child) for child in node.value]
     return node.value
+
+
+def replaced(node: Node, path: tuple[str | int, ...], new: Node) -> Node:
+    """The tree with ``new`` at the keys and list indices of ``path``, which exist."""
+    if not path:
+        return new
+    children: Any = node.value.copy()
+    children[path[0]] = replaced(children[path[0]], path[1:], new)
+    return Node(children, node.origin)

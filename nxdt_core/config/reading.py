@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from nxdt_core.config.complete import complete, section_keys
+from nxdt_core.config.hidden.messages import describe_node, is_hidden
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.keys import Key
 from nxdt_core.config.location import Locator
@@ -16,7 +17,7 @@ from nxdt_core.config.marks import AliasOf, DefaultsTo
 from nxdt_core.config.node import Node, join, to_plain
 from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.shapes import Choice, Items, Mismatch, Scalar, Shape, describe_value
+from nxdt_core.config.shapes import Choice, Items, Mismatch, Scalar, Shape
 from nxdt_core.config.slots import Composition
 from nxdt_core.config.suggest import nearest_keys
 from nxdt_core.errors import ComponentFinding, ConfigProblem, MissingKey, NotSupported, UnknownKey, WrongValue
@@ -72,7 +73,7 @@ class _Reader:
     def section(self, cls: type, node: Node, path: str) -> Any:
         """An instance of ``cls``, or ``_INVALID`` where one of its keys is wrong."""
         if not isinstance(node.value, dict):
-            self._wrong(path, node, describe_value(to_plain(node)), "a mapping")
+            self._wrong(path, node, describe_node(node), "a mapping")
             return _INVALID
         extra = self.composition.classes.get(path)
         declared = section_keys(cls, extra)
@@ -115,8 +116,9 @@ class _Reader:
             try:
                 read.append(key.shape.read(self.locator.resolve(located, key.shape)))
             except Mismatch as mismatch:
-                hint = _hint(to_plain(node), key.shape, path)
-                found = mismatch.found if located is node else describe_value(to_plain(node))
+                hint = _hint(to_plain(node), key.shape, path) if node.shown is None else _hint_hidden(node, key.shape)
+                plain = located is node and not is_hidden(node)
+                found = mismatch.found if plain else describe_node(node)
                 self._wrong(path, node, found, key.shape.describe(), hint)
                 return [_INVALID for _ in keys]
         self.result.values[path] = read[0]
@@ -152,7 +154,7 @@ class _Reader:
         reads = f"{label} does not read" if label else "is not read here"
         problem = NotSupported(
             **node.origin.at(path),
-            found=describe_value(to_plain(node)),
+            found=describe_node(node),
             reason=f"it is a key of NxD Training that {reads}",
             allowed=f"{key.default!r}, or leave it out" if key.default else "leave it out",
             of_legacy=True,
@@ -209,6 +211,14 @@ def _hint(value: Any, shape: Shape, path: str) -> str:
     choices = [text for m in members if isinstance(m, Choice) for text in m.values if isinstance(text, str)]
     close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f"Did you mean {close[0]!r}?" if close else ""
+
+
+def _hint_hidden(node: Node, shape: Shape) -> str:
+    """Return how to read a variable as a number."""
+    kinds = {member.type for member in getattr(shape, "members", (shape,)) if isinstance(member, Scalar)}
+    if isinstance(node.value, str) and kinds & {int, float, bool} and str(node.shown).startswith("${"):
+        return f"The value of a variable is text: write ${{oc.decode:{node.shown}}}."
+    return ""
 
 
 def _number_like(text: str) -> bool:

@@ -18,6 +18,7 @@ __all__ = [
     "Anything",
     "Choice",
     "FilePath",
+    "Hidden",
     "Items",
     "Mismatch",
     "Nothing",
@@ -156,6 +157,25 @@ class FilePath:
     def json_schema(self) -> dict[str, Any]:
         """Type string."""
         return {"type": "string", "minLength": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """A secret of some shape."""
+
+    shape: Shape
+
+    def read(self, value: Any) -> Any:
+        """As the shape reads it."""
+        return self.shape.read(value)
+
+    def describe(self) -> str:
+        """As the shape says it."""
+        return self.shape.describe()
+
+    def json_schema(self) -> dict[str, Any]:
+        """That of the shape; it is written and never read back."""
+        return {**self.shape.json_schema(), "writeOnly": True}
 
 
 @dataclass(frozen=True, slots=True)

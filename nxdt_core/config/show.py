@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nxdt_core.config.hidden.messages import Redaction
 from nxdt_core.config.node import Node, to_shown
 from nxdt_core.config.resolved import ResolvedConfig
 
@@ -13,22 +14,25 @@ _COLUMN = 48
 
 def render_show(resolved: ResolvedConfig, *, only_set: bool = False) -> str:
     """YAML with ``# origin`` comments. ``only_set`` leaves out what is a default."""
+    redact = Redaction(resolved.tree)
     lines = [f"# {resolved.source}, resolved"]
     lines += [f"# note: {note}" for note in resolved.notes]
     for key, node in resolved.tree.children.items():
-        lines += _lines(key, node, 0, only_set)
+        lines += _lines(key, node, 0, only_set, redact)
     return "\n".join(lines) + "\n"
 
 
-def _lines(key: str, node: Node, depth: int, only_set: bool) -> list[str]:
+def _lines(key: str, node: Node, depth: int, only_set: bool, redact: Redaction) -> list[str]:
     indent = "  " * depth
     if node.children:
-        below = [line for name, child in node.children.items() for line in _lines(name, child, depth + 1, only_set)]
+        below = [
+            line for name, child in node.children.items() for line in _lines(name, child, depth + 1, only_set, redact)
+        ]
         return [f"{indent}{_scalar(key)}:", *below] if below else []
     if only_set and node.origin.kind == "default":
         return []
     text = f"{indent}{_scalar(key)}: {_scalar(to_shown(node))}"
-    return [f"{text:<{_COLUMN}}  # {node.origin}"]
+    return [f"{text:<{_COLUMN}}  # {redact(str(node.origin))}"]
 
 
 def _scalar(value: object) -> str:

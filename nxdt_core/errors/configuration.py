@@ -17,10 +17,12 @@ __all__ = [
     "ConfigProblem",
     "ConfigUnreadable",
     "ConflictingKeys",
+    "CredentialsInAddress",
     "DuplicateKey",
     "ImpossibleCombination",
     "MissingKey",
     "NotSupported",
+    "SecretNotKept",
     "UnknownKey",
     "UnknownRecipe",
     "WrongValue",
@@ -276,3 +278,34 @@ class ComponentFinding(ConfigProblem):
     remedy = "{advice}"
     message: str
     advice: str = ""
+
+
+class SecretNotKept(ConfigProblem):
+    """A mask in place of a secret: the file was written by a run, which does not keep secrets."""
+
+    code = "NXDT-C020"
+    happened = "the secret was masked when this configuration was written."
+    remedy = "Give {key} again, best as ${{oc.env:NAME}} with the secret in that variable."
+
+
+class CredentialsInAddress(ConfigProblem):
+    """A name, password or key within an address, which is printed and written."""
+
+    code = "NXDT-C021"
+    happened = "'{found}' holds credentials."
+    remedy = "Remove them from the address. {instead}"
+    found: str
+    """The address without them."""
+    scheme: str
+
+    def _view(self) -> dict[str, Any]:
+        if self.scheme == "s3":
+            instead = (
+                "Give them where boto3 looks: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, "
+                "a profile of ~/.aws, or a role."
+            )
+        elif self.key.startswith("checkpoint."):
+            instead = "Give them where the library of the storage backend looks."
+        else:
+            instead = "Put the whole address into a variable, and write ${oc.env:NAME}."
+        return {**super()._view(), "instead": instead}

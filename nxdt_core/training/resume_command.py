@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.hidden.command_line import shown_words
 
 __all__ = ["resume_command"]
 
@@ -32,7 +33,7 @@ def resume_command(config: ResolvedConfig, step: int) -> str:
             override(_RESUME[0], "true")
         if step >= trainer.max_steps:
             _move_end(config, step, override)
-    return shlex.join(["nxdt", "train", config.source, *overrides.values()])
+    return shlex.join(["nxdt", "train", config.source, *shown_words(config, overrides.values())])
 
 
 def _move_end(config: ResolvedConfig, step: int, override: Callable[[str, object], None]) -> None:

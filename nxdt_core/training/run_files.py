@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.config.hidden.command_line import shown_words
 from nxdt_core.config.paths import PackageNotFound, resolve_path
 from nxdt_core.config.recipes import RECIPE_SCHEME
 from nxdt_core.errors import CannotCopyFile, CannotWriteRunDirectory
@@ -85,7 +86,7 @@ def keep_inputs(config: ResolvedConfig) -> None:
     with run_dir_explained(config):
         (config.run_dir / _CONFIG).write_text(render_show(config), encoding="utf-8")
         with (config.run_dir / _COMMANDS).open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n")
+            file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(shown_words(config, sys.argv))}\n")
         _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")
 
 

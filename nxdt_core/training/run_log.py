@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.hidden.messages import Redaction
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.training.run_files import run_dir_explained
@@ -29,6 +30,8 @@ class _File(logging.FileHandler):
 def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     """Keep this rank's log during a block, below ``logs`` of the run's directory.
 
+    Values from the environment and secrets are replaced in it, and in the error that ends the block.
+
     Every rank's errors also go to ``errors.txt`` there, which a run without any does not have.
 
     Raises:
@@ -43,12 +46,14 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     if _keeps_log(config, info):
         name = f"globalrank-{info.rank}_localrank-{info.local_rank}.txt"
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
+    redact = Redaction(config.tree)
     for file in files:
-        file.setFormatter(VisibleFormatter(_FORM, defaults={"rank": info.rank}))
+        file.setFormatter(VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact))
     try:
         with _attached([*files, *_printing(info)]):
             yield
     except Exception as error:
+        redact.redact_error(error)
         _tell(files, error)
         raise
     finally:

@@ -17,7 +17,7 @@ from nxdt_core.api import (
     StorageComponent,
     hookimpl,
 )
-from nxdt_core.config.marks import PositiveInt, Range
+from nxdt_core.config.marks import PositiveInt, Range, SecretText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,22 @@ class CsvConfig:
 
 
 @dataclass(kw_only=True)
+class Account:
+    """An item of a list."""
+
+    user: str
+    password: SecretText
+
+
+@dataclass(kw_only=True)
 class BoardConfig:
     """A logger at a server."""
 
     prefix: str = ""
+    token: SecretText | None = field(default=None, repr=False)
+    headers: Mapping[str, SecretText] = field(default_factory=dict, repr=False)
+    accounts: tuple[Account, ...] = ()
+    address: str | None = None
 
 
 @dataclass(kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from nxdt_core.config.alignment import Pair
+from nxdt_core.config.hidden.messages import describe_node
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.node import Node, to_plain
-from nxdt_core.config.shapes import describe_value
 from nxdt_core.errors import ConflictingKeys
 
 __all__ = ["find_conflicts"]
@@ -22,8 +22,8 @@ def find_conflicts(tree: Node, pairs: Iterable[Pair]) -> Iterator[ConflictingKey
         if to_plain(left) != to_plain(right):
             yield ConflictingKeys(
                 **left.origin.at(one),
-                found=f"found {describe_value(to_plain(left))}",
+                found=f"found {describe_node(left)}",
                 other=other,
                 other_place=right.origin.at(other)["place"],
-                other_found=describe_value(to_plain(right)),
+                other_found=describe_node(right),
             )

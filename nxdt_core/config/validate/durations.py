@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nxdt_core.config.duration import FORMS, seconds_of
-from nxdt_core.config.shapes import describe_value
+from nxdt_core.config.hidden.messages import describe_node
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.errors import WrongValue
 
@@ -23,4 +23,6 @@ def find_wrong_durations(checked: Checked) -> Iterator[WrongValue]:
         try:
             seconds_of(value)
         except ValueError:
-            yield WrongValue(**checked.place(key), found=describe_value(value), allowed=FORMS)
+            node = checked.tree.find(key)
+            assert node is not None  # it has a value
+            yield WrongValue(**checked.place(key), found=describe_node(node), allowed=FORMS)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.config.node import to_plain
+from nxdt_core.config.hidden.messages import describe_node
 from nxdt_core.config.shapes import describe_value
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.errors import NotSupported
@@ -90,7 +90,7 @@ def find_unsupported(checked: Checked) -> Iterator[NotSupported]:
             continue
         yield NotSupported(
             **checked.place(rule.key),
-            found=describe_value(to_plain(node) if (node := checked.tree.find(rule.key)) else value),
+            found=describe_node(node) if (node := checked.tree.find(rule.key)) else describe_value(value),
             reason=rule.reason,
             allowed=_allowed(rule.neutral[0]),
         )

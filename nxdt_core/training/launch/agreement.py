@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import secrets
 from collections.abc import Mapping
 
 import torch
 
 from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.hidden.messages import is_hidden
+from nxdt_core.config.node import to_plain, to_shown
 from nxdt_core.errors import RanksDisagree, WorldSizeMismatch
 from nxdt_core.kernel.fingerprint import digest_plugin
 from nxdt_core.parallel.environment import Place
@@ -51,15 +54,16 @@ def check_agreement(config: ResolvedConfig, ranks: RankAgreement) -> None:
     """
     if ranks.world_size == 1:
         return
-    facts = _facts(config)
+    facts = _facts(config, ranks.broadcast_object(secrets.token_hex()))
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     if len(set(ranks.all_gather_object(digest))) == 1:
         return
     raise RanksDisagree(found=tuple(_differences(ranks.all_gather_object((ranks.host, facts)))))
 
 
-def _facts(config: ResolvedConfig) -> dict[str, str]:
-    """What must be equal: name of the fact → its value."""
+def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
+    """What must be equal: name of the fact → its value. Of a value that must not be shown, a digest with ``salt``,
+    which no message tells."""
     facts = {
         "version of nxdt": __version__,
         "version of torch": torch.__version__,
@@ -68,9 +72,12 @@ def _facts(config: ResolvedConfig) -> dict[str, str]:
     for plugin in config.kernel.plugins:
         if plugin.state == "ok":
             facts[f"plugin {plugin.name}"] = f"{plugin.dist} {plugin.version} {digest_plugin(plugin)[:8]}".strip()
-    for key, value in config.values():
+    for key, node in config.tree.leaf_nodes():
         if key not in _MAY_DIFFER:
-            facts[key] = json.dumps(value)
+            facts[key] = json.dumps(to_shown(node))
+            if is_hidden(node):
+                digest = hashlib.sha256(f"{salt}{json.dumps(to_plain(node))}".encode()).hexdigest()
+                facts[key] += f" (value {digest[:8]})"
     return facts
 
 

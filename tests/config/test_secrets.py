@@ -1,0 +1,146 @@
+"""Secrets that are written literally: masked where a configuration is shown or written, and refused in addresses."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from nxdt_core import config
+from nxdt_core.config.hidden.addresses import without_credentials
+from nxdt_core.config.hidden.command_line import shown_words
+from nxdt_core.config.hidden.messages import Redaction
+from nxdt_core.config.node import MASK
+from nxdt_core.errors import ConfigError
+from nxdt_core.training.resume_command import resume_command
+
+CANARY = "canary-4711-value"
+BOARD = (
+    "{{name: board, token: '{token}', headers: {{X-Key: '{token}'}}, accounts: [{{user: me, password: '{token}'}}]}}"
+)
+LITERAL = f"exp_manager.loggers=[{BOARD.format(token=CANARY)}]"
+REFERENCE = f"exp_manager.loggers=[{BOARD.format(token='${oc.env:NXDT_CANARY}')}]"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("NXDT_CANARY", CANARY)
+
+
+def board_of(resolved):
+    (logger,) = [found.config for found in resolved.loggers if found.component.record.name == "board"]
+    return logger
+
+
+def test_a_literal_secret_is_used_and_masked(load, good):
+    resolved = load(good, LITERAL)
+    board = board_of(resolved)
+    assert (board.token, board.headers, board.accounts[0].password) == (CANARY, {"X-Key": CANARY}, CANARY)
+    (shown,) = resolved.to_dict()["exp_manager"]["loggers"]
+    assert shown["token"] == shown["headers"]["X-Key"] == shown["accounts"][0]["password"] == MASK
+    assert shown["accounts"][0]["user"] == "me"
+    assert CANARY not in config.render_show(resolved)
+    notes = [note for note in resolved.notes if "secret" in note]
+    assert notes[0].startswith("exp_manager.loggers[0].token: the secret is masked in what the run writes")
+    assert len(notes) == 3
+
+
+def test_a_written_mask_says_which_key_to_give_again(kernel, load, good):
+    written = yaml.safe_load(config.render_show(load(good, LITERAL)))
+    with pytest.raises(ConfigError) as error:
+        config.load(written, kernel=kernel)
+    rows = [problem.row() for problem in error.value.problems]
+    assert any("Give exp_manager.loggers[0].token again, best as ${oc.env:NAME}" in row for row in rows)
+    assert {problem.code for problem in error.value.problems} == {"NXDT-C020"}
+
+
+def test_a_secret_from_the_environment_is_its_reference(kernel, load, good):
+    resolved = load(good, REFERENCE)
+    assert board_of(resolved).token == CANARY
+    assert resolved.to_dict()["exp_manager"]["loggers"][0]["token"] == "${oc.env:NXDT_CANARY}"
+    assert not [note for note in resolved.notes if "secret" in note]
+    assert config.load(yaml.safe_load(config.render_show(resolved)), kernel=kernel) == resolved
+
+
+def test_options_of_a_logger_that_is_not_selected_are_masked_too(load, good, kernel):
+    tree = load(good, "exp_manager.wandb_logger_kwargs={project: x}").to_dict()
+    assert tree["exp_manager"]["wandb_logger_kwargs"] == {"project": "x"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"exp_manager.loggers=[{{name: board, tokn: {CANARY}}}]",
+        "exp_manager.loggers=[{name: board, token: [${oc.env:NXDT_CANARY}]}]",
+        f"exp_manager.loggers=[{{name: board, token: [{CANARY}, {CANARY}, {CANARY}, {CANARY}]}}]",
+        f"exp_manager.loggers=[{{name: board, accounts: [{{user: 3, password: {CANARY}}}]}}]",
+        "trainer.max_steps=${oc.env:NXDT_CANARY}",
+        "model.dropout=${oc.env:NXDT_CANARY}",
+        "data.files=${oc.env:NXDT_CANARY}",
+        "checkpoint.storage=${oc.env:NXDT_CANARY}",
+        "trainer.max_time=${oc.env:NXDT_CANARY}",
+        "model.optim={name: fussy, mode: '${oc.env:NXDT_CANARY}', lr: x}",
+    ],
+)
+def test_errors_do_not_show_values(load, good, override):
+    with pytest.raises(ConfigError) as error:
+        load(good, override)
+    assert CANARY not in str(error.value)
+
+
+def test_a_variable_where_a_number_is_needed_says_how_to_read_one(report, good):
+    (row,) = report(good, "trainer.max_steps=${oc.env:NXDT_CANARY}")
+    assert "found '${oc.env:NXDT_CANARY}' (text); allowed: an integer of at least 1." in row
+    assert "write ${oc.decode:${oc.env:NXDT_CANARY}}" in row
+
+
+ADDRESSES = [
+    ("s3://AKIAKEY:{}@bucket/x", "s3://********@bucket/x"),
+    ("s3://AKIAKEY:pass/{}+x@bucket", "s3://********@bucket"),
+    ("s3://{}@bucket", "s3://********@bucket"),
+    ("https://user:{}@host:9000/p", "https://********@host:9000/p"),
+    ("postgresql+psycopg://u:{}@h/db", "postgresql+psycopg://********@h/db"),
+]
+KEYS = ["checkpoint.uri", "checkpoint.resume_from", "compiler_cache_url", "exp_manager.exp_dir"]
+
+
+@pytest.mark.parametrize(("address", "masked"), ADDRESSES)
+@pytest.mark.parametrize("key", KEYS)
+def test_credentials_in_an_address_are_refused_and_not_repeated(load, good, key, address, masked):
+    with pytest.raises(ConfigError) as error:
+        load(good, f"{key}={address.format(CANARY)}")
+    text = str(error.value)
+    assert CANARY not in text
+    assert f"{key}: '{masked}' holds credentials. Remove them from the address." in text
+    if address.startswith("s3"):
+        assert "AWS_ACCESS_KEY_ID" in text
+
+
+def test_an_option_of_a_component_may_take_an_address_with_credentials_from_a_variable(load, good, monkeypatch):
+    monkeypatch.setenv("NXDT_ADDRESS", f"https://user:{CANARY}@host")
+    resolved = load(good, "exp_manager.loggers=[{name: board, address: '${oc.env:NXDT_ADDRESS}'}]")
+    assert board_of(resolved).address == f"https://user:{CANARY}@host"
+    assert CANARY not in config.render_show(resolved)
+    with pytest.raises(ConfigError) as error:
+        load(good, "checkpoint.uri=${oc.env:NXDT_ADDRESS}")
+    assert CANARY not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s3://bucket/a@b", "https://host:9000/a@b", "memory://x", "sqlite:///a@b", "file:///a/b@c", "user@host", "a: b@c"],
+)
+def test_other_addresses_are_left_alone(text):
+    assert without_credentials(text) == text
+
+
+def test_command_lines_are_written_without_secrets(load, good):
+    resolved = load(good, LITERAL, "name=${oc.env:NXDT_CANARY}", "seed=3")
+    words = shown_words(resolved, ["nxdt", "train", "run.yaml", *resolved.overrides])
+    assert words[3:] == [f"exp_manager.loggers={MASK}", "name=${oc.env:NXDT_CANARY}", "seed=3"]
+    assert CANARY not in resume_command(resolved, 5)
+
+
+def test_a_redaction_replaces_values_within_text(load, good):
+    redact = Redaction(load(good, REFERENCE, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}").tree)
+    assert redact(f"401 for {CANARY}") == "401 for ${oc.env:NXDT_CANARY}"
+    assert redact("postgres://a:b@c in a traceback") == f"postgres://{MASK}@c in a traceback"

@@ -1,0 +1,59 @@
+"""A logger that needs a token, and a callback that fails with it in its message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning import Callback
+from pytorch_lightning.loggers import CSVLogger
+
+from nxdt_core.api import CallbackComponent, LoggerComponent, hookimpl
+from nxdt_core.config.marks import SecretText
+
+USED: list[tuple[str, str]] = []
+"""What each logger was given: the test sees that its canary is really used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoardConfig:
+    """A logger at a server."""
+
+    token: SecretText = field(repr=False)
+    address: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailConfig:
+    """A callback that cannot log in."""
+
+    password: SecretText = field(repr=False)
+    at_step: int = 0
+
+
+def board(config: BoardConfig, run_dir: Path) -> CSVLogger:
+    """Log into a CSV file, as others log to a server."""
+    USED.append((config.token, config.address))
+    return CSVLogger(save_dir=str(run_dir), name="board", version="")
+
+
+class Fail(Callback):
+    """Raises what a client of a server might raise."""
+
+    def __init__(self, config: FailConfig) -> None:
+        self.config = config
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.config.at_step and trainer.global_step >= self.config.at_step:
+            raise RuntimeError(f"401: cannot log in with {self.config.password}")
+
+
+@hookimpl
+def nxdt_loggers() -> list[LoggerComponent]:
+    return [LoggerComponent(name="board", target=f"{__name__}:board", config=f"{__name__}:BoardConfig")]
+
+
+@hookimpl
+def nxdt_callbacks() -> list[CallbackComponent]:
+    return [CallbackComponent(name="fail", target=f"{__name__}:Fail", config=f"{__name__}:FailConfig")]
