@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import base64
-import gzip
-import json
+import hashlib
 import sys
 from pathlib import Path
 
 import pytest
 
+from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.errors import ConfigError
+from nxdt_core.training import assemble, train
+from nxdt_core.training.saved_config import saved_config, saved_values
 from tests.training.small import SMALL
 
 CANARY = "canary-4711-value"
+"""Given by a reference."""
+PASSWORD = "finch-0815-password"
+"""Given literally in a secret field."""
+FORMS = tuple(form for text in (CANARY.encode(), PASSWORD.encode()) for form in (text, base64.b64encode(text)[:-4]))
 PARTS = Path(__file__).parent / "canary_parts.py"
-LOGGERS = "exp_manager.loggers=[tensorboard,{{name: board, token: '{token}', address: '{address}'}}]"
-CALLBACKS = "trainer.callbacks=[{{name: fail, password: '{password}', at_step: {step}}}]"
-OFFERED = "https://user:${oc.env:NXDT_CANARY}@host"
+REFERENCE = "${oc.env:NXDT_CANARY}"
 
 
 @pytest.fixture
@@ -30,37 +33,112 @@ def nxdt(tmp_path, capfd, monkeypatch):
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["nxdt", *words])
+        said = ""
         try:
             status = main(list(words))
-        except RuntimeError as error:  # a bug's traceback is Python's own
-            status, text = 1, str(error)
-            return status, "".join([*capfd.readouterr(), text])
-        return status, "".join(capfd.readouterr())
+        except RuntimeError as error:  # a bug, whose traceback Python prints
+            status, said = 1, str(error)
+        return status, "".join([*capfd.readouterr(), said])
 
     return run
 
 
-def overrides(tmp_path, *, token, step=0):
-    """A run of two steps with a secret in a reference, in a longer text, and in a secret field."""
+def overrides(tmp_path, *, name="run", fail_at=0):
+    """A run of two steps with the canary in a reference and in a longer text, and a password in a secret field."""
+    board = f"{{name: board, token: '{REFERENCE}', address: 'https://user:{REFERENCE}@host'}}"
     return [
         *SMALL,
-        "name=run",
+        f"name={name}",
         "trainer.max_steps=2",
-        "checkpoint.every_n_train_steps=1" if False else "checkpoint.save_top_k=2",
         f"exp_manager.exp_dir={tmp_path}",
         f"plugins.local=['{PARTS}']",
-        LOGGERS.format(token=token, address=OFFERED),
-        CALLBACKS.format(password=CANARY, step=step),
+        f"exp_manager.loggers=[tensorboard, {board}]",
+        f"trainer.callbacks=[{{name: fail, password: {PASSWORD}, at_step: {fail_at}}}]",
     ]
 
 
-def files_with_the_canary(directory):
-    """Names of files below it that hold the canary, plain, reversed in base64, or compressed."""
-    forms = [CANARY.encode(), base64.b64encode(CANARY.encode()).rstrip(b"=")[:-1]]
-    found = []
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            content = path.read_bytes()
-            content += gzip.decompress(content) if content[:2] == b"\x1f\x8b" else b""
-            found += [str(path)] if any(form in content for form in forms) else []
-    return found
+def holding_the_canary(directory):
+    """Files below it with the canary, plain or in base64."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return [path for path in files if any(form in path.read_bytes() for form in FORMS)]
+
+
+def test_no_file_and_no_output_holds_the_canary(nxdt, tmp_path):
+    keys = overrides(tmp_path)
+    uri = str(tmp_path / "run" / "checkpoints")
+    outputs = {}
+    for words in (
+        ["config", "check", "recipe:llama-tiny", *keys],
+        ["config", "show", "recipe:llama-tiny", *keys],
+        ["config", "show", "--json", "recipe:llama-tiny", *keys],
+        ["plan", "recipe:llama-tiny", *keys],
+        ["plan", "--json", "recipe:llama-tiny", *keys],
+        ["train", "recipe:llama-tiny", *keys],
+        ["checkpoint", "list", "--json", uri],
+        ["checkpoint", "inspect", "--json", uri],
+        ["checkpoint", "inspect", "--config", uri],
+        ["checkpoint", "inspect", "--config", "--json", uri],
+    ):
+        status, outputs[" ".join(words[:3])] = nxdt(*words)
+        assert status == 0, outputs
+    status, outputs["failure"] = nxdt("train", "recipe:llama-tiny", *overrides(tmp_path, name="bad", fail_at=1))
+    assert status != 0
+    assert "401: cannot log in with ********" in outputs["failure"]
+    assert "401: cannot log in with ********" in (tmp_path / "bad" / "logs" / "errors.txt").read_text()
+
+    used = (tmp_path / "run" / "used.txt").read_text()
+    given = [CANARY, f"https://user:{CANARY}@host"]
+    assert used == hashlib.sha256(repr(given).encode()).hexdigest(), "the canary was not used"
+    assert [name for name, text in outputs.items() if CANARY in text or PASSWORD in text] == []
+    assert holding_the_canary(tmp_path) == []
+    assert REFERENCE in (tmp_path / "run" / "config.yaml").read_text()
+    assert "password: '********'" in (tmp_path / "run" / "config.yaml").read_text().replace('"', "'")
+    assert "trainer.callbacks=********" in (tmp_path / "run" / "cmd-args.log").read_text().replace("'", "")
+    assert len(list((tmp_path / "run").rglob("events.out.*"))) == 1
+
+
+def test_the_search_finds_a_canary(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "file").write_bytes(b"\x00" + FORMS[0])
+    (tmp_path / "other").write_bytes(FORMS[3])
+    assert len(holding_the_canary(tmp_path)) == 2
+
+
+def test_a_run_resumes_from_its_written_configuration_once_its_secrets_are_given(nxdt, tmp_path, monkeypatch):
+    assert nxdt("train", "recipe:llama-tiny", *overrides(tmp_path))[0] == 0
+    again = ["train", str(tmp_path / "run" / "config.yaml"), "trainer.max_steps=3", "checkpoint.resume_if_exists=true"]
+    status, said = nxdt(*again)
+    assert status == 2
+    assert "Give trainer.callbacks[0].password again, best as ${oc.env:NAME}" in said
+    given = f"trainer.callbacks=[{{name: fail, password: '{REFERENCE}'}}]"
+    monkeypatch.delenv("NXDT_CANARY")
+    status, said = nxdt(*again, given)
+    assert status == 2
+    assert "exp_manager.loggers[1].token: cannot resolve '${oc.env:NXDT_CANARY}'" in said
+    assert "Environment variable 'NXDT_CANARY' not found" in said
+    monkeypatch.setenv("NXDT_CANARY", CANARY)
+    status, said = nxdt(*again, given)
+    assert status == 0, said
+    assert (
+        checkpoint.latest(assemble.storage(load(str(tmp_path / "run" / "config.yaml"), [given])), warn=print).step == 3
+    )
+    assert holding_the_canary(tmp_path) == []
+
+
+def test_a_checkpoint_is_used_without_the_variables_of_loggers_but_not_of_its_model(small_run, monkeypatch):
+    monkeypatch.setenv("NXDT_HIDDEN", "32")
+    monkeypatch.setenv("NXDT_NAME", "canary-name")
+    config = small_run(
+        "trainer.max_steps=1",
+        "model.hidden_size=${oc.decode:${oc.env:NXDT_HIDDEN}}",
+        "exp_manager.wandb_logger_kwargs={project: '${oc.env:NXDT_NAME}'}",
+    )
+    train(config)
+    manifest = checkpoint.latest(assemble.storage(config), warn=print)
+    assert manifest.facts.config["model"]["hidden_size"] == "${oc.decode:${oc.env:NXDT_HIDDEN}}"
+    monkeypatch.delenv("NXDT_NAME")
+    assert saved_config(manifest, where="here").selected("model").config.hidden_size == 32
+    assert saved_values(manifest, ["adapter"], where="here")["model"]["hidden_size"].startswith("${")
+    monkeypatch.delenv("NXDT_HIDDEN")
+    with pytest.raises(Exception, match=r"model\.hidden_size: cannot resolve .*'NXDT_HIDDEN' not found"):
+        saved_config(manifest, where="here")
