@@ -37,7 +37,7 @@ class ValidateConfigContext:
     """After types and keys are checked, before anything is built."""
 
     config: Mapping[str, Any]
-    """The resolved configuration as a nested plain tree."""
+    """The resolved configuration as a nested plain tree, with all values. It may hold secrets: do not write it."""
     components: Mapping[str, str]
     """``plugin:name`` of the selected component by slot (``model``, ``data``, ``optimizer``, …)."""
 
@@ -47,6 +47,8 @@ class ConfigureContext:
     """The configuration is valid and final; the run is about to build its parts on this process."""
 
     config: Mapping[str, Any]
+    """The resolved configuration as a nested plain tree that may be written: what comes from the environment is its
+    reference, and secrets are masked. Components get the values through their own dataclass."""
     components: Mapping[str, str]
     run_dir: Path
 
@@ -82,7 +84,7 @@ class FitContext:
     status: Literal["running", "finished", "stopped", "failed"] = "running"
     """``stopped``: by a signal or a time limit, cleanly at a step boundary."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved configuration as a nested plain tree."""
+    """As :attr:`ConfigureContext.config`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

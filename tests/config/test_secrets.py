@@ -10,7 +10,8 @@ from nxdt_core.config.hidden.addresses import without_credentials
 from nxdt_core.config.hidden.command_line import shown_words
 from nxdt_core.config.hidden.messages import Redaction
 from nxdt_core.config.node import MASK
-from nxdt_core.errors import ConfigError
+from nxdt_core.errors import ConfigError, RanksDisagree
+from nxdt_core.training.launch.agreement import check_agreement
 from nxdt_core.training.resume_command import resume_command
 
 CANARY = "canary-4711-value"
@@ -144,3 +145,37 @@ def test_a_redaction_replaces_values_within_text(load, good):
     redact = Redaction(load(good, REFERENCE, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}").tree)
     assert redact(f"401 for {CANARY}") == "401 for ${oc.env:NXDT_CANARY}"
     assert redact("postgres://a:b@c in a traceback") == f"postgres://{MASK}@c in a traceback"
+
+
+class TwoRanks:
+    """A rank whose partner sent ``theirs``."""
+
+    world_size, host = 2, "node"
+
+    def __init__(self, theirs=()):
+        self.theirs, self.sent = iter(theirs), []
+
+    def broadcast_object(self, value):
+        """The salt of the first rank."""
+        return "salt"
+
+    def all_gather_object(self, value):
+        """What both sent."""
+        self.sent.append(value)
+        return [value, next(self.theirs, value if isinstance(value, str) else ("other", {}))]
+
+
+def test_ranks_with_different_secrets_are_told_without_them(load, good, monkeypatch):
+    key = "name=${oc.env:NXDT_CANARY}"
+    facts = []
+    for value in (CANARY, f"{CANARY}-2"):
+        monkeypatch.setenv("NXDT_CANARY", value)
+        with pytest.raises(RanksDisagree):
+            check_agreement(load(good, key), other := TwoRanks(["another digest"]))
+        facts.append(other.sent)
+        check_agreement(load(good, key), TwoRanks())
+    assert facts[0][0] != facts[1][0]
+    with pytest.raises(RanksDisagree) as error:
+        check_agreement(load(good, key), TwoRanks(facts[0]))
+    assert CANARY not in str(error.value)
+    assert 'name is "${oc.env:NXDT_CANARY}" (value ' in str(error.value)
