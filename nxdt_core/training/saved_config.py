@@ -38,6 +38,8 @@ _ONE_PROCESS = (
 
 
 _OF_DATA = ("seq_length", "tokenizer")
+_OF_START = ("weight_init_only",)
+"""Keys of the model that say what a run begins with, which is named in sections that are left out."""
 _NEEDED = (
     "model",
     "data.seq_length",
@@ -79,7 +81,10 @@ def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
             "micro_batch_size": 1,
             "global_batch_size": 1,
         },
-        "model": {**saved.get("model", {}), "optim": {"lr": 0.0}},
+        "model": {
+            **{key: value for key, value in saved.get("model", {}).items() if key not in _OF_START},
+            "optim": {"lr": 0.0},
+        },
         "checkpoint": {},
     }
     try:

@@ -110,8 +110,8 @@ def told_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> Res
     if assemble.locate(config, wanted.resume_from)[1] is not None:
         return config
     uri, key = f"{wanted.resume_from.rstrip('/')}/{step_name(began.manifest.step)}", "checkpoint.resume_from"
-    shown = config.to_dict()["checkpoint"]["resume_from"]
-    kept = None if shown == wanted.resume_from else f"{shown.rstrip('/')}/{step_name(began.manifest.step)}"
+    node = config.tree.find(key)
+    kept = f"{node.shown.rstrip('/')}/{step_name(began.manifest.step)}" if node is not None and node.shown else None
     tree = config.tree.set(key, Node(uri, config.origins[key], kept))
     return replace(config, run=replace(config.run, checkpoint=replace(wanted, resume_from=uri)), tree=tree)
 

@@ -24,7 +24,7 @@ def is_hidden(node: Node) -> bool:
 
 
 def describe_node(node: Node) -> str:
-    """Return a found value in words, as :func:`~nxdt_core.config.shapes.describe_value`, without hidden values."""
+    """Describe a found value, as :func:`~nxdt_core.config.shapes.describe_value`, without hidden values."""
     if not is_hidden(node):
         return describe_value(to_plain(node))
     kind = describe_value(to_plain(node)).rpartition(" (")[2].rstrip(")")
