@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "memory_info",
     "reduce_scatter_single",
     "run_agent",
+    "set_group_timeout",
     "unflatten",
 ]
 
@@ -60,6 +62,13 @@ def unflatten(mesh: DeviceMesh, dim: str, sizes: tuple[int, ...], names: tuple[s
     names = (*before[:index], *names, *before[index + 1 :])
     split = mesh.mesh.unflatten(index, sizes)  # type: ignore[no-untyped-call]
     return DeviceMesh(mesh.device_type, split, mesh_dim_names=names)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the longest wait within one collective of a group that exists. Torch has no public name for it."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
 
 
 def fsdp_parameter_groups(state: Any) -> tuple[Any, ...]:

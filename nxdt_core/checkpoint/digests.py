@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, Final, Literal
 
 from xxhash import xxh3_128
 
+from nxdt_core.progress import PROGRESS
+
 __all__ = ["BLOCK_BYTES", "FAST", "STRONG", "Algorithm", "BlockDigests", "DigestingWriter", "block_digest", "digest"]
 
 BLOCK_BYTES = 8 * 2**20
@@ -133,5 +135,6 @@ class DigestingWriter:
 
     def _close_block(self) -> None:
         self._blocks.append(self._running.hexdigest())
+        PROGRESS.advance()
         self._running = _START[self._algorithm]()
         self._filled = 0

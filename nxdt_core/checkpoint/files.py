@@ -14,6 +14,7 @@ from nxdt_core.checkpoint.digests import FAST, Algorithm, BlockDigests, Digestin
 from nxdt_core.checkpoint.layout import digests_name
 from nxdt_core.checkpoint.manifest import FileEntry, Manifest
 from nxdt_core.errors import CheckpointDamaged
+from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
 __all__ = ["AttemptWriter", "VerifiedFile", "Wanted", "check_size", "read_whole"]
@@ -132,6 +133,7 @@ class VerifiedFile:
                         raise self.damaged("it is shorter than its digests say")
                     if block_digest(block, self._digests.algorithm) != self._digests.blocks[number]:
                         raise self.damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
+                    PROGRESS.advance()
                     yield offset, block
         except FileNotFoundError as error:
             raise self.damaged("it is missing") from error

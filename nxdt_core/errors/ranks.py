@@ -1,4 +1,5 @@
-"""Errors of starting many ranks, of their agreement and of their end: codes ``NXDT-P004`` and ``NXDT-P04…``."""
+"""Errors of starting many ranks, of their agreement and of their end: codes ``NXDT-P004``, ``NXDT-P04…`` and
+``NXDT-P08…``."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ __all__ = [
     "OutOfMemory",
     "PortTaken",
     "RankDied",
+    "RankHung",
     "RanksDisagree",
     "RanksMissing",
     "WorldSizeMismatch",
@@ -173,6 +175,46 @@ class RankDied(NxdtError):
     host: str
     how: str = ""
     """`` by signal SIGKILL`` or the like, where it is known."""
+
+
+class RankHung(NxdtError):
+    """A run in which a rank is silent, or in which no rank makes progress."""
+
+    code = "NXDT-P080"
+    exit_status: ClassVar[int] = 1
+    happened = "{found}{waiting}"
+    remedy = (
+        "{where}Checkpoints that were committed are complete, and exp_manager.resume_if_exists=true resumes from the "
+        "newest. If a rank may be without progress for longer, raise distributed_strategy.timeout_s."
+    )
+    kind: str
+    """``silent``: a rank sends no heartbeats; ``stuck``: all do, and none makes progress."""
+    seconds: float
+    ranks: tuple[str, ...]
+    """The ranks that hang: name, host, step and last collective of each."""
+    waits: tuple[str, ...]
+    """Ranks that wait for them, and for what."""
+    stacks: str
+    """Directory of the files with the ranks' stacks; empty where none could be written."""
+
+    _SHOWN: ClassVar[int] = 4
+
+    def _view(self) -> dict[str, Any]:
+        names = "; ".join(self._some(self.ranks))
+        if self.kind == "silent":
+            found = f"No heartbeat came for {self.seconds:.0f} s from {names}."
+        elif self.waits:
+            found = f"Other ranks have waited for {self.seconds:.0f} s for {names}."
+        else:
+            found = f"No rank has made progress for {self.seconds:.0f} s: {names}."
+        waiting = f" Waiting: {'; '.join(self._some(self.waits))}." if self.waits else ""
+        where = f"The Python stacks of the ranks are in {self.stacks}. " if self.stacks else ""
+        return {**super()._view(), "found": found, "waiting": waiting, "where": where}
+
+    @classmethod
+    def _some(cls, all_of_them: tuple[str, ...]) -> list[str]:
+        more = len(all_of_them) - cls._SHOWN
+        return [*all_of_them[: cls._SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 class OutOfMemory(NxdtError):

@@ -51,7 +51,11 @@ class TorchEngine:
     def start(self) -> None:
         """Join the process group, if there is more than one process, and build the mesh."""
         self.ranks.start(self.device, timeout_s=self._run.distributed_strategy.timeout_s)
-        self.mesh = ParallelMesh.build(self._sizes, self.device.type)
+        self._build_mesh()
+
+    def _build_mesh(self) -> None:
+        timeout_s = self.ranks.collective_timeout_s
+        self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=timeout_s)
 
     def _place(self) -> RankInfo:
         mesh = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
@@ -85,7 +89,7 @@ class TorchEngine:
         check_sums(self._sizes, precision, micro_batches=micro_batches)
         if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # FSDP2 keeps masters for one, too
             self.ranks.start_alone(self.device)
-            self.mesh = ParallelMesh.build(self._sizes, self.device.type)
+            self._build_mesh()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
         stages = lay_out(builder, self.mesh, options, precision, adapters)
         materialise_stages(stages, self.device, seed=seed, base=materialise)

@@ -6,13 +6,14 @@ are tensor parallel; then come context, expert and data parallelism, and pipelin
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.torch_versions import unflatten
+from nxdt_core.torch_versions import set_group_timeout, unflatten
 
 __all__ = ["Dimension", "ParallelMesh"]
 
@@ -43,9 +44,12 @@ _SPARSE = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 class ParallelMesh:
     """Where this process lies along each dimension, and with whom it communicates there."""
 
-    def __init__(self, sizes: MeshSizes, root: DeviceMesh | None, *, rank: int = 0) -> None:
+    def __init__(
+        self, sizes: MeshSizes, root: DeviceMesh | None, *, rank: int = 0, timeout_s: float | None = None
+    ) -> None:
         """``root``: one-dimensional, over the world; None for a single process without a process group."""
         self.sizes = sizes
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._rank = rank
         self._root = root
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
@@ -62,15 +66,21 @@ class ParallelMesh:
             self._meshes.setdefault(("efsdp",), self._meshes["fsdp",])
 
     @classmethod
-    def build(cls, sizes: MeshSizes, device_type: str) -> ParallelMesh:
-        """The mesh of a run. Needs the default process group, unless the world is one process.
+    def build(cls, sizes: MeshSizes, device_type: str, *, timeout_s: float | None = None) -> ParallelMesh:
+        """Return the mesh of a run. Needs the default process group, unless the world is one process.
 
         Collective: every rank calls it with the same sizes.
+
+        Args:
+            sizes: of all dimensions.
+            device_type: of all ranks.
+            timeout_s: longest wait within one collective of any of its groups. Torch gives new groups its own default,
+                10 minutes with NCCL and 30 with gloo, instead of that of the default group.
         """
         if not dist.is_initialized():
             return cls(sizes, None)
         root = init_device_mesh(device_type, (sizes.world_size,), mesh_dim_names=("world",))
-        return cls(sizes, root, rank=dist.get_rank())
+        return cls(sizes, root, rank=dist.get_rank(), timeout_s=timeout_s)
 
     def size(self, dim: Dimension) -> int:
         """Ranks along ``dim``; ``tp_kv`` and ``tp_kv_replica`` need :meth:`split_tp` before, ``token_shuffle``
@@ -143,6 +153,8 @@ class ParallelMesh:
     def _keep(self, mesh: DeviceMesh, *pairs: tuple[Dimension, Dimension]) -> None:
         for name in mesh.mesh_dim_names or ():
             self._meshes.setdefault((name,), mesh[name])
+            if self._timeout is not None:
+                set_group_timeout(mesh[name].get_group(), self._timeout)
         for pair in pairs:
             self._meshes[pair] = mesh[pair]
 

@@ -20,6 +20,7 @@ from nxdt_core.devices import HOST, profile_of
 from nxdt_core.errors import NotEnoughDevices, NxdtError
 from nxdt_core.parallel.environment import Place, place_from_environment
 from nxdt_core.parallel.store import connect_store
+from nxdt_core.progress import PROGRESS
 
 __all__ = ["Ranks", "check_devices"]
 
@@ -30,6 +31,9 @@ _starts = itertools.count()
 
 _COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest wait within one collective. Dead ranks are noticed elsewhere, in seconds; this bounds deadlocks."""
+_SUPERVISED_FACTOR = 4
+"""How many times longer a supervised process waits: its supervisor finds the rank that hangs before that, while torch
+would blame the ranks that wait."""
 
 
 class Ranks:
@@ -53,6 +57,8 @@ class Ranks:
         self._owns_default = False
         self._asked: dict[str, tuple[torch.Tensor, dist.Work]] = {}
         self._siblings: list[Ranks] = []
+        self.collective_timeout_s = _COLLECTIVE_TIMEOUT_S
+        """Longest wait within one collective, as :meth:`start` has set it."""
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -71,7 +77,7 @@ class Ranks:
 
         Args:
             device: of this rank; an accelerator is made the current one.
-            timeout_s: longest wait within one collective.
+            timeout_s: longest wait within one collective; four times as long in a process that is supervised.
 
         Raises:
             NotEnoughDevices: there is no such device.
@@ -83,7 +89,8 @@ class Ranks:
         if device.index is not None:
             check_devices(device, device.index + 1, self.host)
             torch.accelerator.set_device_index(device.index)
-        timeout = timedelta(seconds=timeout_s)
+        self.collective_timeout_s = timeout_s * (_SUPERVISED_FACTOR if PROGRESS.supervised else 1)
+        timeout = timedelta(seconds=self.collective_timeout_s)
         if not dist.is_initialized():
             dist.init_process_group(
                 profile_of(device).process_group_backend,

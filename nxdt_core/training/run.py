@@ -25,7 +25,7 @@ from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.save_figures import SaveFigures
-from nxdt_core.training.callbacks.signals import StopRequests, StopSignals
+from nxdt_core.training.callbacks.signals import StopSignals, Supervisor
 from nxdt_core.training.callbacks.time_limit import TimeLimit
 from nxdt_core.training.datamodule import NxdtDataModule
 from nxdt_core.training.memory import memory_errors_explained
@@ -44,21 +44,25 @@ from nxdt_core.training.trial import as_trial
 __all__ = ["train"]
 
 
-def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSummary:
+def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSummary:
     """Train, save, and report; on each rank of a run.
 
     Args:
         config: equal on all ranks.
-        requests: who asks to stop, beside signals to this process.
+        supervisor: watches this rank and asks it to stop; None in a run of one process.
 
     Raises:
         NxdtError: something that the user can mend; what was committed before stays.
     """
     _quieten_lightning()
+    if supervisor is not None:
+        supervisor.watch(config.run.distributed_strategy.timeout_s)
     strategy = NxdtStrategy(config)
     strategy.start()
     ranks = strategy.engine.ranks
     config = strategy.config = as_trial(dated(config, ranks))
+    if supervisor is not None:
+        supervisor.keep_stacks_in(config.run_dir)
     console = Console(
         config.run.trainer.max_steps, speaks=strategy.is_global_zero, bar=config.run.trainer.enable_progress_bar
     )
@@ -72,7 +76,7 @@ def train(config: ResolvedConfig, requests: StopRequests | None = None) -> RunSu
         if config.run.checkpoint.enabled:
             ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
         with owned_on_rank_zero(config, own, console.say, ranks) as ownership:
-            return _train(config, strategy, console, own, ownership, requests)
+            return _train(config, strategy, console, own, ownership, supervisor)
 
 
 def _train(
@@ -81,10 +85,10 @@ def _train(
     console: Console,
     own: CheckpointStorage,
     ownership: Ownership | None,
-    requests: StopRequests | None,
+    supervisor: Supervisor | None,
 ) -> RunSummary:
     ranks = strategy.engine.ranks
-    signals = StopSignals(console, ranks, requests)
+    signals = StopSignals(console, ranks, supervisor)
     limit = config.run.trainer.max_time
     time_limit = [] if limit is None else [TimeLimit(seconds_of(limit), signals)]
     other = other_source(config)

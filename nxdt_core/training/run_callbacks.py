@@ -15,6 +15,7 @@ from nxdt_core.training.callbacks.early_stop import EarlyStop
 from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.nonfinite import NonFiniteGuard
+from nxdt_core.training.callbacks.progress_reports import ProgressReports
 from nxdt_core.training.callbacks.resumed import ResumeNotes
 from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.callbacks.signals import StopSignals
@@ -47,6 +48,7 @@ def run_callbacks(
         else []
     )
     return [
+        ProgressReports(),
         ResumeNotes(console),
         *compiling,
         metrics,

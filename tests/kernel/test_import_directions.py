@@ -17,7 +17,7 @@ LAYERS = (
     {"_version", "visible_text"},
     {"errors"},
     {"api", "devices", "mounts", "regular_files", "torch_versions"},
-    {"protocols"},
+    {"progress", "protocols"},
     {"file_lock", "kernel"},
     {"config"},
     {"nn"},

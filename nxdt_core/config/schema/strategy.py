@@ -44,7 +44,9 @@ class DistributedStrategyConfig:
     pad_heads: bool = False
     """Add heads that stay zero, where TP does not divide the query heads; otherwise such a TP is refused."""
     timeout_s: PositiveInt = 1800
-    """Seconds after which a rank that waits for others in a collective operation gives up, and the run with it."""
+    """Seconds without progress after which a run of several ranks counts as hung: a rank sends no heartbeats, or no
+    rank computes, compiles, reads or writes. The run then ends, names the rank and writes all stacks. A rank that
+    computes while the others wait for it in a collective may take three times as long."""
     token_shuffle_group_size: PositiveInt = 1
     """Neighbouring data parallel ranks that mix their tokens before experts and sort them out behind, while training;
     where experts have a bounded capacity, a rank whose tokens are all alike then drops fewer. A divisor of the ranks

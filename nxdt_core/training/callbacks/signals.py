@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,18 +16,24 @@ from nxdt_core.training.callbacks.console import Console
 if TYPE_CHECKING:
     from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["StopRequests", "StopSignals"]
+__all__ = ["StopSignals", "Supervisor"]
 
 _SAME_REQUEST_S = 1.0
 """Two signals within this are one request among many ranks: a scheduler signals all processes of a job, and an agent
 that is one of them passes its own on. A person's second Ctrl-C comes later."""
 
 
-class StopRequests(Protocol):
-    """Where requests to stop come from beside signals: the launcher of this rank."""
+class Supervisor(Protocol):
+    """What watches this rank from outside and asks it to stop: the launcher of a run of many ranks."""
 
     on_stop: Callable[[int], None] | None
     """Takes the number of the signal that the launcher got; None while nothing can be saved."""
+
+    def watch(self, limit_s: float) -> None:
+        """Report this rank's progress from now on; a run without any for ``limit_s`` is ended."""
+
+    def keep_stacks_in(self, run_dir: Path) -> None:
+        """Write the stacks of a run that hangs below its directory."""
 
 
 class StopSignals(pl.Callback):
@@ -41,10 +48,10 @@ class StopSignals(pl.Callback):
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, console: Console, ranks: RankAgreement, requests: StopRequests | None = None) -> None:
+    def __init__(self, console: Console, ranks: RankAgreement, supervisor: Supervisor | None = None) -> None:
         self._console = console
         self._ranks = ranks
-        self._requests = requests
+        self._supervisor = supervisor
         self._before: dict[signal.Signals, Any] = {}
         self._wanted: int = 0
         self._wanted_at_s = 0.0
@@ -56,8 +63,8 @@ class StopSignals(pl.Callback):
         """Take the signals over."""
         for number in self._SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
-        if self._requests is not None:
-            self._requests.on_stop = self._want
+        if self._supervisor is not None:
+            self._supervisor.on_stop = self._want
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -84,8 +91,8 @@ class StopSignals(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the signals back."""
-        if self._requests is not None:
-            self._requests.on_stop = None
+        if self._supervisor is not None:
+            self._supervisor.on_stop = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

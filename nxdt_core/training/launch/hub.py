@@ -2,7 +2,7 @@
 
 It lives in the launcher of the first node, or in rank 0 where somebody else's launcher started the ranks, as a thread
 with an event loop. A process that dies, however it dies, has its connections closed by the kernel; a machine that
-vanishes is missed by TCP's keep-alive. Nothing here polls, and nothing depends on a rank that is busy to answer.
+vanishes is missed by TCP's keep-alive. A rank that lives and makes no progress is found by its heartbeats.
 """
 
 from __future__ import annotations
@@ -11,13 +11,30 @@ import asyncio
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
 from nxdt_core.errors import RanksMissing
-from nxdt_core.training.launch.messages import Done, Down, End, Failure, Hello, Message, Stop, decode, encode
-from nxdt_core.training.launch.verdict import INTERRUPTION, Verdict, decide
+from nxdt_core.training.launch.hangs import Hang, HangWatch
+from nxdt_core.training.launch.heartbeat import is_stopped, wake
+from nxdt_core.training.launch.messages import (
+    Beat,
+    Done,
+    Down,
+    Dump,
+    Dumped,
+    End,
+    Failure,
+    Heard,
+    Hello,
+    Message,
+    Stop,
+    decode,
+    encode,
+)
+from nxdt_core.training.launch.verdict import INTERRUPTION, Verdict, decide, hung
 
 __all__ = ["Hub", "keep_alive"]
 
@@ -26,6 +43,10 @@ _WINDOW_S = 1.0
 _FAREWELL_S = 3.0
 """How long the hub waits for others to go before it lets go of its own process."""
 _PACE_S = 0.02
+_WATCH_S = 1.0
+"""Between two looks at the heartbeats."""
+_DUMP_S = 5.0
+"""How long ranks have to write their stacks."""
 _LONGEST_LINE = 1 << 23
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))
 """A machine that is silent for 5 + 4 x 2 s is gone."""
@@ -64,6 +85,8 @@ class Hub:
         self._arrived: set[int] = set()
         self._failures: list[Failure] = []
         self._done: dict[int, int] = {}
+        self._hangs = HangWatch()
+        self._dumped: dict[int, str] = {}
         self._stop: Stop | None = None
         self._all_heard = asyncio.Event()
         self._judged = threading.Event()
@@ -99,6 +122,7 @@ class Hub:
 
     async def _serve(self) -> None:
         await asyncio.start_server(self._meet, sock=self._listener, limit=_LONGEST_LINE)
+        self._schedule(self._watch())
         await asyncio.sleep(self._arrival_s)
         missing = tuple(rank for rank in range(self._world_size) if rank not in self._arrived)
         if missing:
@@ -119,7 +143,7 @@ class Hub:
         self._welcome(hello, writer)
         with suppress(OSError, ValueError):
             while line := await reader.readline():
-                self._hear(decode(line), hello)
+                self._hear(decode(line), hello, writer)
         del self._members[writer]
         writer.close()
         self._farewell(hello)
@@ -131,14 +155,20 @@ class Hub:
         if self._stop is not None:
             writer.write(encode(self._stop))
 
-    def _hear(self, message: Message, sender: Hello) -> None:
+    def _hear(self, message: Message, sender: Hello, writer: asyncio.StreamWriter) -> None:
         match message:
+            case Beat():
+                self._hangs.hear(message, time.monotonic())
+                self._tell(Heard(), [writer])
+            case Dumped():
+                self._dumped[message.rank] = message.directory
             case Failure():
                 self._note(message)
             case Stop():
                 self._on_stop(message)
             case Done():
                 self._done[message.rank] = message.status
+                self._hangs.forget(message.rank)
                 if len(self._done) == self._world_size:
                     self._tell(End(status=self.status), self._members)
             case _:
@@ -161,6 +191,34 @@ class Hub:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._all_heard.wait(), _WINDOW_S)
         await self._end(decide(self._failures, self._world_size))
+
+    async def _watch(self) -> None:
+        """Look at the heartbeats until one shows that the run hangs."""
+        looked_at = time.monotonic()
+        while self.verdict is None:
+            await asyncio.sleep(_WATCH_S)
+            now = time.monotonic()
+            if now - looked_at > 3 * _WATCH_S:  # this process itself was stopped, and has not read what came meanwhile
+                self._hangs.excuse(now)
+            looked_at = now
+            hang = self._hangs.check(now)
+            if hang is not None and not self._failures:
+                await self._end_hung(hang)
+
+    async def _end_hung(self, hang: Hang) -> None:
+        """Let every rank write its stacks, then end the run."""
+        here = socket.gethostname()
+        stopped = frozenset(beat.rank for beat in hang.ranks if beat.host == here and is_stopped(beat.pid))
+        silent: dict[str, list[int]] = {}
+        for beat in hang.ranks if hang.kind == "silent" else ():
+            silent.setdefault(beat.host, []).append(beat.pid)
+        wake(silent.get(here, ()))
+        self._tell(Dump(silent=silent), self._members)
+        for _ in range(int(_DUMP_S / _PACE_S)):
+            if {hello.rank for hello in self._members.values() if hello.rank is not None} <= set(self._dumped):
+                break
+            await asyncio.sleep(_PACE_S)
+        await self._end(hung(hang, stopped, self._dumped))
 
     def _on_stop(self, stop: Stop) -> None:
         if stop.urgent:

@@ -6,6 +6,7 @@ is asked to stop once, whether a terminal or a scheduler signalled one process o
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ def _open_hub(node: Node, store: TCPStore) -> Hub:
         world_size=node.count * node.devices, address=node.address, arrival_s=join_timeout_s(), in_rank_zero=False
     )
     hub.start()
-    address = meeting.HubAddress(port=hub.port, token=hub.token, host=place.host, in_rank_zero=False)
+    address = meeting.HubAddress(port=hub.port, token=hub.token, host=place.host, pid=os.getpid(), in_rank_zero=False)
     meeting.publish(store, place, address)
     return hub
 

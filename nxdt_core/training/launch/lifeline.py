@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from nxdt_core.errors import RankDied
+from nxdt_core.errors import RankDied, RankHung
 from nxdt_core.parallel.environment import Place
+from nxdt_core.parallel.flight import keep_record
+from nxdt_core.progress import PROGRESS
+from nxdt_core.training.launch.heartbeat import Heartbeat, is_stopped, wake
 from nxdt_core.training.launch.hub import keep_alive
 from nxdt_core.training.launch.meeting import HubAddress
 from nxdt_core.training.launch.messages import (
     Done,
     Down,
+    Dump,
+    Dumped,
     End,
     Failure,
     FailureKind,
+    Heard,
     Hello,
     Message,
     Stop,
@@ -55,6 +64,7 @@ class Lifeline:
         self._is_rank = is_rank
         self._end: End | None = None
         self._down: Down | None = None
+        self._heartbeat: Heartbeat | None = None
         self._ended = threading.Event()
         self._sending = threading.Lock()
         self._connection = socket.create_connection((place.master_addr, hub.port))
@@ -67,6 +77,27 @@ class Lifeline:
         """Whether no other process of the run has read the configuration before: rank 0, without our launcher."""
         return self.place.rank == 0 and self._hub.in_rank_zero
 
+    def watch(self, limit_s: float) -> None:
+        """Send heartbeats from now on, so that the hub finds out whether this rank hangs.
+
+        Args:
+            limit_s: seconds without progress after which it does.
+        """
+        keep_record()
+        PROGRESS.supervised = True
+        self._heartbeat = Heartbeat(
+            self.place,
+            self._send,
+            limit_s=limit_s,
+            on_silence=self._hub_hangs if self._hub.in_rank_zero and self.place.rank != 0 else None,
+        )
+        self._heartbeat.start()
+
+    def keep_stacks_in(self, run_dir: Path) -> None:
+        """Name the directory of the run, below which stacks are written if it hangs."""
+        if self._heartbeat is not None:
+            self._heartbeat.run_dir = run_dir
+
     def fail(self, kind: FailureKind, text: str, status: int) -> NoReturn:
         """Tell a failure; the hub decides whose is printed, and this process ends with all others."""
         self._send(self._failure(kind, text, status))
@@ -78,6 +109,8 @@ class Lifeline:
 
         Under our launcher that is 0: its agent takes anything else for a failure, and the launcher knows ``status``.
         """
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         self._send(Done(rank=self.place.rank, status=status))
         self._ended.wait()
         return status if self._hub.in_rank_zero else 0
@@ -121,6 +154,11 @@ class Lifeline:
                     self._send(self._failure("interrupt", "", 128 + message.signal))
                 else:
                     take(message.signal)
+            case Heard():
+                if self._heartbeat is not None:
+                    self._heartbeat.answered()
+            case Dump():
+                self._dump(message)
             case End():
                 self._end = message
                 self._ended.set()
@@ -131,6 +169,24 @@ class Lifeline:
                 self._ended.set()
             case _:
                 raise ValueError(f"the hub sent {message}")
+
+    def _dump(self, message: Dump) -> None:
+        wake(message.silent.get(self.place.host, ()))
+        if self._heartbeat is not None:
+            self._send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
+
+    def _hub_hangs(self, silence_s: float) -> NoReturn:
+        """Rank 0, which has the hub, is silent; the lowest rank that is left reports it."""
+        assert self._heartbeat is not None
+        stacks = self._heartbeat.write_stacks()
+        time.sleep(1)  # for the others to write theirs
+        if self.place.rank == 1:
+            rank = (f"rank 0 on {self._hub.host}",)
+            error = RankHung(kind="silent", seconds=silence_s, ranks=rank, waits=(), stacks=stacks)
+            print(str(error), file=sys.stderr, flush=True)
+            if self._hub.host == self.place.host and is_stopped(self._hub.pid):
+                os.kill(self._hub.pid, signal.SIGKILL)  # it cannot end by itself
+        _leave(RankHung.exit_status)
 
     def _lost(self) -> NoReturn:
         """The process of the hub died; the lowest rank that is left tells it."""

@@ -20,6 +20,8 @@ class HubAddress:
     token: str
     host: str
     """Its name, for messages."""
+    pid: int
+    """Process that serves it."""
     in_rank_zero: bool
     """Whether it lives in rank 0; otherwise in the launcher."""
 

@@ -6,7 +6,22 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Done", "Down", "End", "Failure", "FailureKind", "Hello", "Message", "Stop", "decode", "encode"]
+__all__ = [
+    "Beat",
+    "Done",
+    "Down",
+    "Dump",
+    "Dumped",
+    "End",
+    "Failure",
+    "FailureKind",
+    "Heard",
+    "Hello",
+    "Message",
+    "Stop",
+    "decode",
+    "encode",
+]
 
 FailureKind = Literal["mistake", "bug", "interrupt", "death"]
 """``mistake``: an ``NxdtError``; ``death``: noted by the hub for a connection that ended without a word."""
@@ -70,9 +85,58 @@ class End:
     """Exit status of a rank's process."""
 
 
-Message = Hello | Failure | Done | Stop | Down | End
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A heartbeat of a rank, with what shows whether it makes progress."""
 
-_CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Hello, Failure, Done, Stop, Down, End)}
+    rank: int
+    host: str
+    pid: int
+    limit_s: float
+    """Seconds without progress that the configuration allows."""
+    step: int
+    phase: str
+    count: int
+    """Pieces of work done, see :class:`nxdt_core.progress.Progress`."""
+    begun: int
+    """Collectives."""
+    done: int
+    """Collectives."""
+    waiting: bool
+    """Whether a collective that has begun is not done."""
+    last: str
+    """The newest collective; empty where none is known."""
+    cpu_s: float
+    """CPU time of the process and of those that it has started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """The hub has read a heartbeat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """The run hangs: each rank writes its stacks, and wakes processes of its host that are stopped."""
+
+    silent: dict[str, list[int]]
+    """Process ids of ranks that send no heartbeats, by host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dumped:
+    """A rank has written its stacks."""
+
+    rank: int
+    directory: str
+    """Empty where it could not."""
+
+
+Message = Hello | Failure | Done | Stop | Down | End | Beat | Heard | Dump | Dumped
+
+_CLASSES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Hello, Failure, Done, Stop, Down, End, Beat, Heard, Dump, Dumped)
+}
 
 
 def encode(message: Message) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,7 +51,9 @@ def _join(place: Place) -> Lifeline:
             on_verdict=_tell,
         )
         hub.start()
-        address = meeting.HubAddress(port=hub.port, token=hub.token, host=place.host, in_rank_zero=True)
+        address = meeting.HubAddress(
+            port=hub.port, token=hub.token, host=place.host, pid=os.getpid(), in_rank_zero=True
+        )
         meeting.publish(store, place, address)
     try:
         lifeline = Lifeline(place, meeting.find(store, place))

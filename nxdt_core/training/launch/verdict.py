@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from nxdt_core.errors import RankDied
-from nxdt_core.training.launch.messages import Failure
+from nxdt_core.errors import RankDied, RankHung
+from nxdt_core.training.launch.hangs import Hang
+from nxdt_core.training.launch.messages import Beat, Failure
 
-__all__ = ["INTERRUPTION", "Verdict", "decide"]
+__all__ = ["INTERRUPTION", "Verdict", "decide", "hung"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +53,28 @@ def decide(failures: Sequence[Failure], world_size: int) -> Verdict:
     more = f" (and {alike - 1} more alike)" if alike > 1 else ""
     head = f"Rank {first.rank} on {first.host} failed{more}:"
     return Verdict(status=first.status, text=f"{head}\n{first.text.rstrip()}", cause=cause)
+
+
+def hung(hang: Hang, stopped: AbstractSet[int], stacks: Mapping[int, str]) -> Verdict:
+    """Describe a run that hangs.
+
+    Args:
+        hang: what the heartbeats show.
+        stopped: ranks whose process was found stopped.
+        stacks: the directory where each rank has written its stacks; empty for a rank that could not.
+    """
+    error = RankHung(
+        kind=hang.kind,
+        seconds=hang.seconds,
+        ranks=tuple(_last_seen(beat, stopped=beat.rank in stopped) for beat in hang.ranks),
+        waits=tuple(f"rank {beat.rank} in {beat.last or 'a collective'}" for beat in hang.waiting),
+        stacks=next(filter(None, stacks.values()), ""),
+    )
+    names = ", ".join(f"rank {beat.rank} on {beat.host}" for beat in hang.ranks[:1])
+    return Verdict(status=error.exit_status, text=str(error), cause=f"{names} made no progress")
+
+
+def _last_seen(beat: Beat, *, stopped: bool) -> str:
+    process = f"process {beat.pid}" + (" was stopped by a signal" if stopped else "")
+    last = f", last collective: {beat.last}" if beat.last else ""
+    return f"rank {beat.rank} on {beat.host} ({process}; last heartbeat: step {beat.step}, {beat.phase}{last})"

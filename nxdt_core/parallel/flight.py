@@ -1,0 +1,84 @@
+"""What torch's flight recorder knows of this process's collectives: how many began and ended, and which was the last.
+
+Backends keep a ring of their newest collectives. Gloo's and NCCL's rings are read here; a backend or a version of
+torch without one gives zeros.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+__all__ = ["CollectiveCounts", "count_collectives", "keep_record", "last_collectives"]
+
+_READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_KEPT = "256"
+"""Collectives that the ring holds unless ``TORCH_FR_BUFFER_SIZE`` says otherwise: a few layers of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCounts:
+    """Collectives of all process groups of this process."""
+
+    begun: int = 0
+    done: int = 0
+    waiting: bool = False
+    """Whether one that has begun is not done: the process, or its device, waits for other ranks."""
+
+
+def keep_record() -> None:
+    """Let the process groups that are made from now on keep their newest collectives."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
+
+
+def count_collectives() -> CollectiveCounts:
+    """Return how many collectives have begun and are done."""
+    begun = done = 0
+    waiting = False
+    for record in _records(entries=False):
+        for status in record.get("pg_status", {}).values():
+            group_begun, group_done = (
+                _count(status, "last_enqueued_collective"),
+                _count(status, "last_completed_collective"),
+            )
+            begun, done = begun + group_begun, done + group_done
+            waiting = waiting or group_begun > group_done
+    return CollectiveCounts(begun=begun, done=done, waiting=waiting)
+
+
+def last_collectives(most: int) -> list[str]:
+    """Return the newest collectives, at most ``most``, oldest first.
+
+    Each is described as ``all_reduce 12 of group default_pg, [4, 8] float32``: its name, its number within its process
+    group, and shapes and types of its inputs.
+    """
+    entries = [entry for record in _records(entries=True) for entry in record.get("entries", ())]
+    entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    return [_described(entry) for entry in entries[-most:]]
+
+
+def _records(*, entries: bool) -> Iterator[Mapping[str, Any]]:
+    for name in _READERS:
+        read = getattr(c10d, name, None)
+        if read is not None:
+            yield json.loads(read(entries, False))
+
+
+def _count(status: Mapping[str, Any], name: str) -> int:
+    """A counter of one process group; -1 stands for none."""
+    return max(0, int(status.get(name, 0)))
+
+
+def _described(entry: Mapping[str, Any]) -> str:
+    operation = str(entry.get("profiling_name", "")).partition(":")[2] or "collective"
+    number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
+    group = entry.get("process_group", ("", ""))
+    label = group[1] if len(group) > 1 and group[1] not in ("", "undefined") else group[0]
+    shapes, types = entry.get("input_sizes", ()), entry.get("input_dtypes", ())
+    inputs = ", ".join(f"{list(shape)} {kind}" for shape, kind in zip(shapes, types, strict=False))
+    return f"{operation} {number} of group {label}" + (f", {inputs.lower()}" if inputs else "")

@@ -1,0 +1,117 @@
+"""Runs of several processes that tests start from the command line, and faults in the middle of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.training.small import SMALL
+
+ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false")
+UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "SLURM_PROCID")
+
+FAULTY = """
+import os, signal, time
+import pytorch_lightning as pl
+from nxdt_core.api import CallbackComponent, hookimpl
+
+class Faulty(pl.Callback):
+    def __init__(self, config, run_dir): ...
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        fault, rank, step = os.environ["FAULT"].split()
+        if (int(rank), int(step)) != (trainer.global_rank, pl_module.train_state.step):
+            return
+        if fault == "raise":
+            raise ValueError("a made-up bug")
+        if fault == "no-memory":
+            raise MemoryError
+        if fault == "sleep":
+            time.sleep(1000)
+        if fault == "compute":
+            end = time.monotonic() + float(os.environ["FAULT_S"])
+            while time.monotonic() < end:
+                pass
+            return
+        os.kill(os.getpid(), signal.Signals[fault])
+
+@hookimpl
+def nxdt_callbacks():
+    return [CallbackComponent(name="faulty", target="faulty:Faulty", summary="Fails where a test wants it.")]
+"""
+
+
+def words(tmp_path, *more):
+    return ["recipe:llama-tiny", *ARGUMENTS, f"exp_manager.exp_dir={tmp_path}", *more]
+
+
+def environment(**more):
+    kept = {name: value for name, value in os.environ.items() if name not in UNSET}
+    return {**kept, **more}
+
+
+def start(arguments, *, before=("-m", "nxdt_core", "train"), **more):
+    return subprocess.Popen(
+        [sys.executable, *before, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**more),
+        # A shell starts its background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def finish(process, timeout_s=120):
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"not ended within {timeout_s} s\n{out}\n{err}")
+    return process.returncode, out, err
+
+
+def faulty(tmp_path, fault, *more, **settings):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    named = (f"plugins.local=[{tmp_path / 'faulty.py'}]", "trainer.callbacks=[faulty]")
+    arguments = words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", *named, *more)
+    return start(arguments, FAULT=fault, PYTHONPATH=str(tmp_path), **settings)
+
+
+def wait_for_rows(path, count, process, deadline_s=120):
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"no {count} rows in {path} after {deadline_s} s")
+
+
+def ranks_of(launcher):
+    """Process ids of a launcher's ranks, which are sessions of their own."""
+    with open(f"/proc/{launcher.pid}/task/{launcher.pid}/children") as children:
+        return [int(pid) for pid in children.read().split()]
+
+
+def gone(pids, deadline_s=15):
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}") and state(pid) != "Z"]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def state(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
