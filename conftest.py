@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.sampling import DEFAULT, resolve
+from tests.sampling import DEFAULT, resolve, takes_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
 os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/test_encodings.py tries other encodings
@@ -29,6 +29,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``slow``, unless all cases are taken or it is named on the command line."""
+    if takes_all(config):
+        return
+    named = tuple(argument.partition("::")[2] for argument in config.args if "::" in argument)
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    left_out = {item for item in slow if not item.nodeid.partition("::")[2].startswith(named)}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``accelerator`` where there is none; ``make accelerator`` runs it by this mark."""
     if item.get_closest_marker("accelerator") is None:
@@ -42,3 +54,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the option that gives the same sample again."""
     terminalreporter.write_line(f"samples: --samples={terminalreporter.config.getoption('samples')}")
+    if not takes_all(terminalreporter.config):
+        terminalreporter.write_line("left out: cases beyond the samples and slow tests; `make test-full` runs all")

@@ -29,6 +29,7 @@ def oldest_pluggy(tmp_path_factory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(target)}
 
 
+@pytest.mark.slow
 def test_the_kernel_tests_pass_on_the_oldest_supported_pluggy(oldest_pluggy):
     shown = [sys.executable, "-c", "import pluggy; print(pluggy.__version__)"]
     version = subprocess.run(shown, env=oldest_pluggy, capture_output=True, text=True, check=True).stdout.strip()

@@ -22,7 +22,7 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 
 BATCH, HEADS, SEQ, WIDTH = 2, 4, 48, 8
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 4e-2}
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 METHODS = ("ring", "gather")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nxdt_core.cli import main
+from tests.sampling import sampled
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 
@@ -36,9 +37,14 @@ FAMILIES = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 RATE = 3e-3
+SAMPLE = 3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def pytest_generate_tests(metafunc):
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", sampled(metafunc.config, FAMILIES, SAMPLE))
+
+
 def test_a_directory_trains_and_its_export_generates(family, tmp_path, monkeypatch):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])

@@ -84,6 +84,7 @@ def stopped(tmp_path_factory):
     return where
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_loss_curve_goes_on_unbroken_in_another_layout(tmp_path, uninterrupted, stopped, layout):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
@@ -94,6 +95,7 @@ def test_the_loss_curve_goes_on_unbroken_in_another_layout(tmp_path, uninterrupt
     assert expected[WHOLE] < expected[HALF] < expected[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_bit_equal_from_s3(tmp_path, uninterrupted, s3_server, s3_uri):
     """Its checkpoint was copied there; one line of the configuration changes."""

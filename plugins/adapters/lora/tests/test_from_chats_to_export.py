@@ -31,6 +31,7 @@ def place(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_transformers_peft_and_nxdt_answer_alike(place, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "merged-hf")
     load = transformers.AutoModelForCausalLM.from_pretrained

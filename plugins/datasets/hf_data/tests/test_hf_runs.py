@@ -60,6 +60,7 @@ def sources(tmp_path, verses):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_on_two_processes_goes_on_in_one_as_if_it_had_never_stopped(tmp_path, sources):
     whole = train(tmp_path / "whole", sources, WHOLE)

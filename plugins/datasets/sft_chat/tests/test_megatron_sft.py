@@ -25,6 +25,7 @@ def trained(tmp_path_factory):
     """A run of some of the recipe's steps."""
     given = [f"exp_manager.exp_dir={tmp_path_factory.mktemp('megatron')}", "trainer.accelerator=cpu"]
     given += ["trainer.max_steps=20", "trainer.log_every_n_steps=1", "trainer.val_check_interval=20"]
+    given += ["data.global_batch_size=4"]
     assert main(["train", RECIPE, *given]) == 0
     return load_config(RECIPE, given)
 

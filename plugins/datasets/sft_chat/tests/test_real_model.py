@@ -83,6 +83,7 @@ def learnt(tokenizer, messages, ids):
     return labels
 
 
+@pytest.mark.slow
 def test_it_answers_as_in_transformers_once_imported(model, directory, theirs, tmp_path):
     prompt = theirs.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
     ids = theirs(prompt, return_tensors="pt", add_special_tokens=False)
@@ -93,6 +94,7 @@ def test_it_answers_as_in_transformers_once_imported(model, directory, theirs, t
     assert "Paris" in text
 
 
+@pytest.mark.slow
 def test_an_adapter_on_it_lowers_the_loss_of_chats_that_were_held_back(model, directory, shipped, write, tmp_path):
     records = [record for record in shipped if "tools" not in record]
     sizes = {"seq_length": 192, "micro_batch_size": 1, "global_batch_size": 2, "packing": True}

@@ -70,6 +70,7 @@ def test_weights_that_do_not_fit_are_named(builder, tmp_path, change, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("begun", "architecture"), [("gemma3", "Gemma3ForCausalLM"), ("qwen3-moe", "Qwen3MoeForCausalLM")]
 )

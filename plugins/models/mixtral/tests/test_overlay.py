@@ -40,6 +40,7 @@ def logged(directory):
     return events.Tags()["scalars"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_loss_curves_of_one_and_of_four_processes_overlay(tmp_path):
     one, four = train(tmp_path, "one"), train(tmp_path, "ep2-tp2", *FOUR_RANKS)
