@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,29 +65,41 @@ class PrunePlan:
     """Whether one of those to keep verifies."""
 
 
-def plan_prune(storage: CheckpointStorage, keep: int | Retention, *, deep: bool = True) -> PrunePlan:
+def plan_prune(
+    storage: CheckpointStorage,
+    keep: int | Retention,
+    *,
+    deep: bool = True,
+    passed_over: Callable[[int], bool] = lambda step: False,
+) -> PrunePlan:
     """What :func:`prune` would delete; nothing is deleted. Arguments are those of :func:`prune`."""
     if isinstance(keep, int):
         if keep < 1:
             raise ValueError(f"keep_last is {keep}; the last checkpoint is never deleted")
         keep = Retention(keep_last=keep)
     found = list_checkpoints(storage)
-    committed = [status for status in found if status.state == "committed"]
-    kept = keep.kept(committed)
+    usable = [status for status in found if status.state == "committed" and not passed_over(status.step)]
+    kept = keep.kept(usable)
     sound = next((step for step in sorted(kept, reverse=True) if not verify(storage, step, deep=deep)), None)
-    others = [status.step for status in committed if status.step not in kept]
+    others = [status.step for status in usable if status.step not in kept]
     while others and sound is None:
         kept.add(others[-1])
         sound = others[-1] if not verify(storage, others[-1], deep=deep) else None
         others.pop()
     if sound is None:
         return PrunePlan(keep=tuple(sorted(kept)), delete=(), sound=False)
-    unusable = [status for status in found if status.state != "committed" and not status.is_link]
-    broken = [status.step for status in unusable if status.step < sound]
+    unusable = [status for status in found if status not in usable and not status.is_link]
+    broken = [status.step for status in unusable if status.step < sound and not _stays_intact(status)]
     return PrunePlan(keep=tuple(sorted(kept)), delete=tuple(sorted([*others, *broken])), sound=True)
 
 
-def prune(storage: CheckpointStorage, keep: int | Retention, *, deep: bool = True) -> list[int]:
+def prune(
+    storage: CheckpointStorage,
+    keep: int | Retention,
+    *,
+    deep: bool = True,
+    passed_over: Callable[[int], bool] = lambda step: False,
+) -> list[int]:
     """Delete committed checkpoints that need not be kept, and what is unfinished or damaged before a sound one.
 
     Unfinished and damaged steps count for nothing. Call it after a commit, never before. Nothing is deleted unless one
@@ -98,11 +110,14 @@ def prune(storage: CheckpointStorage, keep: int | Retention, *, deep: bool = Tru
         keep: which stay; a number, at least 1, keeps so many of the newest.
         deep: verify by reading every byte of a kept checkpoint (mostly one). Without it, by names and sizes: for a
             caller that has just committed the newest and wants no second reading of it.
+        passed_over: whether a step is known to be damaged although its names and sizes are right, as those are that a
+            run passed over when it resumed. Such steps count for nothing, like visibly damaged ones, whether they
+            are older or newer than the step that was just committed; permanent ones stay.
 
     Returns:
         The steps that were deleted, ascending.
     """
-    plan = plan_prune(storage, keep, deep=deep)
+    plan = plan_prune(storage, keep, deep=deep, passed_over=passed_over)
     with explained_os_errors(storage.uri):
         for step in plan.delete:
             delete_step(storage, step)
@@ -113,6 +128,11 @@ def delete_step(storage: CheckpointStorage, step: int) -> None:
     """Delete one step, the manifest first: what is left of an interrupted deletion is unfinished, never damaged."""
     storage.delete_many([manifest_key(step)])
     storage.delete_many([info.key for info in storage.list(step_prefix(step))])
+
+
+def _stays_intact(status: CheckpointStatus) -> bool:
+    """Whether ``status`` is permanent and shows no damage; what was said of its bytes may have been a fault of reading."""
+    return status.state == "committed" and _kind(status) == "permanent"
 
 
 def _kind(status: CheckpointStatus) -> str:

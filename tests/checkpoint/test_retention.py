@@ -118,3 +118,21 @@ def test_a_sound_one_is_left_whatever_is_damaged(save: Any) -> None:
         assert left == set(steps) - set(deleted)
         assert not sound or left & sound, f"{policy} deleted every sound checkpoint"
         assert sound or not deleted
+
+
+@pytest.mark.parametrize("policy", [{"keep_last": 1}, {"save_top_k": 1, "monitor": "loss", "mode": "min"}])
+def test_what_a_run_passed_over_counts_for_nothing(save: Any, policy: dict[str, Any]) -> None:
+    """Damage that names and sizes do not show: steps 4 and 8 are later than the one that the run resumed from."""
+    storage = MemoryStorage()
+    for step in (2, 4, 6, 8):  # step 6 is the one just committed
+        save(storage, step, facts=CheckpointFacts(metrics={"loss": 10.0 - step}))
+    deleted = prune(storage, Retention(**policy), deep=False, passed_over=lambda step: step in (4, 8))
+    assert deleted == [2, 4]
+    assert [each.step for each in list_checkpoints(storage)] == [6, 8]
+
+
+def test_a_permanent_one_that_was_passed_over_stays(save: Any) -> None:
+    storage = MemoryStorage()
+    for step, keep in ((2, "permanent"), (4, "regular"), (6, "regular")):
+        save(storage, step, facts=CheckpointFacts(keep=keep))  # type: ignore[arg-type]
+    assert prune(storage, 1, deep=False, passed_over=lambda step: step == 2) == [4]

@@ -194,6 +194,25 @@ def test_permanent_and_ephemeral_checkpoints(small_run):
     assert kinds == {4: "permanent", 8: "permanent", 9: "regular"}
 
 
+@pytest.mark.parametrize("sound", [None, 2])
+def test_a_damaged_newest_checkpoint_never_makes_retention_delete_good_ones(small_run, sound):
+    """One flipped bit, which names and sizes do not show, in a checkpoint later than all that the next run commits."""
+    settings = ("checkpoint.every_n_train_steps=2", "exp_manager.resume_if_exists=true")
+    config = small_run("trainer.max_steps=6", f"checkpoint.save_top_k={1 if sound is None else -1}", *settings)
+    train(config)
+    for step in {2, 4, 6} - {sound}:
+        for shard in (config.run_dir / "checkpoints" / f"step-{step:08d}").glob("*/model/*.safetensors"):
+            data = bytearray(shard.read_bytes())
+            data[-3] ^= 1
+            shard.write_bytes(data)
+    resumed = small_run("trainer.max_steps=5", "checkpoint.save_top_k=1", *settings)
+    summary = train(resumed)
+    store = assemble.storage(resumed)
+    assert summary.checkpoint.endswith("step-00000005")
+    assert checkpoint.latest(store, warn=lambda line: None).step == 5
+    assert steps(resumed) == [5, 6]
+
+
 def test_checkpoints_by_the_clock(small_run, monkeypatch):
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -69,6 +69,9 @@ class CheckpointSaver(pl.Callback):
         """Step of the newest save that was begun."""
         self._saved_at = 0.0
         self._after_validation: Keep | None = None
+        self._resumed_step = -1
+        self._committed: set[int] = set()
+        """Steps that this process has committed, on the first rank."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
         """Get ready to save; a resumed step is saved already."""
@@ -88,6 +91,7 @@ class CheckpointSaver(pl.Callback):
             signer=assemble.signer(pl_module.config),
         )
         if pl_module.resumed is not None:
+            self._resumed_step = pl_module.resumed.step
             self._figures.resumed(pl_module.resumed)
             self._hooks.nxdt_checkpoint_loaded(self._context(pl_module.resumed, pl_module))
 
@@ -183,9 +187,14 @@ class CheckpointSaver(pl.Callback):
 
     def _prune(self, manifest: Manifest) -> None:
         """After a commit, on the first rank, in the background."""
-        checkpoint.prune(self._storage, self._retention, deep=False)
+        self._committed.add(manifest.step)
+        checkpoint.prune(self._storage, self._retention, deep=False, passed_over=self._is_passed_over)
         if self._config.monitor != "step" and self._config.monitor not in manifest.facts.metrics:
             _log.warning("step %d has no metric %r to rank its checkpoint by", manifest.step, self._config.monitor)
+
+    def _is_passed_over(self, step: int) -> bool:
+        """Whether the run did not resume from ``step`` although it is later: it is damaged."""
+        return step > self._resumed_step and step not in self._committed
 
     def _tell(self, module: NxdtModule, report: SaveReport) -> None:
         manifest = module.saved = report.manifest

@@ -65,4 +65,8 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
     )
     if ranks.rank == 0:
         _log.warning("merged model: %s", merged.target)
-    on_first_rank(ranks, lambda: checkpoint.prune(place, 1, deep=False), where=place.uri)
+
+    def delete_older() -> list[int]:
+        return checkpoint.prune(place, 1, deep=False, passed_over=lambda other: other > step)
+
+    on_first_rank(ranks, delete_older, where=place.uri)
