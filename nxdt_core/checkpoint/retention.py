@@ -131,7 +131,7 @@ def delete_step(storage: CheckpointStorage, step: int) -> None:
 
 
 def _stays_intact(status: CheckpointStatus) -> bool:
-    """Whether ``status`` is permanent and shows no damage; what was said of its bytes may have been a fault of reading."""
+    """Whether ``status`` is permanent and shows no damage: a fault of reading may have been taken for one."""
     return status.state == "committed" and _kind(status) == "permanent"
 
 
