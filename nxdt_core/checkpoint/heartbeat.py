@@ -38,7 +38,8 @@ class Heartbeat:
                 self._beat()
             except (OSError, StorageError) as error:
                 if not failing:
-                    _log.warning("the heartbeat of %s fails, and will be tried again: %s", self._what, error)
+                    reason = error.what() if isinstance(error, StorageError) else str(error)
+                    _log.warning("the heartbeat of %s fails, and will be tried again: %s", self._what, reason)
                 failing = True
             else:
                 failing = False

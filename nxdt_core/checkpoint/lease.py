@@ -93,7 +93,8 @@ class Lease:
         try:
             _put(self._storage, _beat_key(self.fencing), _RELEASED)
         except (OSError, StorageError) as error:
-            _log.warning("%s still says that this run owns it: %s", self._storage.uri, error)
+            reason = error.what() if isinstance(error, StorageError) else str(error)
+            _log.warning("%s still says that this run owns it: %s", self._storage.uri, reason)
 
     def _beat(self) -> None:
         self._count += 1

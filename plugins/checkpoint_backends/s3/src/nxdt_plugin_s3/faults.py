@@ -35,6 +35,8 @@ FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
 """All that the SDK raises for what happens on the way to the server and there."""
 
 _USER = re.compile(r"//[^/@\s]*@")
+_RETRIES = re.compile(r" \(reached max retries: \d+\)")
+"""The SDK's count of its own attempts, of which it makes one: the plugin tries again."""
 _BROKEN = (sdk.HTTPClientError, sdk.ConnectionError, sdk.IncompleteReadError, ResponseParserError)
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
@@ -172,8 +174,8 @@ def _credentials(error: Exception) -> str:
 
 
 def shown(text: object) -> str:
-    """A text without the name and password that an endpoint's address in it may hold."""
-    return _USER.sub("//", str(text))
+    """A text without the name and password that an endpoint's address in it may hold, and without the SDK's retries."""
+    return _RETRIES.sub("", _USER.sub("//", str(text)))
 
 
 def _reason(error: Exception) -> str:
