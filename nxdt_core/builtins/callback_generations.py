@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Generations"]
 
+_log = logging.getLogger(__name__)
+
 _FILE = "generations.jsonl"
 
 
@@ -32,6 +35,8 @@ class Generations(pl.Callback):
     def __init__(self, config: GenerationsConfig, run_dir: Path) -> None:
         self._config = config
         self._run_dir = run_dir
+        self._failed = False
+        """Whether a text could not be written."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Say what would fail at the first validation.
@@ -77,8 +82,13 @@ class Generations(pl.Callback):
         return text_ids(prompt, tokenizer)
 
     def _log(self, trainer: pl.Trainer, step: int, number: int, prompt: str, text: str) -> None:
-        with (self._run_dir / _FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        try:
+            with (self._run_dir / _FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s/%s is incomplete: %s", self._run_dir, _FILE, error.strerror or error)
+            self._failed = True
         for logger in trainer.loggers:
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if add_text is not None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["mlflow", "tensorboard", "wandb"]
 
+_log = logging.getLogger(__name__)
+
 
 def tensorboard(config: object, run_dir: Path) -> Logger:
     """Event files directly in ``run_dir``; the writer is created at the first logged step."""
+    _quieten_writer()
     return _EventFiles(save_dir=str(run_dir), name="", version="")
 
 
@@ -78,9 +84,33 @@ def mlflow(config: MLFlowConfig, run_dir: Path) -> MLFlowLogger:
 
 
 class _EventFiles(TensorBoardLogger):
+    """Event files without hyper-parameters, since ``config.yaml`` is in the same directory."""
+
     def save(self) -> None:
-        """Flush; no file of hyper-parameters, since ``config.yaml`` lies beside."""
-        self.experiment.flush()
+        """Flush."""
+        with suppress(OSError):  # reported at the end
+            self.experiment.flush()
+
+    def finalize(self, status: str) -> None:
+        """Flush and close the file; what cannot be written is lost with a warning, and the run is not."""
+        try:
+            super().finalize(status)
+        except OSError as error:
+            _log.warning("TensorBoard's event files in %s are incomplete: %s", self.save_dir, error.strerror or error)
+
+
+@cache
+def _quieten_writer() -> None:
+    """Let Python print no traceback where TensorBoard's thread cannot write: the thread hands the error to whoever logs
+    or flushes next."""
+    before = threading.excepthook
+
+    def hook(ended: threading.ExceptHookArgs) -> None:
+        of_writer = type(ended.thread).__module__.startswith("tensorboard.")
+        if not (of_writer and isinstance(ended.exc_value, OSError)):
+            before(ended)
+
+    threading.excepthook = hook
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -94,7 +94,10 @@ class CannotWriteRunDirectory(NxdtError):
 
     code = "NXDT-T007"
     happened = "The run's directory {path} cannot be written: {reason}."
-    remedy = "Choose another with exp_manager.exp_dir=…."
+    remedy = (
+        "Free space there, make it writable, or choose another directory with exp_manager.exp_dir=…. Checkpoints that "
+        "are committed are intact; exp_manager.resume_if_exists=true continues from the newest."
+    )
     path: str
     reason: str
 

@@ -28,6 +28,7 @@ from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.callbacks.signals import StopSignals, Supervisor
 from nxdt_core.training.callbacks.time_limit import TimeLimit
 from nxdt_core.training.datamodule import NxdtDataModule
+from nxdt_core.training.figure_files import FigureFiles
 from nxdt_core.training.memory import memory_errors_explained
 from nxdt_core.training.module import NxdtModule
 from nxdt_core.training.owned import owned_on_rank_zero
@@ -116,8 +117,9 @@ def _train(
     data.prepare()
     loggers: list[Logger] = []
     ranks.on_rank_zero(lambda: loggers.extend(_built(selected, config.run_dir) for selected in config.loggers))
-    figures = SaveFigures(config.run_dir if strategy.is_global_zero else None)
-    metrics = _metrics(config, console, figures)
+    files = FigureFiles(config.run_dir if strategy.is_global_zero else None, signals.fail)
+    figures = SaveFigures(files)
+    metrics = _metrics(config, console, files, figures)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=strategy.lightning_accelerator,
@@ -155,6 +157,8 @@ def _train(
     finally:
         console.close()
         strategy.close()
+    if signals.failure is not None:
+        raise signals.failure
     return _summary(config, own, start, module, metrics, signals)
 
 
@@ -190,11 +194,11 @@ def _start(
     return uri
 
 
-def _metrics(config: ResolvedConfig, console: Console, figures: SaveFigures) -> MetricsWriter:
+def _metrics(config: ResolvedConfig, console: Console, files: FigureFiles, figures: SaveFigures) -> MetricsWriter:
     policy = assemble.precision(config)
     flops = token_flops(assemble.model_builder(config), config.run.data.seq_length, assemble.adapters(config))
     return MetricsWriter(
-        config.run_dir,
+        files,
         console,
         every=config.run.trainer.log_every_n_steps,
         flops=flops,

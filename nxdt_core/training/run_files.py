@@ -84,7 +84,7 @@ def keep_inputs(config: ResolvedConfig) -> None:
         CannotCopyFile: a file is not there, or two have one name.
     """
     with run_dir_explained(config):
-        (config.run_dir / _CONFIG).write_text(render_show(config), encoding="utf-8")
+        _replace(config.run_dir / _CONFIG, render_show(config))
         with (config.run_dir / _COMMANDS).open("a", encoding="utf-8") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(shown_words(config, sys.argv))}\n")
         _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")
@@ -97,6 +97,16 @@ def run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
         yield
     except OSError as error:
         raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write ``path`` whole, or leave it as it was: a full disk must not empty what an earlier start wrote."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _copy(files: tuple[str, ...], target: Path) -> None:

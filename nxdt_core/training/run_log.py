@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.hidden.messages import Redaction
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.training.run_files import run_dir_explained
-from nxdt_core.visible_text import VisibleFormatter
+from nxdt_core.visible_text import VisibleFormatter, visible
 
 __all__ = ["run_log"]
 
@@ -20,10 +21,38 @@ _FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
 
 
 class _File(logging.FileHandler):
-    """A log that cannot be written does not disturb what it tells of."""
+    """A log that cannot be written does not disturb what it reports: one line on standard error says so, and the file
+    gets no more."""
+
+    quiet = False
+    """Whether what is written is on standard error, too, so that a line that is lost need not be reported."""
+    _failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; the first one opens the file."""
+        if self._failed:
+            return
+        try:
+            super().emit(record)
+        except OSError as error:  # of opening it
+            self._fail(error)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing."""
+        """Note what kept a line from being written."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._fail(error)
+
+    def close(self) -> None:
+        """Close the file, whatever becomes of a line that is still in memory."""
+        with suppress(OSError):
+            super().close()
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        reason = error.strerror or str(error)
+        if not self.quiet:
+            print(visible(f"The log {self.baseFilename} is incomplete: {reason}"), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -101,4 +130,5 @@ def _tell(files: list[_File], error: Exception) -> None:
     trace = None if known else (type(error), error, error.__traceback__)
     record = _OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, str(error), (), trace)
     for file in files:
+        file.quiet = True
         file.handle(record)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
 
 from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
-from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.nn.flops import TokenFlops
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.validation_figures import UNNAMED, ValidationFigures, scalars
-from nxdt_core.training.figure_files import set_later_rows_aside
+from nxdt_core.training.figure_files import FigureFiles
 
 if TYPE_CHECKING:
     from nxdt_core.training.datamodule import NxdtDataModule
     from nxdt_core.training.module import NxdtModule
 
 __all__ = ["METRICS_FILE", "VALIDATION_FILE", "MetricsWriter"]
+
+_log = logging.getLogger(__name__)
+_FAILED_LOGGER = "%s gets no more metrics, which %s still has: at step %d it failed with %s"
 
 METRICS_FILE = "metrics.jsonl"
 """One JSON object per logged training step, each step once; see :mod:`nxdt_core.training.figure_files`."""
@@ -36,8 +36,10 @@ VALIDATION_FILE = "validation.jsonl"
 class MetricsWriter(pl.Callback):
     """Writes the training metrics every ``every`` steps and the loss of each validation.
 
+    The two files are the record of a run. Loggers get copies: one that fails gets no more rows, and a warning says so.
+
     Args:
-        run_dir: directory of the two files.
+        files: the run's, on the first rank.
         console: where a person reads along.
         every: steps between two rows.
         flops: operations per token, for the share of the devices' peak.
@@ -48,7 +50,7 @@ class MetricsWriter(pl.Callback):
 
     def __init__(
         self,
-        run_dir: Path,
+        files: FigureFiles,
         console: Console,
         *,
         every: int,
@@ -57,14 +59,14 @@ class MetricsWriter(pl.Callback):
         parameter_norm: bool = False,
         more: Callable[[], Mapping[str, float | int | None]] = dict,
     ) -> None:
-        self._run_dir = run_dir
+        self._files = files
         self._console = console
         self._every = max(1, every)
         self._flops = flops
         self._compute_dtype = compute_dtype
         self._parameter_norm = parameter_norm
         self._more = more
-        self._file: TextIO | None = None
+        self._failed_loggers: set[int] = set()
         self._peak: float | None = None
         self._begun = self._waited = 0.0
         self._logged_step = self._logged_tokens = 0
@@ -86,10 +88,7 @@ class MetricsWriter(pl.Callback):
         peak = peak_flops(device, self._compute_dtype)
         self._peak = None if peak is None else peak * pl_module.engine.rank_info.world_size
         state = pl_module.train_state
-        if trainer.is_global_zero:
-            with self._explained():
-                set_later_rows_aside(self._run_dir, state.step)
-                self._file = (self._run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        pl_module.engine.ranks.on_rank_zero(lambda: self._files.begin(state.step, METRICS_FILE))
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
         self._waited, self._begun = self._wait(trainer), time.perf_counter()
 
@@ -123,20 +122,16 @@ class MetricsWriter(pl.Callback):
             for name, value in named.items():
                 trainer.callback_metrics[name] = torch.tensor(math.nan if value is None else value)
             if trainer.is_global_zero:
-                with self._explained():
-                    _append(self._run_dir / VALIDATION_FILE, row)
-                    self._send(trainer, named, pl_module.train_state.step)
+                self._files.append(VALIDATION_FILE, row)
+                self._send(trainer, named, pl_module.train_state.step)
                 self._console.validation(row, unit)
         self._begun, self._waited = time.perf_counter(), self._wait(trainer)
         self._logged_step = pl_module.train_state.step
         self._logged_tokens = pl_module.train_state.consumed_tokens
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Close the file."""
-        if self._file is not None:
-            with suppress(OSError):  # what could not be written was told already
-                self._file.close()
-            self._file = None
+        """Close the files."""
+        self._files.close()
 
     def _log(self, trainer: pl.Trainer, module: NxdtModule) -> None:
         state, result = module.train_state, module.last
@@ -172,24 +167,18 @@ class MetricsWriter(pl.Callback):
         self._begun, self._waited = now, waited
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
         if trainer.is_global_zero:
-            assert self._file is not None
-            with self._explained():
-                self._file.write(_json(self.last) + "\n")
-                self._file.flush()
-                self._send(trainer, self.last, state.step)
+            self._files.append(METRICS_FILE, self.last)
+            self._send(trainer, self.last, state.step)
             self._console.step(self.last)
 
     def _send(self, trainer: pl.Trainer, row: Mapping[str, Any], step: int) -> None:
-        for logger in trainer.loggers:
-            logger.log_metrics(_numbers(row), step)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """A disk that takes no more figures stops the run with words; a run without a record is not worth going on."""
-        try:
-            yield
-        except OSError as error:
-            raise CannotWriteRunDirectory(path=str(self._run_dir), reason=error.strerror or str(error)) from error
+        for number, logger in enumerate(trainer.loggers):
+            if number not in self._failed_loggers:
+                try:
+                    logger.log_metrics(_numbers(row), step)
+                except Exception as error:  # of any library
+                    self._failed_loggers.add(number)
+                    _log.warning(_FAILED_LOGGER, type(logger).__name__, METRICS_FILE, step, _reason(error))
 
     def _wait(self, trainer: pl.Trainer) -> float:
         data: NxdtDataModule | Any = getattr(trainer, "datamodule", None)
@@ -201,12 +190,8 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in row.items() if key != "step" and value is not None}
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_json(row) + "\n")
-
-
-def _json(row: Mapping[str, Any]) -> str:
-    """JSON has no NaN and no infinity: they become null, and the loss of a broken run stays readable."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite)
+def _reason(error: BaseException) -> str:
+    """What a library met in the first place: TensorBoard's own sentence speaks of the value."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 from nxdt_core.checkpoint import Manifest, SaveReport
+from nxdt_core.training.figure_files import FigureFiles
 from nxdt_core.training.step_times import StepTimes
 
 __all__ = ["SAVES_FILE", "SaveFigures"]
@@ -43,11 +42,11 @@ class SaveFigures:
     """Collects the reports of saves and the times of the steps around them.
 
     Args:
-        run_dir: of ``saves.jsonl``; None keeps no file.
+        files: of which ``saves.jsonl`` is one.
     """
 
-    def __init__(self, run_dir: Path | None) -> None:
-        self._file = None if run_dir is None else run_dir / SAVES_FILE
+    def __init__(self, files: FigureFiles) -> None:
+        self._files = files
         self._times = StepTimes()
         self._step_began_at: float | None = None
         self._marked: _Save | None = None
@@ -110,6 +109,4 @@ class SaveFigures:
         """Write the rows of checkpoints that are committed and whose next steps are over."""
         for save in [save for save in self._pending.values() if save.over and save.report is not None]:
             del self._pending[save.step]
-            if self._file is not None:
-                with self._file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": save.step, **save.columns()}) + "\n")
+            self._files.append(SAVES_FILE, {"step": save.step, **save.columns()})

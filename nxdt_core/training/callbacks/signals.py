@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytorch_lightning as pl
 
+from nxdt_core.errors import CannotWriteRunDirectory
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class StopSignals(pl.Callback):
         self._because: str | None = None
         self.received: signal.Signals | None = None
         """The signal that all ranks stop for."""
+        self.failure: CannotWriteRunDirectory | None = None
+        """Why the run cannot continue; the same on all ranks once training has ended."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the signals over."""
@@ -85,9 +88,15 @@ class StopSignals(pl.Callback):
             if self._ranks.world_size == 1:
                 self._announce(number)
 
+    def fail(self, error: CannotWriteRunDirectory) -> None:
+        """Stop after this step, with a checkpoint, for ``error`` on the first rank: what was trained is not lost."""
+        self.failure = self.failure or error
+        self.request(signal.SIGTERM, because=f"{error.path} cannot be written ({error.reason})")
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave nothing under way between the ranks."""
+        """Leave nothing under way between the ranks, and agree on what failed."""
         self._ranks.last_answer()
+        self.failure = self._ranks.broadcast_object(self.failure)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the signals back."""

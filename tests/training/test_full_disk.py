@@ -1,0 +1,180 @@
+"""A run's directory that cannot be written any more: what is lost, what is not, and what ends the run.
+
+``/dev/full`` is a real file that takes nothing: a link to it stands for a disk that fills while training goes on.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from pytorch_lightning.loggers import TensorBoardLogger
+
+from nxdt_core import checkpoint
+from nxdt_core.builtins.loggers import tensorboard
+from nxdt_core.cli import main
+from nxdt_core.errors import CannotWriteRunDirectory
+from nxdt_core.testing.ranks import RankPool, RanksFailed
+from nxdt_core.training import assemble, train
+from tests.training.small import SMALL
+
+FULL = """
+from nxdt_core.api import hookimpl
+
+@hookimpl
+def nxdt_fit_start(context):
+    if context.rank == 0:
+        (context.run_dir / {name!r}).symlink_to("/dev/full")
+"""
+BROKEN_LOGGER = """
+from nxdt_core.api import LoggerComponent, hookimpl
+from pytorch_lightning.loggers import CSVLogger
+
+class Broken(CSVLogger):
+    calls = 0
+
+    def log_metrics(self, metrics, step=None):
+        Broken.calls += 1
+        if Broken.calls == 2:
+            raise ConnectionError("nobody answers")
+        assert Broken.calls == 1, "it was asked again"
+
+def broken(config, run_dir):
+    return Broken(run_dir)
+
+@hookimpl
+def nxdt_loggers():
+    return [LoggerComponent(name="broken", target=f"{__name__}:broken")]
+"""
+READ_ONLY = """
+import subprocess
+from nxdt_core.api import hookimpl
+
+@hookimpl
+def nxdt_checkpoint_saved(context):
+    where = context.uri.rpartition("/")[0]
+    subprocess.run(["mount", "--bind", where, where], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", where], check=True)
+"""
+SAVES = ("checkpoint.every_n_train_steps=2", "checkpoint.save_top_k=-1", "trainer.val_check_interval=3")
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """``plugin(text)``: the override that loads a plugin file with that text."""
+
+    def write(text):
+        path = tmp_path / "disk.py"
+        path.write_text(text)
+        return f"plugins.local=[{path}]"
+
+    return write
+
+
+def steps(config):
+    return [entry.step for entry in checkpoint.list_checkpoints(assemble.storage(config)) if entry.state == "committed"]
+
+
+def train_here(arguments):
+    return main(arguments)
+
+
+@pytest.mark.parametrize("name", ["saves.jsonl", "validation.jsonl"])
+def test_a_record_that_cannot_be_written_ends_the_run_with_a_checkpoint(small_run, plugin, capsys, name):
+    config = small_run("trainer.max_steps=40", plugin(FULL.format(name=name)), *SAVES)
+    with pytest.raises(CannotWriteRunDirectory, match="No space left on device"):
+        train(config)
+    said = capsys.readouterr().err
+    assert said.count("stopping after this step") == 1
+    last = steps(config)[-1]
+    assert f"step {last}: checkpoint saved" in said
+    assert last < 40
+    assert (config.run_dir / "metrics.jsonl").read_text().count("\n") == last, "no step is lost"
+    assert checkpoint.verify(assemble.storage(config), last) == []
+    (config.run_dir / name).unlink()
+    resumed = small_run(f"trainer.max_steps={last + 1}", "checkpoint.resume_if_exists=true", *SAVES)
+    assert train(resumed).step == last + 1
+
+
+def test_two_ranks_end_alike(small_run, tmp_path, plugin):
+    settings = ("trainer.devices=2", "name=two", "trainer.max_steps=100000", plugin(FULL.format(name="saves.jsonl")))
+    arguments = ["train", "recipe:llama-tiny", *SMALL, *SAVES, *settings, f"exp_manager.exp_dir={tmp_path}"]
+    with pytest.raises(RanksFailed) as failed:
+        RankPool(2).run(train_here, arguments, timeout_s=120)
+    accounts = "".join(failed.value.accounts.values())
+    assert accounts.count("NXDT-T007") == 1
+    assert "Traceback" not in accounts
+    config = small_run(name="two")
+    assert checkpoint.verify(assemble.storage(config), steps(config)[-1]) == []
+
+
+@pytest.mark.parametrize("kind", ["full", "in the way"])
+def test_a_log_that_cannot_be_written_is_reported_once(small_run, capsys, kind):
+    config = small_run("trainer.max_steps=3")
+    log = config.run_dir / "logs" / "globalrank-0_localrank-0.txt"
+    if kind == "full":
+        log.parent.mkdir(parents=True)
+        log.symlink_to("/dev/full")
+    else:
+        log.mkdir(parents=True)
+    assert train(config).step == 3
+    said = capsys.readouterr().err
+    assert said.count(f"The log {log} is incomplete: ") == 1
+    assert "step 3/3" in said
+
+
+def test_a_full_disk_does_not_empty_the_configuration_of_an_earlier_start(small_run):
+    config = small_run("trainer.max_steps=1")
+    train(config)
+    before = (config.run_dir / "config.yaml").read_text()
+    (config.run_dir / ".config.yaml.part").symlink_to("/dev/full")
+    with pytest.raises(CannotWriteRunDirectory):
+        train(small_run("trainer.max_steps=2", "checkpoint.resume_if_exists=true"))
+    assert (config.run_dir / "config.yaml").read_text() == before
+
+
+def test_a_logger_that_fails_gets_no_more_rows_and_the_run_continues(small_run, plugin, caplog):
+    logger = "exp_manager.loggers=[{name: broken}]"
+    config = small_run("trainer.max_steps=4", plugin(BROKEN_LOGGER), logger)
+    assert train(config).step == 4
+    assert caplog.text.count("at step 2 it failed with ConnectionError: nobody answers") == 1
+    assert (config.run_dir / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_event_files_that_cannot_be_written_are_reported_without_a_traceback(tmp_path, capfd, caplog):
+    logger = tensorboard(None, tmp_path / "run")
+    assert isinstance(logger, TensorBoardLogger)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.save()
+    shutil.rmtree(tmp_path / "run")
+    logger.log_metrics({"loss": 1.0}, 2)
+    logger.finalize("success")
+    assert "event files" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_texts_that_cannot_be_written_do_not_end_the_run(small_run, plugin, caplog):
+    callback = "trainer.callbacks=[{name: generations, prompts: [In], max_new_tokens: 1}]"
+    config = small_run(
+        "trainer.max_steps=4", "trainer.val_check_interval=2", plugin(FULL.format(name="generations.jsonl")), callback
+    )
+    assert train(config).step == 4
+    assert caplog.text.count("generations.jsonl is incomplete: No space left on device") == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a read-only mount needs root")
+def test_a_store_that_becomes_read_only_keeps_what_is_committed(plugin, tmp_path):
+    where, store = tmp_path / "run", tmp_path / "store"
+    settings = (f"exp_manager.exp_dir={where}", f"checkpoint.uri={store}", "trainer.max_steps=100000", *SAVES)
+    command = ["unshare", "--mount", sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *SMALL, *settings]
+    done = subprocess.run([*command, plugin(READ_ONLY)], capture_output=True, text=True, timeout=200, check=False)
+    if done.returncode != 2 and any(word in done.stderr for word in ("ermission denied", "not permitted")):
+        pytest.skip(f"no read-only mount can be made here: {done.stderr.strip()}")
+    assert done.returncode == 2, done.stderr
+    assert "NXDT-S002" in done.stderr
+    assert "Read-only file system" in done.stderr
+    assert "Traceback" not in done.stderr
+    storage = checkpoint.open_storage(str(store))
+    assert [(entry.step, entry.state) for entry in checkpoint.list_checkpoints(storage)] == [(2, "committed")]
+    assert checkpoint.verify(storage, 2) == []
