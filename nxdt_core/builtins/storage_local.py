@@ -25,6 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from nxdt_core.builtins.storage_config import LocalStorageConfig
 from nxdt_core.checkpoint.faults import explained
+from nxdt_core.config.paths import expand_home
 from nxdt_core.errors import BadStorageKey, BadStorageUri
 from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
@@ -387,10 +388,10 @@ class _Section(io.RawIOBase):
 
 
 def _root_of(uri: str, scheme: str) -> Path:
-    if "\0" in uri or not uri.strip():
+    if "\0" in unquote(uri) or not uri.strip():
         raise BadStorageUri(where=uri, reason="it is empty or holds a NUL")
     if not uri.startswith(f"{scheme}:"):
-        return Path(uri).expanduser().absolute()
+        return expand_home(uri).absolute()
     split = urlsplit(uri)
     if split.netloc not in ("", "localhost"):
         raise BadStorageUri(where=uri, reason=f"'{split.netloc}' stands where a host would; use three slashes")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.builtins.tokenizer_files import import_library, not_found
+from nxdt_core.config.paths import expand_home
 from nxdt_core.errors import BadTokenizerFile, TokenizerFileNotFound
 
 __all__ = [
@@ -49,7 +50,7 @@ class Loaded:
 
 def local_path(text: str) -> Path | None:
     """``text`` as a path; None where it can only be a hub name (``name`` or ``owner/name``, and no such file)."""
-    path = Path(text).expanduser()
+    path = expand_home(text)
     looks_like_name = (
         not path.is_absolute() and text.count("/") <= 1 and text[:1] not in ".~" and path.suffix != ".json"
     )
@@ -172,7 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadTokenizerFile(path=str(path), wanted="JSON file", reason=str(error)) from error
     return record if isinstance(record, dict) else {}
 

@@ -18,8 +18,9 @@ import torch
 from nxdt_core.checkpoint.faults import explained_os_errors
 from nxdt_core.checkpoint.files import read_whole
 from nxdt_core.checkpoint.layout import SECTIONS, state_name
-from nxdt_core.checkpoint.manifest import Manifest
+from nxdt_core.checkpoint.manifest import Manifest, state_tensors
 from nxdt_core.checkpoint.reading import check_fits, fill
+from nxdt_core.checkpoint.state_tree import decode_state
 from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.piece import Box, Piece
@@ -278,7 +279,9 @@ def _state(side: Side, name: str) -> Any:
     """The state's JSON; its tensors are named in it, and compared with the others of their section."""
     where = f"{side.storage.uri}/{side.manifest.prefix}{name}"
     with explained_os_errors(where):
-        return json.loads(read_whole(side.storage, side.manifest, name))
+        data = read_whole(side.storage, side.manifest, name)
+    decode_state(data, dict.fromkeys(state_tensors(side.manifest, name)), where=where)
+    return json.loads(data)
 
 
 def _compare_trees(where: str, first: Any, second: Any) -> Iterator[ValueDifference]:

@@ -79,7 +79,7 @@ class BlockDigests:
                 block_bytes=int(table["block_bytes"]),
                 algorithm=table["algorithm"],
             )
-        except (KeyError, TypeError, RecursionError) as error:
+        except (KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError("it is no table of digests") from error
         if found.block_bytes < 1 or len(found.blocks) != -(-found.size_bytes // found.block_bytes):
             raise ValueError("its number of digests does not fit its size")

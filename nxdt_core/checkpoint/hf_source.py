@@ -7,7 +7,7 @@ that no export writes. A checkpoint keeps them in its manifest (``CheckpointFact
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,24 @@ class HFSource:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> HFSource | None:
-        """Return what :meth:`facts` gave; None for the empty mapping of weights that came from elsewhere."""
-        return cls(**{**facts, "left_out": tuple(facts["left_out"])}) if facts else None
+        """Return what :meth:`facts` gave; None for the empty mapping of weights that came from elsewhere.
+
+        Keys that a later version adds are left out.
+
+        Raises:
+            ValueError: a value is missing or of another type.
+        """
+        if not facts:
+            return None
+        found = {each.name: facts.get(each.name) for each in fields(cls)}
+        kinds = {"path": str, "config": dict, "generation": dict, "tokens": dict, "left_out": list}
+        wrong = next((name for name, kind in kinds.items() if not isinstance(found[name], kind)), None)
+        for name in ("config", "generation"):
+            for key in SPECIAL if wrong is None else ():
+                wrong = wrong if _are_ids(found[name].get(key)) else f"{name}.{key}"
+        if wrong is not None:
+            raise ValueError(f"the value of 'hf.{wrong}' is not of its type")
+        return cls(**{**found, "left_out": tuple(found["left_out"])})
 
     def facts(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -110,9 +126,13 @@ def _ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
+def _are_ids(value: object) -> bool:
+    """Return whether a value is a token id, a list of them or None."""
+    return value is None or all(type(each) is int for each in (value if isinstance(value, list) else [value]))
+
+
 def _check(value: object, key: str, path: Path) -> None:
-    found = value if isinstance(value, list) else [value]
-    if value is not None and not all(type(each) is int for each in found):
+    if not _are_ids(value):
         reason = f"{key} must be a token id, a list of token ids or null, and is {value!r}"
         raise HFFileDamaged(path=str(path), reason=reason)
 
@@ -121,7 +141,9 @@ def _texts(directory: Path, ids: Iterable[int]) -> Iterator[tuple[str, str]]:
     added = read_optional_json(directory, "tokenizer.json").get("added_tokens")
     wanted = set(ids)
     for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict) and token.get("id") in wanted and isinstance(token.get("content"), str):
+        if not isinstance(token, dict) or type(token.get("id")) is not int:
+            continue
+        if token["id"] in wanted and isinstance(token.get("content"), str):
             yield str(token["id"]), token["content"]
 
 

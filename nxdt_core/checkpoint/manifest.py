@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from nxdt_core.checkpoint import layout
 from nxdt_core.checkpoint.digests import FAST, STRONG, Algorithm, digest
+from nxdt_core.checkpoint.hf_source import HFSource
 from nxdt_core.checkpoint.state_tree import decode_tree, encode_tree
 from nxdt_core.checkpoint.tensor_index import TensorEntry, check_places, decode_index, encode_index
 from nxdt_core.errors import CheckpointDamaged, CheckpointTooNew
@@ -203,6 +204,7 @@ def _check_facts(facts: CheckpointFacts) -> None:
             _require(type(key) is str and isinstance(value, kinds), f"{name}.{key}")
     _require(facts.keep in get_args(Keep), "keep")
     _require(type(facts.without_base) is bool, "without_base")
+    HFSource.of_facts(facts.hf)
 
 
 def _file_entry(name: str, row: Mapping[str, Any]) -> FileEntry:

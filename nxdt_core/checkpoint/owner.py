@@ -74,7 +74,7 @@ def decode_owner(data: bytes) -> Owner | None:
         table = json.loads(data)
         table |= {name: tuple(table[name]) for name in ("job", "restarts")}
         return Owner(**table)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

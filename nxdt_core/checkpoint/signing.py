@@ -15,6 +15,7 @@ from nxdt_core.checkpoint.digests import STRONG, Algorithm
 from nxdt_core.checkpoint.layout import step_name
 from nxdt_core.checkpoint.manifest import Manifest
 from nxdt_core.checkpoint.signature import Signature, fingerprint_of, read_signature
+from nxdt_core.config.paths import expand_home
 from nxdt_core.errors import (
     CheckpointDigestsWeak,
     CheckpointNotSigned,
@@ -45,7 +46,7 @@ class Signer:
     """Algorithm of the digests of the files of what is signed."""
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path).expanduser()
+        self._path = expand_home(path)
 
     @cached_property
     def _key(self) -> Ed25519PrivateKey:
@@ -91,7 +92,7 @@ class TrustedKeys:
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        self._paths = [Path(path).expanduser() for path in paths]
+        self._paths = [expand_home(path) for path in paths]
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:

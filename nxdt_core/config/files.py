@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.node import Node, Origin, Place, from_plain
+from nxdt_core.config.paths import expand_home
 from nxdt_core.config.recipes import RECIPE_SCHEME, find_recipe
 from nxdt_core.config.yaml_source import parse_yaml
 from nxdt_core.errors import ConfigFileNotFound, ConfigProblem, ConfigUnreadable, UnknownRecipe, WrongValue, YamlSyntax
@@ -56,10 +57,10 @@ def read_source(
         except UnknownRecipe as unknown:
             return _failed(label, UnknownRecipe(**named, reason=unknown.reason, candidates=unknown.candidates))
         return replace(_parsed(label, recipe.text, recipe.path.parent.absolute()), stem=recipe.name)
-    path = Path(source).expanduser()
+    path = expand_home(source)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
         return _failed(label, file_problem(path, error, named))
     return replace(_parsed(label, text, path.absolute().parent), stem=path.stem)
 

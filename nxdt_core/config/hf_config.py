@@ -57,7 +57,7 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         return HFConfig(path=path, problem=file_problem(path, error, place))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=f"not valid JSON: {error}"))
     if not isinstance(parsed, dict):
         return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason="no JSON object"))

@@ -5,13 +5,21 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["PACKAGE_SCHEME", "PackageNotFound", "resolve_path"]
+__all__ = ["PACKAGE_SCHEME", "PackageNotFound", "expand_home", "resolve_path"]
 
 PACKAGE_SCHEME = "package://"
 
 
 class PackageNotFound(LookupError):
     """The package of a ``package://`` path is not installed."""
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return a path with ``~`` replaced by the home directory; as it is where no user of that name exists."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
@@ -28,7 +36,7 @@ def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
     if text.startswith(PACKAGE_SCHEME):
         package, _, inside = text.removeprefix(PACKAGE_SCHEME).partition("/")
         return _package_directory(package) / inside
-    return (relative_to or Path.cwd()).absolute() / Path(text).expanduser()
+    return (relative_to or Path.cwd()).absolute() / expand_home(text)
 
 
 def _package_directory(package: str) -> Path:

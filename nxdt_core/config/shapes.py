@@ -75,7 +75,10 @@ class Scalar:
 
     def read(self, value: Any) -> Any:
         """As :meth:`Shape.read`; floats must be finite."""
-        read: Any = float(value) if self.type is float and type(value) is int else value
+        try:
+            read: Any = float(value) if self.type is float and type(value) is int else value
+        except OverflowError as error:  # an integer of more than 308 digits
+            raise Mismatch(describe_value(value)) from error
         fits = type(read) is self.type
         fits = fits and (self.type is not float or math.isfinite(read))
         if not fits or (self.bounds is not None and not self.bounds.holds(read)):
@@ -146,7 +149,7 @@ class FilePath:
 
     def read(self, value: Any) -> Path:
         """As :meth:`Shape.read`."""
-        if not isinstance(value, (str, Path)) or not str(value):
+        if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
             raise Mismatch(describe_value(value))
         return Path(value)
 

@@ -77,7 +77,11 @@ class _Document:
         """Nodes read so far; those of an alias count each time."""
 
     def read(self, text: str) -> tuple[Node, list[ConfigProblem]]:
-        loader = _Loader(text)
+        try:
+            loader = _Loader(text)
+        except UnicodeEncodeError as error:  # a command line whose bytes are not UTF-8
+            reason = f"it holds half a character, {error.object[error.start]!r}"
+            return Node({}, self._origin(1)), [YamlSyntax(place=self.source, line=0, key="", reason=reason)]
         try:
             self._check_depth(text)
             root = loader.get_single_node()

@@ -90,7 +90,7 @@ def _read(path: Path) -> Entries:
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, known is {_FORMAT}")
         return {(row["dist"], row["plugin"]): _facts(row) for row in content["plugins"]}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PluginLockUnreadable(path=str(path), reason=str(error)) from error
     except (KeyError, TypeError) as error:
         raise PluginLockUnreadable(path=str(path), reason=f"it is no lock file ({error!r})") from error

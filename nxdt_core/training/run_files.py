@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.hidden.command_line import shown_words
-from nxdt_core.config.paths import PackageNotFound, resolve_path
+from nxdt_core.config.paths import PackageNotFound, expand_home, resolve_path
 from nxdt_core.config.recipes import RECIPE_SCHEME
 from nxdt_core.errors import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.ranks import RankAgreement
@@ -72,7 +72,7 @@ def _source_place(label: str, run_dir: Path) -> str | None:
     """Return what tells a recipe or a file from others; None for what is neither, or is in the run's directory."""
     if label.startswith(RECIPE_SCHEME):
         return f"{RECIPE_SCHEME}{label.rpartition(':')[2]}"
-    path = Path(label).expanduser().absolute()
+    path = expand_home(label).absolute()
     return str(path) if path.suffix in (".yaml", ".yml") and path.parent != run_dir.absolute() else None
 
 

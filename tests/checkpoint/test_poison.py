@@ -26,7 +26,9 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
+from nxdt_core.checkpoint.difference import Side, compare_checkpoints
 from nxdt_core.checkpoint.digests import BlockDigests, digest
+from nxdt_core.checkpoint.hf_source import HFSource
 from nxdt_core.checkpoint.manifest import FileEntry, Manifest, encode_manifest
 from nxdt_core.checkpoint.tensor_index import TensorEntry, TensorPart
 from nxdt_core.errors import (
@@ -336,6 +338,8 @@ def part_of(table: dict[str, Any], name: str = "w", section: str = "model") -> d
     return row
 
 
+HF_FACTS = {"path": "a", "config": {}, "generation": {}, "tokens": {}, "left_out": []}
+
 FORGERIES = [
     *(set_to("created", value) for value in (5, None, "yesterday", "\x1b]52;c;aGk=\x07", "2026-11-22")),
     *(set_to("metrics", value) for value in ("text", {"loss": "low"}, {"loss": None}, [1.0], None)),
@@ -347,6 +351,8 @@ FORGERIES = [
     *(set_to(key, value) for key in ("plugin_fingerprint", "base") for value in (1, None, [])),
     *(set_to("without_base", value) for value in (1, "no")),
     *(set_to(key, value) for key in ("files", "tensors", "hf") for value in ([], "text", None)),
+    *(set_to("hf", value) for value in ({"path": 1}, {**HF_FACTS, "left_out": 5}, {**HF_FACTS, "path": None})),
+    *(set_to("hf", {**HF_FACTS, "config": {"eos_token_id": value}}) for value in ("</s>", [1, "2"], {})),
     *(set_to("step", value) for value in (True, 1.0, "1")),
     pytest.param(lambda table: table["tensors"].update(other=table["tensors"]["model"]), id="another section's file"),
     pytest.param(lambda table: part_of(table).update(dtype="int32"), id="another dtype of that size"),
@@ -401,3 +407,25 @@ def test_an_index_that_exchanges_two_tensors_is_damage(store: LocalStorage, save
 def test_a_state_that_is_none_is_damage_to_verify(store: LocalStorage, save: Any) -> None:
     forge(store, save(store, 1), STATE, b'{"$":"tensor","name":"nowhere"}')
     assert any("it is no state" in problem for problem in verify(store, 1))
+
+
+def test_what_a_directory_says_is_read_from_a_manifest_of_a_later_version(store: LocalStorage, save: Any) -> None:
+    forged_table(store, save, lambda table: table.update(hf={**HF_FACTS, "more": 1}))
+    assert HFSource.of_facts(read_manifest(store, 1).facts.hf) == HFSource(path="a")
+
+
+@pytest.mark.parametrize("size", ["Infinity", "1e400", '"x"'])
+def test_digests_of_no_size_are_damage(size: str) -> None:
+    table = f'{{"algorithm": "xxh3", "block_bytes": 8, "size_bytes": {size}, "blocks": []}}'
+    known = json.loads(BlockDigests(size_bytes=0, blocks=()).encode())["algorithm"]
+    with pytest.raises(ValueError, match=r"digests|invalid literal|number of"):
+        BlockDigests.decode(table.replace("xxh3", known).encode())
+
+
+def test_a_state_that_is_none_is_damage_to_a_comparison(store: LocalStorage, save: Any) -> None:
+    forge(store, save(store, 1), STATE, b"[" * 100_000)
+    with pytest.raises(CheckpointDamaged, match="it is no state"):
+        load_state(store, read_manifest(store, 1))
+    side = Side(store, read_manifest(store, 1))
+    with pytest.raises(CheckpointDamaged, match="it is no state"):
+        compare_checkpoints(side, side)

@@ -168,3 +168,19 @@ def test_the_default_of_such_a_key_is_not_noted(load, good):
 )
 def test_settings_that_another_one_makes_idle_are_noted(load, good, overrides, notes):
     assert list(load(good, *overrides).notes) == notes
+
+
+@pytest.mark.parametrize(
+    ("more", "overrides", "found"),
+    [
+        ("", [f"model.optim.lr=1{'0' * 400}"], "an integer"),
+        ("", ["model.optim.lr=\udcff"], "half a character"),
+        ('base: "a\\0b"', [], "null byte"),
+        ("base: ~nobody-is-called-so/x", [], "~nobody-is-called-so/x"),
+        ("", ["model.model_config=~nobody-is-called-so/x"], "~nobody-is-called-so/x"),
+        ("", ['data.train_files=["a\\0b"]'], "data.train_files"),
+    ],
+)
+def test_values_at_which_python_raises_are_problems(report, good, more, overrides, found):
+    rows = report(f"{good}\n{more}\n", *overrides)
+    assert found in "\n".join(rows)

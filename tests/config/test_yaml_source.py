@@ -6,6 +6,7 @@ import pytest
 
 from nxdt_core.config.node import to_plain
 from nxdt_core.config.yaml_source import parse_scalar, parse_yaml
+from nxdt_core.errors import YamlSyntax
 
 SCALARS = {
     "1e-4": 1e-4,
@@ -121,3 +122,10 @@ def test_the_parser_without_libyaml_reads_the_same(monkeypatch):
     fast = parse_yaml(text, "f")
     monkeypatch.setattr(yaml_source, "_Loader", yaml.SafeLoader)
     assert parse_yaml(text, "f") == fast
+
+
+def test_half_a_character_is_a_problem():
+    """Bytes of a command line that are not UTF-8 come as such."""
+    _, problems = parse_yaml("value: \udcff", "f")
+    assert [type(problem) for problem in problems] == [YamlSyntax]
+    assert "half a character" in problems[0].what()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from nxdt_core.cli.verb import say
+from nxdt_core.config.paths import expand_home
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +103,7 @@ def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointS
     others = [str(status.step) for status in list_checkpoints(storage) if status.state == "committed"]
     if others:
         return f"the committed steps there are {', '.join(others)}"
-    path = Path(uri).expanduser()
+    path = expand_home(uri)
     format = recognise(path, Kernel.start())
     if format is not None:
         return f"it is {format.record.summary}, which 'nxdt checkpoint import' reads"

@@ -11,6 +11,7 @@ from nxdt_core.builtins.tokenizer_files import holds_ranks
 from nxdt_core.config.location import Locator
 from nxdt_core.config.node import Node
 from nxdt_core.config.overrides import COMMAND_LINE, apply_overrides
+from nxdt_core.config.paths import expand_home
 from nxdt_core.config.reading import read_part
 from nxdt_core.errors import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel
@@ -52,7 +53,7 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
     section, problems = apply_overrides(Node({}, COMMAND_LINE), options)
     kernel = Kernel.start()
     library = section.plain("library")
-    path = Path(name).expanduser()
+    path = expand_home(name)
     known = {alias for each in kernel.registry.all("tokenizer") for alias in (each.record.name, *each.record.aliases)}
     if library is None and name in known:
         library, named = name, {}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nxdt_core.config.load import check
 from nxdt_core.config.node import to_plain
+from nxdt_core.config.paths import expand_home
 from nxdt_core.config.yaml_source import parse_yaml
 from nxdt_core.errors import ConfigProblem, NotSupported, UnknownKey
 from nxdt_core.kernel import Kernel
@@ -93,5 +94,5 @@ def _is_path(key: str, text: str) -> bool:
 
 def _is_missing(text: str, directory: Path) -> bool:
     """Whether a path leads nowhere; a prefix of files counts as there where a file begins with it."""
-    path = directory / Path(text).expanduser()
+    path = directory / expand_home(text)
     return not path.exists() and not any(path.parent.glob(f"{path.name}*"))
