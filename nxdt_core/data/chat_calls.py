@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nxdt_core.data.files import half_character
 from nxdt_core.data.records import Place
 from nxdt_core.data.unused_fields import is_given
 from nxdt_core.errors import BadMessage
@@ -81,6 +82,9 @@ def parsed(value: Any, place: Place, number: int, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError as error:
+        found = json.loads(value)
+    except (ValueError, RecursionError) as error:
         raise BadMessage(place=str(place), number=number, reason=f"{what}: no JSON: {error}") from error
+    if half := half_character(value, found):
+        raise BadMessage(place=str(place), number=number, reason=f"{what}: half a character, {half}")
+    return found

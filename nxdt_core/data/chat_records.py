@@ -181,11 +181,11 @@ def _text(content: Any, place: Place, number: int) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        kinds = {part.get("type") for part in content}
+        kinds = [part.get("type") for part in content]
         texts = [part.get("text") for part in content]
-        if kinds <= {"text"} and all(isinstance(text, str) for text in texts):
+        if all(kind == "text" for kind in kinds) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        found = f"parts of type {', '.join(sorted(map(str, kinds)))}"
+        found = f"parts of type {', '.join(sorted({str(kind) for kind in kinds}))}"
     else:
         found = f"a {type(content).__name__}"
     raise BadMessage(place=str(place), number=number, reason=f"its content is {found}; only text can be trained on")

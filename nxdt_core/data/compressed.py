@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-__all__ = ["COMPRESSED", "UNREADABLE", "bare_name", "decompressed", "opened"]
+__all__ = ["COMPRESSED", "UNREADABLE", "bare_name", "decompressed", "is_compressed", "opened"]
 
 COMPRESSED = (".gz", ".zst")
 """Endings of compressed files."""
@@ -22,7 +22,12 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 def bare_name(path: Path) -> str:
     """The name that the file would have were it not compressed, in lower case, as its end tells the format."""
     name = path.name.lower()
-    return name.removesuffix(_ending(path)) if _ending(path) in COMPRESSED else name
+    return name.removesuffix(_ending(path)) if is_compressed(path) else name
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the name of a file says that it is compressed."""
+    return _ending(path) in COMPRESSED
 
 
 def _ending(path: Path) -> str:

@@ -7,24 +7,40 @@ from __future__ import annotations
 
 import difflib
 import glob
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nxdt_core.config.paths import PackageNotFound, resolve_path
-from nxdt_core.data.compressed import UNREADABLE, opened
+from nxdt_core.data.compressed import UNREADABLE, is_compressed, opened
 from nxdt_core.data.encodings import check_wide, not_utf8
 from nxdt_core.errors import BadJsonLine, DataFileNotFound, DataFileUnreadable
 
-__all__ = ["JSON_LINES", "JSON_TEXTS", "decode", "expand", "json_object", "json_objects", "near", "read_bytes"]
+__all__ = [
+    "EXPANDS_BY",
+    "EXPANDS_TO_BYTES",
+    "JSON_LINES",
+    "JSON_TEXTS",
+    "decode",
+    "expand",
+    "half_character",
+    "json_object",
+    "json_objects",
+    "near",
+    "read_bytes",
+]
 
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with an object a line."""
 JSON_TEXTS = (*JSON_LINES, ".json")
 """The same of corpora, where nothing else is meant by the last."""
 
+EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
+"""What a compressed file may expand to in any case, and how many times its size otherwise; text shrinks to a tenth."""
+_PART_BYTES = 1 << 24
 _BOM = "\ufeff"
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character, or a whole one in two escapes."""
@@ -61,14 +77,27 @@ def read_bytes(path: Path, limit: int = -1) -> bytes:
     """Return the first ``limit`` bytes of a file, or all, decompressed where its name ends in ``.gz`` or ``.zst``.
 
     Raises:
-        DataFileUnreadable: no permission, an error of the disk, or damaged compressed data.
+        DataFileUnreadable: no permission, an error of the disk, damaged compressed data, or a small file that expands
+            without end.
     """
     try:
         with opened(path) as file:
-            return file.read(limit)
+            return file.read(limit) if limit >= 0 or not is_compressed(path) else _expanded(path, file)
     except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataFileUnreadable(path=str(path), reason=reason) from error
+
+
+def _expanded(path: Path, file: IO[bytes]) -> bytes:
+    """Return all of a compressed file, unless it holds a bomb."""
+    most = max(EXPANDS_TO_BYTES, EXPANDS_BY * path.stat().st_size)
+    content = io.BytesIO()
+    while part := file.read(_PART_BYTES):
+        content.write(part)
+        if content.tell() > most:
+            reason = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
+            raise DataFileUnreadable(path=str(path), reason=reason)
+    return content.getvalue()
 
 
 def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
@@ -120,13 +149,22 @@ def json_object(path: Path, number: int, line: str | bytes, *, example: str = ""
         raise BadJsonLine(path=str(path), line=number, reason=str(error), example=example) from error
     if not isinstance(record, dict):
         raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}", example=example)
-    if _ESCAPED.search(line):
-        try:
-            json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = f"it holds half a character, \\u{ord(error.object[error.start]):x}"
-            raise BadJsonLine(path=str(path), line=number, reason=half, example=example) from error
+    if half := half_character(line, record):
+        raise BadJsonLine(path=str(path), line=number, reason=f"it holds half a character, {half}", example=example)
     return record
+
+
+def half_character(text: str, value: Any) -> str:
+    """Return half of a character, as JSON writes it, that ``value`` holds, which was read from ``text``; "" for none.
+
+    No tokenizer has half a character, and no encoding writes it.
+    """
+    if _ESCAPED.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return f"\\u{ord(error.object[error.start]):x}"
+    return ""
 
 
 def near(path: Path) -> tuple[str, ...]:

@@ -10,7 +10,16 @@ from typing import Any
 
 from nxdt_core.data.compressed import bare_name
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files import JSON_LINES, decode, expand, json_objects, read_bytes
+from nxdt_core.data.files import (
+    EXPANDS_BY,
+    EXPANDS_TO_BYTES,
+    JSON_LINES,
+    decode,
+    expand,
+    half_character,
+    json_objects,
+    read_bytes,
+)
 from nxdt_core.errors import ArrowMissing, ArrowUnreadable, BadJsonFile, NoRecords
 
 __all__ = ["Place", "Record", "read_records"]
@@ -31,6 +40,7 @@ class Place:
 Record = tuple[Place, dict[str, Any]]
 
 _ARROW, _PARQUET = ".arrow", ".parquet"
+_BATCH = 1024
 
 
 def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tuple[list[Record], str]:
@@ -80,6 +90,8 @@ def _listed(path: Path, text: str) -> list[dict[str, Any]]:
         raise BadJsonFile(path=str(path), reason=str(error)) from error
     if not all(isinstance(record, dict) for record in found):
         raise BadJsonFile(path=str(path), reason="an entry is no object")
+    if half := half_character(text, found):
+        raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
     records: list[dict[str, Any]] = found
     return records
 
@@ -94,15 +106,37 @@ def _table(path: Path, content: bytes) -> list[dict[str, Any]]:
     buffer = pyarrow.py_buffer(content)
     try:
         if bare_name(path).endswith(_PARQUET):
-            table = pyarrow.parquet.read_table(pyarrow.BufferReader(buffer))
+            table = _parquet(buffer)
         elif content.startswith(b"ARROW1"):
             table = pyarrow.ipc.open_file(buffer).read_all()
         else:
             table = pyarrow.ipc.open_stream(buffer).read_all()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ArrowUnreadable(path=str(path), reason=str(error).partition("\n")[0].rstrip(".")) from error
-    rows: list[dict[str, Any]] = _without_nulls(table.to_pylist())
+        table.validate(full=True)  # offsets of a damaged file lead anywhere
+        rows: list[dict[str, Any]] = _without_nulls(table.to_pylist())
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ArrowUnreadable(path=str(path), reason=reason) from error
     return rows
+
+
+def _parquet(buffer: Any) -> Any:
+    """Return the table of a Parquet file, unless it holds a bomb: a page of a few bytes can stand for gigabytes.
+
+    Raises:
+        pyarrow.ArrowException: it is damaged, or expands without end.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    most = max(EXPANDS_TO_BYTES, EXPANDS_BY * len(buffer))
+    batches, found = [], 0
+    with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(buffer)) as file:
+        for batch in file.iter_batches(_BATCH):
+            found += batch.nbytes
+            if found > most:
+                raise pyarrow.ArrowInvalid(f"it expands to more than {EXPANDS_BY} times its size and {most >> 20} MiB")
+            batches.append(batch)
+        return pyarrow.Table.from_batches(batches, file.schema_arrow)
 
 
 def _without_nulls(value: Any) -> Any:

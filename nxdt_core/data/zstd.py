@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["BadZstdFile", "ZstdFile"]
 
 _CHUNK_BYTES = 1 << 17
+_PACKED_BYTES = 1 << 11
+"""Bytes that are decompressed at once: at most 64 MiB come of them, since 4 bytes can stand for 128 KiB."""
 
 
 class BadZstdFile(OSError):
@@ -48,10 +50,10 @@ class ZstdFile(io.RawIOBase):
                 return 0
             self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
             try:
-                self._ready = memoryview(self._frame.decompress(packed))
+                self._ready = memoryview(self._frame.decompress(packed[:_PACKED_BYTES]))
             except zstandard.ZstdError as error:
                 raise BadZstdFile(str(error)) from error
-            self._packed = self._frame.unused_data
+            self._packed = self._frame.unused_data + packed[_PACKED_BYTES:]
             if self._frame.eof:
                 self._frame = None
         target = memoryview(buffer).cast("B")

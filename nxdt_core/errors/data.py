@@ -15,6 +15,7 @@ __all__ = [
     "BadTokenizerConfig",
     "BadTokenizerFile",
     "DataChanged",
+    "DataFileChanged",
     "DataFileNotFound",
     "DataFileUnreadable",
     "DataNeedsTokenizer",
@@ -177,6 +178,17 @@ class DataChanged(NxdtError):
     aspect: str
     saved: object
     found: object
+
+
+class DataFileChanged(NxdtError):
+    """A data file that has another size than when the run began to read it."""
+
+    code = "NXDT-D026"
+    happened = "{path} has changed while the run reads it: it had {before} bytes, and now has {now}."
+    remedy = "Restore the file and start the same command again: the run resumes from its newest checkpoint."
+    path: str
+    before: int
+    now: int
 
 
 class MixedSamples(NxdtError):

@@ -10,9 +10,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
 
-from nxdt_core.errors import NxdtError, TooFewTokens
+from nxdt_core.data.records import read_records
+from nxdt_core.errors import ArrowUnreadable, DataFileChanged, NxdtError, TooFewTokens
 
 GOOD = [[*range(8)]] * 40
 
@@ -281,3 +283,60 @@ def test_a_state_that_the_library_left_half_written_is_refused(loader, saved, tm
     (path / "state.json").write_text('{"_data_files": [')
     refused(lambda: loader(train_dir=path).split("train"), "NXDT-D201", str(path))
     refused(lambda: loader(train_dir=path, streaming=True).split("train"), "NXDT-D201", "state.json")
+
+
+def broken_offsets(path, form, values=None):
+    """A file of one batch whose second text or row begins far behind the end of its buffer."""
+    values = values or pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int32()))
+    table = pa.table({"input_ids" if pa.types.is_list(values.type) else "text": values})
+    with form(path, table.schema) as sink:
+        sink.write_table(table)
+    content, offsets = path.read_bytes(), values.offsets.to_numpy().tobytes() if hasattr(values, "offsets") else None
+    offsets = offsets or b"".join(number.to_bytes(4, "little") for number in (0, 2, 4, 6))
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, offsets[:4] + (2**30).to_bytes(4, "little") + offsets[8:]))
+
+
+@pytest.mark.parametrize("kind", ["rows", "texts"])
+@pytest.mark.parametrize("form", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_offsets_that_lead_out_of_an_arrow_file_are_refused(loader, tmp_path, form, kind):
+    """Arrow takes them on trust: it would read what lies there in memory, or abort the process."""
+    path = tmp_path / "a.arrow"
+    broken_offsets(path, form, pa.array(["aa", "bb", "cc"]) if kind == "texts" else None)
+    made = loader(train_dir=path, streaming=True, packing=True, seq_length=2)
+    refused(lambda: made.split("train"), "NXDT-D201", "a.arrow")
+    with pytest.raises(ArrowUnreadable):
+        read_records([path], "data.train_files")
+
+
+@pytest.mark.parametrize("kind", ["rows", "texts"])
+def test_offsets_that_lead_out_of_a_saved_dataset_are_refused(loader, tmp_path, kind):
+    column = {"text": ["aa", "bb", "cc"]} if kind == "texts" else {"input_ids": [[1, 2], [3, 4], [5, 6]]}
+    datasets.Dataset.from_dict(column).save_to_disk(tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.arrow")
+    broken_offsets(file, pa.ipc.new_stream, pa.array(["aa", "bb", "cc"]) if kind == "texts" else None)
+    made = loader(train_dir=tmp_path / "a", packing=True, seq_length=2)
+    refused(lambda: made.split("train"), "NXDT-D201", str(tmp_path / "a"))
+
+
+def test_an_endless_line_of_a_compressed_stream_is_refused(loader, tmp_path):
+    compressor = zstandard.ZstdCompressor().compressobj()
+    with (tmp_path / "a.jsonl.zst").open("wb") as file:
+        for _ in range(300):
+            file.write(compressor.compress(b" " * 2**20))
+        file.write(compressor.flush())
+    assert (tmp_path / "a.jsonl.zst").stat().st_size < 100_000
+    made = loader(train_dir=tmp_path / "a.jsonl.zst", streaming=True)
+    refused(lambda: made.split("train"), "NXDT-D005", "longer than 256 MiB")
+
+
+def test_files_that_change_between_passes_are_told(loader, tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = json.dumps({"input_ids": [*range(8)]}) + "\n"
+    path.write_text(line * 40)
+    rows = iter(loader(train_dir=path, streaming=True, shuffle=False).split("train"))
+    next(rows)
+    with path.open("a") as file:
+        file.write(line)
+    with pytest.raises(DataFileChanged, match=r"a\.jsonl has changed"):
+        list(islice(rows, 100))

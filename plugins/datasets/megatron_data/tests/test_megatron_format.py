@@ -13,6 +13,8 @@ from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from nxdt_plugin_megatron_data.writer import IndexedWriter
 
+from nxdt_core.errors import DataFileChanged
+
 CODES = {"<u1": 1, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
 
 
@@ -149,3 +151,36 @@ def test_a_place_that_no_file_reaches_is_refused(by_hand):
     idx_path(prefix).write_bytes(whole)
     with pytest.raises(DataShorterThanIndex, match=f"its index needs {2**63 + 2}"):
         IndexedTokens(prefix)
+
+
+def test_counts_whose_sum_would_wrap_are_refused(by_hand):
+    """2**62 + 2**63 + 2**62 bytes of arrays are none in the arithmetic of 64 bits."""
+    prefix = by_hand("wrapped", [[1, 2], [3]])
+    whole = bytearray(idx_path(prefix).read_bytes())
+    whole[18:34] = struct.pack("<QQ", 2**60, 2**59 + (len(whole) - 34) // 8)
+    idx_path(prefix).write_bytes(whole)
+    with pytest.raises(BadIndexFile, match=r"sequences and .* document borders need"):
+        IndexedTokens(prefix)
+
+
+def test_sequences_that_share_tokens_are_refused(by_hand):
+    """Thousands that each have all of a large file would make indices that no memory holds."""
+    prefix = by_hand("shared", [[1, 2], [3, 4]])
+    whole = bytearray(idx_path(prefix).read_bytes())
+    whole[50:58] = struct.pack("<q", 0)
+    whole[34:42] = struct.pack("<ii", 4, 4)
+    idx_path(prefix).write_bytes(whole)
+    with pytest.raises(BadIndexFile, match=r"have 8 tokens, and .*shared\.bin has 4"):
+        IndexedTokens(prefix)
+
+
+def test_tokens_that_a_file_has_lost_since_are_told(by_hand):
+    prefix = by_hand("lost", [[1, 2], [3, 4]])
+    source = IndexedTokens(prefix)
+    os.truncate(bin_path(prefix), 4)
+    assert source[0].tolist() == [1, 2]
+    with pytest.raises(DataFileChanged, match=r"lost\.bin has changed .* had 8 bytes, and now has 4"):
+        source[1]
+    os.truncate(idx_path(prefix), 40)
+    with pytest.raises(DataFileChanged, match=r"lost\.idx has changed"):
+        source.check()

@@ -184,7 +184,10 @@ def test_a_record_of_no_form_is_named_with_its_keys(record, found):
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "no function with a name"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "of f: no JSON"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "1"}]}]}, "are no object"),
+        ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "parts of type {}"),
         ({"messages": [USER, ANSWER], "tools": "nonsense"}, "'tools': no JSON"),
+        ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, "'tools': no JSON"),
+        ({"messages": [USER, ANSWER], "tools": '["\\ud800"]'}, r"'tools': half a character, \ud800"),
         ({"messages": [USER, ANSWER], "tools": ["f"]}, "list of JSON schemas"),
     ],
 )
@@ -246,6 +249,7 @@ def test_places_count_lines_and_records(write):
         ("a.jsonl", b'{"input": "a\\ud83d", "output": "b"}', BadJsonLine, r"it holds half a character, \ud83d"),
         ("a.json", b'[{"a": 1}', BadJsonFile, "a.json"),
         ("a.json", b"[1]", BadJsonFile, "an entry is no object"),
+        ("a.json", b'[{"input": "a\\ud83d", "output": "b"}]', BadJsonFile, r"it holds half a character, \ud83d"),
         ("a.jsonl", b'{"a": "caf\xe9"}', TextNotUtf8, "it looks like CP1252"),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), TextNotUtf8, "it looks like UTF-16"),
         ("a.jsonl", b"\n", NoRecords, "a.jsonl holds no records"),

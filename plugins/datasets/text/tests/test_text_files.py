@@ -165,3 +165,12 @@ def test_a_directory_is_no_file_and_its_files_are_named(tmp_path):
 def test_a_pattern_without_matches_is_named(tmp_path, pattern):
     with pytest.raises(DataFileNotFound):
         expand([tmp_path / Path(pattern)], "key")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_small_file_that_expands_without_end_is_refused(tmp_path, monkeypatch, ending):
+    monkeypatch.setattr("nxdt_core.data.files.EXPANDS_TO_BYTES", 1 << 20)
+    path = written(tmp_path / f"a.txt{ending}", PACK[ending](b"a" * (1 << 25)))
+    with pytest.raises(DataFileUnreadable, match=r"expands to more than 200 times its size and 1 MiB"):
+        read_bytes(path)
+    assert len(read_bytes(written(tmp_path / f"b.txt{ending}", PACK[ending](b"a" * 100_000)))) == 100_000

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.tokens import TokenStream
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_plugin_hf_data.errors import ColumnMissing, ColumnsDisagree, NullValue, WrongColumnType
+from nxdt_plugin_hf_data.errors import ColumnMissing, ColumnsDisagree, DamagedDataset, NullValue, WrongColumnType
 
 __all__ = ["Chunks", "TokenColumn", "TokenColumns", "chosen", "is_tokenised", "text_column", "token_columns"]
 
@@ -162,7 +162,9 @@ def text_column(table: pa.Table, text_key: str, path: str, first: int = 0) -> It
     _refuse_nulls(column, text_key, path, first)
     for batch in column.chunks:
         for begin in range(0, len(batch), _BATCH):
-            yield from batch.slice(begin, _BATCH).to_pylist()
+            part = batch.slice(begin, _BATCH)
+            _validate(part, path, full=True)
+            yield from part.to_pylist()
 
 
 _BATCH = 1024
@@ -180,8 +182,11 @@ def _token_column(column: pa.ChunkedArray, name: str, path: str, first: int) -> 
     _refuse_nulls(column, name, path, first)
     arrays, lengths = [], []
     for chunk in column.chunks:
-        values = chunk.flatten()
+        _validate(chunk, path)
         lengths.append(_lengths(chunk))
+        if lengths[-1].min(initial=0) < 0:
+            raise DamagedDataset(path=path, reason=f"lists of column {name!r} have negative lengths")
+        values = chunk.flatten()
         if values.null_count:
             within = np.searchsorted(np.cumsum(lengths[-1]), int(np.argmax(values.is_null())), side="right")
             row = first + sum(map(len, lengths[:-1])) + int(within)
@@ -189,6 +194,19 @@ def _token_column(column: pa.ChunkedArray, name: str, path: str, first: int) -> 
         arrays.append(values.to_numpy(zero_copy_only=True))
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]) if lengths else np.zeros(1)
     return TokenColumn(values=Chunks(arrays), offsets=offsets.astype(np.int64))
+
+
+def _validate(chunk: pa.Array, path: str, *, full: bool = False) -> None:
+    """See that offsets and sizes of an array, which a file says, lead to places in its buffers: Arrow takes them on
+    trust. Without ``full`` only the ends are looked at, which touches no data.
+
+    Raises:
+        DamagedDataset: they do not.
+    """
+    try:
+        chunk.validate(full=full)
+    except pa.ArrowException as error:
+        raise DamagedDataset(path=path, reason=str(error).partition("\n")[0].rstrip(".")) from error
 
 
 def _lengths(chunk: pa.Array) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from nxdt_core.data.digest import digest
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream
+from nxdt_core.data.watched import WatchedFiles
 from nxdt_core.errors import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.dataloader import DataContext, MapDataset, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -92,7 +93,7 @@ class Cutting:
             raise MisfitRows(path=path, found=low, seq_length=self.seq_length)
         return low != high or low not in (self.seq_length, self.seq_length + 1)
 
-    def rows(self, columns: TokenColumns, *, path: str, source: str) -> MapDataset:
+    def rows(self, columns: TokenColumns, *, path: str, source: str, files: WatchedFiles) -> MapDataset:
         """Each row a sample.
 
         Raises:
@@ -100,9 +101,11 @@ class Cutting:
             TokenOutOfVocabulary: one of the samples that are looked at has a token that the model has not.
         """
         dataset = RowDataset(columns, seq_length=self.seq_length, path=path, source=source)
-        return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None)
+        return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
 
-    def packed(self, columns: TokenColumns, *, path: str, source: str, split: SplitName) -> MapDataset:
+    def packed(
+        self, columns: TokenColumns, *, path: str, source: str, split: SplitName, files: WatchedFiles
+    ) -> MapDataset:
         """Rows end to end, cut into samples.
 
         Raises:
@@ -124,7 +127,7 @@ class Cutting:
             source=source,
             labels=None if labels is None else labels.values,
         )
-        return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None)
+        return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
 
 
 def _special(key: str, token_id: int | None, meaning: str) -> int:

@@ -11,6 +11,7 @@ import pyarrow as pa
 from nxdt_core.data.compressed import COMPRESSED
 from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.data.files import JSON_LINES, near
+from nxdt_core.data.watched import WatchedFiles
 from nxdt_core.errors import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing
@@ -29,6 +30,7 @@ class Saved:
     """Mapped into memory, not read."""
     content: str
     """Digest of its files."""
+    files: WatchedFiles
 
 
 def is_saved(path: Path) -> bool:
@@ -57,11 +59,13 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
 
     try:
         found = datasets.load_from_disk(str(directory))
-        content = digest(*(file_digest(Path(file["filename"])) for file in found.cache_files))
-        return Saved(path=str(path), table=found.data.table, content=content)
+        files = [Path(file["filename"]) for file in found.cache_files]
+        content = digest(*map(file_digest, files))
+        watched = WatchedFiles(files, may_grow=True)
+        return Saved(path=str(path), table=found.data.table, content=content, files=watched)
     except PermissionError as error:
         raise DataFileUnreadable(path=error.filename or str(path), reason=error.strerror or str(error)) from error
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
         raise DamagedDataset(path=str(path), reason=_first_line(error)) from error
 
 
@@ -76,7 +80,7 @@ def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
     try:
         state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
         return [directory / file["filename"] for file in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedDataset(path=str(directory / _STATE), reason=_first_line(error)) from error
 
 

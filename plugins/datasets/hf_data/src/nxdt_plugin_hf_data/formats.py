@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from nxdt_core.data.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.data.files import JSON_LINES, expand, json_object
+from nxdt_core.data.watched import WatchedFiles
 from nxdt_core.errors import BadJsonLine, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.columns import chosen
@@ -24,6 +25,10 @@ Rows = tuple[int, pa.RecordBatch]
 
 _BATCH = 256
 """Rows that are read at once: enough for the threads of a tokenizer."""
+
+
+_LINE_BYTES = 256 << 20
+"""Of a line of JSON; a small compressed file can hold an endless one."""
 
 
 def files_of(path: Path, key: str, split: SplitName) -> list[Path]:
@@ -77,19 +82,24 @@ def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
     """
     reader = _reader(path)
     assert reader is not None
+    watched = WatchedFiles([path], may_grow=False)
     try:
         for first, batch in reader(path, text_key, start):
             for begin in range(0, batch.num_rows, _BATCH):
-                yield first + begin, batch.slice(begin, _BATCH)
+                watched.check()  # batches of Arrow files are mapped
+                part = batch.slice(begin, _BATCH)
+                part.validate(full=True)  # offsets of a damaged file lead anywhere
+                yield first + begin, part
+        watched.check()
     except PermissionError as error:
         raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
-    except (pa.ArrowException, *UNREADABLE) as error:
+    except (pa.ArrowException, UnicodeDecodeError, MemoryError, *UNREADABLE) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DamagedDataset(path=str(path), reason=reason) from error
 
 
 def _parquet(path: Path, text_key: str, start: int) -> Iterator[Rows]:
-    with pq.ParquetFile(path, memory_map=True) as file:
+    with pq.ParquetFile(path) as file:
         groups: list[int] = []
         first = 0
         for group in range(file.num_row_groups):  # whole groups before the start are not read
@@ -119,7 +129,9 @@ def _json_lines(path: Path, text_key: str, start: int) -> Iterator[Rows]:
     rows: list[Mapping[str, object]] = []
     seen = number = 0
     with opened(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
+            if len(line) == _LINE_BYTES:
+                raise BadJsonLine(path=str(path), line=number, reason=f"it is longer than {_LINE_BYTES >> 20} MiB")
             if not line.strip():
                 continue
             seen += 1

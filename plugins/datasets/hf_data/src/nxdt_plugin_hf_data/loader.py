@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from nxdt_core.data.digest import digest
 from nxdt_core.data.tokens import tokenize
+from nxdt_core.data.watched import WatchedFiles
 from nxdt_core.protocols.dataloader import DataContext, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
@@ -111,7 +112,7 @@ class HfDataloader:
         columns = token_columns(saved.table, saved.path)
         lengths = np.diff(columns.input_ids.offsets)
         packs = self._cutting.packs_rows_of(lengths, saved.path)
-        dataset = self._cut(columns, saved.path, saved.content, split, packs)
+        dataset = self._cut(columns, saved, saved.content, split, packs)
         if not columns.teach():
             raise NothingToLearn(key=named.key, path=saved.path, where="in each of its rows")
         return dataset
@@ -126,12 +127,13 @@ class HfDataloader:
             lambda: tokenize(texts, framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id),
         )
         columns = TokenColumns(input_ids=TokenColumn.of_stream(stream))
-        return self._cut(columns, saved.path, source, split, self._config.packing is not False)
+        tokens = replace(saved, files=WatchedFiles([], may_grow=True))  # which are copies
+        return self._cut(columns, tokens, source, split, self._config.packing is not False)
 
-    def _cut(self, columns: TokenColumns, path: str, source: str, split: SplitName, packs: bool) -> MapDataset:
+    def _cut(self, columns: TokenColumns, saved: Saved, source: str, split: SplitName, packs: bool) -> MapDataset:
         if packs:
-            return self._cutting.packed(columns, path=path, source=source, split=split)
-        return self._cutting.rows(columns, path=path, source=source)
+            return self._cutting.packed(columns, path=saved.path, source=source, split=split, files=saved.files)
+        return self._cutting.rows(columns, path=saved.path, source=source, files=saved.files)
 
 
 T = TypeVar("T", MapDataset, IterableDataset)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.data.permutation import Permutation
 from nxdt_core.data.tokens import encode_documents
+from nxdt_core.data.watched import WatchedFiles
 from nxdt_core.errors import DataFileUnreadable, TooFewTokens
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import SplitName
@@ -100,6 +101,7 @@ class FileStream:
         self._endless = endless
         self._seed = seed
         self._place = Place()
+        self._files = WatchedFiles(source.files, may_grow=False)
         self._packs = self._look()
 
     def __iter__(self) -> Iterator[Sample]:
@@ -224,6 +226,7 @@ class FileStream:
         for number in range(begin.file, len(files)):
             path = files[order[number]]
             start = begin.row if number == begin.file else 0
+            self._files.check(path)
             for first, batch in read_rows(path, self._source.text_key, start):
                 yield from self._documents(path, Place(epoch=begin.epoch, file=number, row=first), batch)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.data.watched import WatchedFiles
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataloader import MapDataset
 from nxdt_plugin_hf_data.columns import TokenColumns
@@ -23,16 +24,21 @@ class Guarded:
         vocab_size: rows of the model's vocabulary; None where they are not known.
         path: names the dataset in errors.
         labelled: whether labels are others than the tokens that follow.
+        files: in which the samples are mapped.
 
     Raises:
         TokenOutOfVocabulary: a sample holds a token from there on, or a negative one.
+        DataFileChanged: a file has become shorter.
     """
 
-    def __init__(self, dataset: MapDataset, vocab_size: int | None, path: str, *, labelled: bool) -> None:
+    def __init__(
+        self, dataset: MapDataset, vocab_size: int | None, path: str, *, labelled: bool, files: WatchedFiles
+    ) -> None:
         self._dataset = dataset
         self._limit = vocab_size
         self._path = path
         self._labelled = labelled
+        self._files = files
         if vocab_size is not None and len(dataset):
             for index in np.linspace(0, len(dataset) - 1, _PROBES, dtype=np.int64).tolist():
                 self[index]
@@ -41,6 +47,7 @@ class Guarded:
         return len(self._dataset)
 
     def __getitem__(self, index: int, /) -> Sample:
+        self._files.check()
         sample = self._dataset[index]
         labels = sample.labels if self._labelled else sample.labels[-1:]  # the others are inputs, one place on
         for ids in (sample.input_ids, np.where(labels == IGNORE_INDEX, 0, labels)):

@@ -83,6 +83,7 @@ class IndexedDataset:
     def _tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """Tokens [window], places in them at which another sequence begins, and how many were found."""
         indices, source = self._indices, self._source
+        source.check()
         number = int(indices.shuffle[index])
         (first, offset), (last, end) = indices.samples[number : number + 2].tolist()
         sequences = indices.documents[first : last + 1]
@@ -96,7 +97,7 @@ class IndexedDataset:
         window = np.empty(self._window, np.int64)
         at = 0
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
-            window[at : at + count] = source.tokens[begin : begin + count]
+            window[at : at + count] = source.tokens(begin, count)
             at += count
         window[found:] = 0
         if self._cut.vocab_size is not None:

@@ -61,7 +61,8 @@ def _facts(source: IndexedTokens) -> dict[str, Any]:
     names = ("min", "p25", "median", "p75", "p95", "max")
     lengths = np.percentile(source.lengths, _QUANTILES, method="nearest").tolist() if len(source) else [0] * len(names)
     note = read_note(source.prefix)
-    tokens, used = source.total_tokens(), source.tokens
+    tokens = source.total_tokens()
+    ids = [(int(part.min()), int(part.max())) for part in source.all_tokens()]
     bin_bytes = bin_path(source.prefix).stat().st_size
     return {
         "prefix": str(source.prefix),
@@ -72,8 +73,8 @@ def _facts(source: IndexedTokens) -> dict[str, Any]:
         "bin_bytes": bin_bytes,
         "unused_bytes": max(0, bin_bytes - tokens * source.dtype.itemsize),
         "lengths": dict(zip(names, map(int, lengths), strict=True)),
-        "smallest_id": int(used.min()) if len(used) else None,
-        "largest_id": int(used.max()) if len(used) else None,
+        "smallest_id": min(low for low, _ in ids) if ids else None,
+        "largest_id": max(high for _, high in ids) if ids else None,
         "multimodal": source.modes is not None,
         "made_by": None if note is None else asdict(note),
     }

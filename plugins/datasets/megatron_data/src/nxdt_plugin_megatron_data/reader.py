@@ -1,15 +1,22 @@
-"""Reads ``.bin/.idx`` pairs through memory maps; both are checked whole when they are opened."""
+"""Reads ``.bin/.idx`` pairs; both are checked whole when they are opened.
+
+The index is mapped. Tokens are read: a mapped file that is truncated kills the process, and a read says so.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.data.watched import WatchedFiles
+from nxdt_core.errors import DataFileChanged, DataFileUnreadable
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
 from nxdt_plugin_megatron_data.format import DTYPES, HEADER, MAGIC, VERSION, bin_path, idx_path
 
@@ -17,7 +24,7 @@ __all__ = ["IndexedTokens"]
 
 
 class IndexedTokens:
-    """The sequences of one prefix. The arrays are views of the mapped files: none is read before it is used.
+    """The sequences of one prefix. The arrays are views of the mapped index: none is read before it is used.
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
@@ -41,7 +48,7 @@ class IndexedTokens:
         _, version, code, sequences, borders = HEADER.unpack(raw[: HEADER.size].tobytes())
         if version != VERSION or code not in DTYPES or DTYPES[code].kind not in "iu":
             raise BadIndexFile(path=str(index), reason=f"version {version} with the type {code} of tokens is unknown")
-        sizes = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * borders]).tolist()
+        sizes = [*accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * borders))]  # exact, unlike numpy's sums
         if len(raw) not in (sizes[-1], sizes[-1] + sequences):
             reason = f"it has {len(raw)} bytes; {sequences} sequences and {borders} document borders need {sizes[-1]}"
             raise BadIndexFile(path=str(index), reason=reason)
@@ -60,15 +67,55 @@ class IndexedTokens:
         found, needed = data.stat().st_size, self._bytes_needed()
         if found < needed:
             raise DataShorterThanIndex(path=str(data), found=found, needed=needed)
-        self.tokens: NDArray[Any] = _mapped(data)[: found - found % self.dtype.itemsize].view(self.dtype)
-        """All tokens of ``.bin``."""
+        if self.total_tokens() > found // self.dtype.itemsize:  # indices grow with the tokens: they could be endless
+            reason = f"its sequences have {self.total_tokens()} tokens, and {data} has {found // self.dtype.itemsize}"
+            raise BadIndexFile(path=str(index), reason=reason)
+        self._data = data
+        self._file = data.open("rb", buffering=0)
+        self._data_bytes = found
+        self._index = WatchedFiles([index], may_grow=False)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, sequence: int, /) -> NDArray[Any]:
-        begin = int(self.pointers[sequence]) // self.dtype.itemsize
-        return self.tokens[begin : begin + int(self.lengths[sequence])]
+        return self.tokens(int(self.pointers[sequence]) // self.dtype.itemsize, int(self.lengths[sequence]))
+
+    def check(self) -> None:
+        """See that the index, whose arrays are mapped, has its size.
+
+        Raises:
+            DataFileChanged: it has not.
+        """
+        self._index.check()
+
+    def tokens(self, begin: int, count: int) -> NDArray[Any]:
+        """Return ``count`` tokens of ``.bin`` from token ``begin`` on, whatever sequences they are of.
+
+        Raises:
+            DataFileChanged: the file has become shorter.
+            DataFileUnreadable: the disk does not give them.
+        """
+        size = self.dtype.itemsize
+        wanted, start = count * size, begin * size
+        parts: list[bytes] = []
+        try:
+            while wanted and (part := os.pread(self._file.fileno(), wanted, start)):
+                parts.append(part)
+                wanted, start = wanted - len(part), start + len(part)
+        except OSError as error:
+            raise DataFileUnreadable(path=str(self._data), reason=error.strerror or str(error)) from error
+        if wanted:
+            raise DataFileChanged(
+                path=str(self._data), before=self._data_bytes, now=os.fstat(self._file.fileno()).st_size
+            )
+        return np.frombuffer(b"".join(parts), self.dtype)
+
+    def all_tokens(self) -> Iterator[NDArray[Any]]:
+        """Yield all tokens of ``.bin`` in their order, some millions at a time."""
+        count = self._data_bytes // self.dtype.itemsize
+        for begin in range(0, count, _TOKENS):
+            yield self.tokens(begin, min(_TOKENS, count - begin))
 
     @property
     def documents(self) -> int:
@@ -96,6 +143,9 @@ class IndexedTokens:
             return 0
         ends = self.pointers.view("<u8") + self.lengths.astype("<u8") * np.uint64(self.dtype.itemsize)
         return int(ends.max())  # unsigned, since a damaged place may lie just below the end of what int64 holds
+
+
+_TOKENS = 1 << 22
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:
