@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shlex
 import shutil
 import sys
@@ -28,13 +30,14 @@ _COMMANDS = "cmd-args.log"
 def dated(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
     """With ``use_datetime_version`` the configuration of a run in a directory of its own: now, on the first rank.
 
-    Collective. A run that resumes stays where it is, and so does one whose directory has a name.
+    Collective. A run that resumes stays where it is, and so does one whose directory has a name. Where the directory
+    exists, since another run began in the same second or the clock was set back, the name gets a number.
     """
     manager = config.run.exp_manager
     named = manager.version is not None or manager.explicit_log_dir is not None
     if not manager.use_datetime_version or named or config.run.checkpoint.resume_if_exists:
         return config
-    version = ranks.broadcast_object(f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    version = ranks.broadcast_object(_unused(config.run_dir, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
     run_dir = config.run_dir / version
     return replace(
         config,
@@ -42,6 +45,12 @@ def dated(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
         run_dir=run_dir,
         checkpoint_uri=config.run.checkpoint.uri or str(run_dir / "checkpoints"),
     )
+
+
+def _unused(directory: Path, name: str) -> str:
+    """Return ``name``, with the first number from 2 on for which the directory holds nothing of that name."""
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    return next(each for each in names if not os.path.lexists(directory / each))
 
 
 def make_run_dir(config: ResolvedConfig) -> None:

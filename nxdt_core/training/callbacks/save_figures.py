@@ -62,7 +62,7 @@ class SaveFigures:
         if self._captured_at is None:
             return {}
         newest = {} if self._newest is None else self._newest.columns()
-        named = {"age_s": time.time() - self._captured_at, **newest}
+        named = {"age_s": max(0.0, time.time() - self._captured_at), **newest}  # clocks are set, also backwards
         return {f"checkpoint_{name}": value for name, value in named.items()}
 
     def resumed(self, manifest: Manifest) -> None:
