@@ -101,7 +101,11 @@ class HFWeights:
 
     def _open(self, file: str) -> None:
         path = self._directory / file
-        if not path.is_file():
+        try:
+            exists = path.is_file()
+        except OSError as error:  # a name that is too long
+            raise HFFileDamaged(path=str(self._directory / INDEX), reason=str(error)) from error
+        if not exists:
             raise HFFileMissing(directory=str(self._directory), wanted=f"'{file}'")
         try:
             handle = self._stack.enter_context(safe_open(path, framework="pt", device=HOST.type))

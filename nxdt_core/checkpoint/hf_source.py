@@ -57,7 +57,7 @@ class HFSource:
         """
         if not facts:
             return None
-        found = {each.name: facts.get(each.name) for each in fields(cls)}
+        found: dict[str, Any] = {each.name: facts.get(each.name) for each in fields(cls)}
         kinds = {"path": str, "config": dict, "generation": dict, "tokens": dict, "left_out": list}
         wrong = next((name for name, kind in kinds.items() if not isinstance(found[name], kind)), None)
         for name in ("config", "generation"):

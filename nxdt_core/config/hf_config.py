@@ -52,8 +52,8 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
         path = resolve_path(locator.locate(node, FilePath()).value)
     except PackageNotFound:  # told by reading, as a wrong value
         return HFConfig()
-    path = path / "config.json" if path.is_dir() else path
     try:
+        path = path / "config.json" if path.is_dir() else path
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         return HFConfig(path=path, problem=file_problem(path, error, place))

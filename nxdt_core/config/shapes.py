@@ -143,13 +143,23 @@ class Nothing:
         return {"type": "null"}
 
 
+_NAME_BYTES = 255
+"""Of a name within a path, which is what Linux accepts."""
+
+
+def _is_path(text: str) -> bool:
+    """Whether the operating system accepts a path; it raises an error even at the question whether others exist."""
+    names = text.encode(errors="replace").split(b"/")
+    return bool(text) and "\0" not in text and all(len(name) <= _NAME_BYTES for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class FilePath:
     """``Path``: a file or directory to read. The configuration makes it absolute before it is read here."""
 
     def read(self, value: Any) -> Path:
         """As :meth:`Shape.read`."""
-        if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        if not isinstance(value, (str, Path)) or not _is_path(str(value)):
             raise Mismatch(describe_value(value))
         return Path(value)
 

@@ -315,6 +315,13 @@ def test_an_index_of_hugging_face_names_no_files_elsewhere(hf: Path, builder: Mo
         import_all(hf, builder)
 
 
+def test_an_index_of_hugging_face_whose_names_are_too_long_is_damage(hf: Path, builder: ModelBuilder) -> None:
+    names = dict.fromkeys(weights(), "a" * 300)
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(HFFileDamaged, match="File name too long"):
+        import_all(hf, builder)
+
+
 # --- manifests that carry a right digest and say what is not so -------------------------------------------------------
 
 

@@ -179,6 +179,8 @@ def test_settings_that_another_one_makes_idle_are_noted(load, good, overrides, n
         ("base: ~nobody-is-called-so/x", [], "~nobody-is-called-so/x"),
         ("", ["model.model_config=~nobody-is-called-so/x"], "~nobody-is-called-so/x"),
         ("", ['data.train_files=["a\\0b"]'], "data.train_files"),
+        ("", [f"data.train_files=[{'a' * 300}]"], "data.train_files"),
+        ("", [f"model.model_config={'a' * 300}"], "model.model_config"),
     ],
 )
 def test_values_at_which_python_raises_are_problems(report, good, more, overrides, found):

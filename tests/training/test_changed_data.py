@@ -87,12 +87,12 @@ def chats(directory, name):
 
 
 def stream(directory, name):
-    path = directory / name
-    table = pa.table({"input_ids": ROWS})
+    path, rows = directory / name, ROWS[:50]  # so few that the run reads the file a second time
+    table = pa.table({"input_ids": rows})
     if name.endswith(".parquet"):
         pq.write_table(table, path, row_group_size=20)
     elif name.endswith(".jsonl"):
-        path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ROWS))
+        path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     else:
         with pa.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=20)
