@@ -92,6 +92,7 @@ def test_mlflow_has_the_figures_and_the_configuration(small_run, metric_rows, tm
     if store == "by variable":
         path = tmp_path / "all.db"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+        monkeypatch.chdir(tmp_path)  # where such a store keeps artifacts
     train(config)
     client = MlflowClient(f"sqlite:///{path}")
     experiment = client.get_experiment_by_name("tests")
