@@ -134,6 +134,13 @@ def test_other_addresses_are_left_alone(text):
     assert without_credentials(text) == text
 
 
+@pytest.mark.parametrize("part", ["a", "a://b:c", "a://b:c ", "://", ":", "a@", "'a://b"])
+def test_long_texts_are_searched_in_linear_time(part):
+    """A value of 70,000 letters took a minute; the square of these lengths would take hours."""
+    text = part * 100_000
+    assert without_credentials(f"{text} s3://key:secret@bucket").endswith(" s3://********@bucket")
+
+
 def test_command_lines_are_written_without_secrets(load, good):
     resolved = load(good, LITERAL, "name=${oc.env:NXDT_CANARY}", "seed=3")
     words = shown_words(resolved, ["nxdt", "train", "run.yaml", *resolved.overrides])
