@@ -1,17 +1,21 @@
 """The environment of all tests, the fixtures that tests of the core and of plugins share, and the seed of samples.
 
 ``make test``, plain ``pytest PATH`` and the workers of pytest-xdist all load this file first, so all run with the same
-settings: one thread per process, unless the caller sets ``OMP_NUM_THREADS``, and text in UTF-8.
+settings: one thread per process, unless the caller sets ``OMP_NUM_THREADS``, text in UTF-8, and compiled files of
+Python kept.
 """
 
 import locale
 import os
+import sys
 
 import pytest
 
 from tests.sampling import DEFAULT, resolve, takes_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the hundreds of processes compiles the package once more
+sys.dont_write_bytecode = False
 os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/test_encodings.py tries other encodings
 locale.setlocale(locale.LC_ALL, "")
 
