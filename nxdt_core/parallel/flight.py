@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d as c10d
 __all__ = ["CollectiveCounts", "count_collectives", "keep_record", "last_collectives"]
 
 _READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-_KEPT = "256"
-"""Collectives that the ring holds unless ``TORCH_FR_BUFFER_SIZE`` says otherwise: a few layers of a step."""
+_KEPT = "2000"
+"""Collectives that the ring holds unless ``TORCH_FR_BUFFER_SIZE`` says otherwise: NCCL's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
