@@ -113,7 +113,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path, launcher, stopped):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     before = (torchrun if launcher == "torchrun" else ()) + ("-m", "nxdt_core", "train")
     more = ("distributed_strategy.timeout_s=6", "name=stopped")
-    status, _, err = finish(faulty(tmp_path, f"SIGSTOP {stopped} 2", *more, before=before), timeout_s=100)
+    status, _, err = finish(faulty(tmp_path, f"SIGSTOP {stopped} 50", *more, before=before), timeout_s=100)
     assert status == 1
     host = socket.gethostname()
     assert re.search(rf"\[NXDT-P080\] No heartbeat came for \d+ s from rank {stopped} on {host}", err), err
@@ -121,7 +121,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path, launcher, stopped):
     assert err.count("NXDT-P080") == 1
     files = sorted(path.name for path in (tmp_path / "stopped" / "stacks").iterdir())
     if launcher == "nxdt" or stopped == 1:
-        assert re.search(r"process \d+ was stopped by a signal; last heartbeat: step \d, \w+, last collective: ", err)
+        assert re.search(r"process \d+ was stopped by a signal; last heartbeat: step \d+, \w+[,)]", err)
         assert files == ["rank-00000.txt", "rank-00001.txt"], "a stopped rank is continued to write its stacks"
     else:
         assert files == ["rank-00001.txt"], "the hub is in the rank that is stopped"

@@ -57,7 +57,8 @@ class Heartbeat:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin, in a thread that ends with the process."""
+        """Send the first heartbeat, and begin a thread for all others; it ends with the process."""
+        self._send(self._now())
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
