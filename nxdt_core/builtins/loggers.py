@@ -101,8 +101,8 @@ class _EventFiles(TensorBoardLogger):
 
 @cache
 def _quieten_writer() -> None:
-    """Let Python print no traceback where TensorBoard's thread cannot write: the thread hands the error to whoever logs
-    or flushes next."""
+    """Let Python print no traceback where TensorBoard's thread cannot write: the thread hands the error to the next
+    call that logs or flushes."""
     before = threading.excepthook
 
     def hook(ended: threading.ExceptHookArgs) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from nxdt_core.errors import CheckpointIsNoFile, StorageDenied, StorageError, StorageFull, StoragePathIsFile
 from nxdt_core.regular_files import NotRegularFile
 
-__all__ = ["explained", "explained_os_errors"]
+__all__ = ["explained", "explained_os_errors", "reason_of"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -37,3 +37,8 @@ def explained_os_errors(where: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise explained(error, where) from error
+
+
+def reason_of(error: OSError | StorageError) -> str:
+    """Return what a store failed with, without the advice, for a warning about something that is tried again."""
+    return error.what() if isinstance(error, StorageError) else str(error)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
+from nxdt_core.checkpoint.faults import reason_of
 from nxdt_core.errors import StorageError
 
 __all__ = ["Heartbeat"]
@@ -38,8 +39,7 @@ class Heartbeat:
                 self._beat()
             except (OSError, StorageError) as error:
                 if not failing:
-                    reason = error.what() if isinstance(error, StorageError) else str(error)
-                    _log.warning("the heartbeat of %s fails, and will be tried again: %s", self._what, reason)
+                    _log.warning("the heartbeat of %s fails, and will be tried again: %s", self._what, reason_of(error))
                 failing = True
             else:
                 failing = False

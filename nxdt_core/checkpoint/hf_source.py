@@ -59,12 +59,14 @@ class HFSource:
             return None
         found: dict[str, Any] = {each.name: facts.get(each.name) for each in fields(cls)}
         kinds = {"path": str, "config": dict, "generation": dict, "tokens": dict, "left_out": list}
-        wrong = next((name for name, kind in kinds.items() if not isinstance(found[name], kind)), None)
-        for name in ("config", "generation"):
-            for key in SPECIAL if wrong is None else ():
-                wrong = wrong if _are_ids(found[name].get(key)) else f"{name}.{key}"
-        if wrong is not None:
-            raise ValueError(f"the value of 'hf.{wrong}' is not of its type")
+        wrong = [name for name, kind in kinds.items() if not isinstance(found[name], kind)] or [
+            f"{name}.{key}"
+            for name in ("config", "generation")
+            for key in SPECIAL
+            if not _are_ids(found[name].get(key))
+        ]
+        if wrong:
+            raise ValueError(f"the value of 'hf.{wrong[0]}' is not of its type")
         return cls(**{**found, "left_out": tuple(found["left_out"])})
 
     def facts(self) -> dict[str, Any]:

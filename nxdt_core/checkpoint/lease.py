@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import final
 
 from nxdt_core.checkpoint.committed import greatest_fencing, read_object
+from nxdt_core.checkpoint.faults import reason_of
 from nxdt_core.checkpoint.heartbeat import Heartbeat
 from nxdt_core.checkpoint.owner import Owner, decode_owner
 from nxdt_core.errors import OwnershipLost, StorageError, StoreInUse
@@ -93,8 +94,7 @@ class Lease:
         try:
             _put(self._storage, _beat_key(self.fencing), _RELEASED)
         except (OSError, StorageError) as error:
-            reason = error.what() if isinstance(error, StorageError) else str(error)
-            _log.warning("%s still says that this run owns it: %s", self._storage.uri, reason)
+            _log.warning("%s still says that this run owns it: %s", self._storage.uri, reason_of(error))
 
     def _beat(self) -> None:
         self._count += 1

@@ -1,7 +1,7 @@
 """Sizes of files that a run keeps reading, compared with those at its start.
 
 A page of a mapped file that lies behind its end kills the process (SIGBUS), and a shorter file of records looks like a
-complete one. So whoever maps or reads a file again looks at its size first. What remains is a file that is truncated
+complete one. So code that maps or reads a file again looks at its size first. What remains is a file that is truncated
 between the look and the read, and one that is overwritten with as many bytes.
 """
 
@@ -20,7 +20,7 @@ class WatchedFiles:
     """Files, and their sizes when this was made.
 
     Args:
-        paths: the files; one that does not exist is left to whoever opens it.
+        paths: the files; one that does not exist is left to the code that opens it.
         may_grow: whether more bytes behind the known ones do no harm.
     """
 

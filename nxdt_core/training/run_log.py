@@ -44,7 +44,7 @@ class _File(logging.FileHandler):
             self._fail(error)
 
     def close(self) -> None:
-        """Close the file, whatever becomes of a line that is still in memory."""
+        """Close the file, even if a line that is still in memory cannot be written."""
         with suppress(OSError):
             super().close()
 

@@ -243,10 +243,7 @@ class Shards(Manifests):
         header = json.loads(good[8 : 8 + size])
 
         def encoded(table: Any) -> bytes:
-            try:
-                text = json.dumps(table).encode()
-            except ValueError:
-                text = b"{"
+            text = _encoded(table)
             text += b" " * (size - len(text))  # so that the elements stay where they are, if it fits
             return len(text).to_bytes(8, "little") + text + good[8 + size :]
 
@@ -254,24 +251,12 @@ class Shards(Manifests):
         return content.map(lambda data: (name, data, None))
 
     def _state(self, name: str) -> st.SearchStrategy[tuple[str, bytes, bytes | None]]:
-        def encoded(table: Any) -> bytes:
-            try:
-                return json.dumps(table).encode()
-            except ValueError:
-                return b"{"
-
-        content = st.one_of(changed([json.loads(self._good[name])]).map(encoded), changed_bytes(self._good[name]))
+        content = st.one_of(changed([json.loads(self._good[name])]).map(_encoded), changed_bytes(self._good[name]))
         return content.map(lambda data: (name, data, None))
 
     def _digests(self, name: str) -> st.SearchStrategy[tuple[str, bytes, bytes | None]]:
-        def encoded(table: Any) -> bytes:
-            try:
-                return json.dumps(table).encode()
-            except ValueError:
-                return b"{"
-
         content = st.one_of(
-            changed([json.loads(self._good_digests[name])]).map(encoded), changed_bytes(self._good_digests[name])
+            changed([json.loads(self._good_digests[name])]).map(_encoded), changed_bytes(self._good_digests[name])
         )
         return content.map(lambda data: (name, self._good[name], data))
 
@@ -296,6 +281,14 @@ class Shards(Manifests):
         finally:
             (self._prefix / name).write_bytes(self._good[name])
             (self._prefix / digests_name(name)).write_bytes(self._good_digests[name])
+
+
+def _encoded(table: Any) -> bytes:
+    """Return a table as JSON; the beginning of one where it holds what JSON has no word for."""
+    try:
+        return json.dumps(table).encode()
+    except ValueError:
+        return b"{"
 
 
 def _digests_of(content: bytes) -> BlockDigests:

@@ -3,22 +3,12 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from nxdt_core import checkpoint
 from nxdt_core.training import assemble, train
-
-
-def wait_for_rows(path, count, process, deadline_s=120):
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if path.exists() and len(path.read_text().splitlines()) >= count:
-            return
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    pytest.fail(f"no {count} rows in {path} after {deadline_s} s")
+from tests.training.launching import wait_for_rows
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

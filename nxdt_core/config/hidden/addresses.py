@@ -18,7 +18,7 @@ _CREDENTIALS = re.compile(
 
 
 _WORD = re.compile(r"[^\s'\"]+")
-"""What an address lies in."""
+"""Text that may contain an address."""
 
 
 def without_credentials(text: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nxdt_core.parallel.environment import Place
-from nxdt_core.parallel.flight import count_collectives, last_collectives
+from nxdt_core.parallel.flight import read_collectives
 from nxdt_core.progress import PROGRESS
 from nxdt_core.training.launch.messages import Beat
 
@@ -90,7 +90,7 @@ class Heartbeat:
 
     def _summary(self) -> str:
         head = f"Rank {self._place.rank} on {self._place.host}, process {os.getpid()}, step {PROGRESS.step}"
-        lines = last_collectives(_COLLECTIVES) or ["none recorded"]
+        lines = read_collectives(_COLLECTIVES).newest or ["none recorded"]
         return "\n".join([f"{head}, {PROGRESS.phase}", "", "Newest collectives:", *lines, "", ""])
 
     def _beat(self) -> None:
@@ -107,7 +107,7 @@ class Heartbeat:
                 return
 
     def _now(self) -> Beat:
-        counts = count_collectives()
+        collectives = read_collectives(1)
         return Beat(
             rank=self._place.rank,
             host=self._place.host,
@@ -116,10 +116,10 @@ class Heartbeat:
             step=PROGRESS.step,
             phase=PROGRESS.phase,
             count=PROGRESS.count,
-            begun=counts.begun,
-            done=counts.done,
-            waiting=counts.waiting,
-            last="".join(last_collectives(1)),
+            begun=collectives.begun,
+            done=collectives.done,
+            waiting=collectives.waiting,
+            last="".join(collectives.newest),
             cpu_s=time.process_time() + _cpu_of_children_s(os.getpid()),
         )
 

@@ -90,7 +90,7 @@ class IndexedTokens:
         self._index.check()
 
     def tokens(self, begin: int, count: int) -> NDArray[Any]:
-        """Return ``count`` tokens of ``.bin`` from token ``begin`` on, whatever sequences they are of.
+        """Return ``count`` tokens of ``.bin`` from token ``begin`` on, across the borders of sequences.
 
         Raises:
             DataFileChanged: the file has become shorter.
