@@ -28,7 +28,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.bins import first_fit_decreasing
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 SEQUENCE = 512
@@ -94,10 +94,10 @@ def training(path: Path, rounds: int, steps: int) -> float:
             ],
         )
         if engine is None:
-            engine = assemble.engine(config)
+            engine = build.engine(config)
             engine.start()
         begun = time.process_time()
-        dataset = cast(ChatDataset, assemble.dataloader(config, assemble.tokenizer(config)).split("train"))
+        dataset = cast(ChatDataset, build.dataloader(config, build.tokenizer(config)).split("train"))
         report = dataset.report()
         if name == "packed":
             rate = report.tokens.tokens / (time.process_time() - begun)
@@ -126,7 +126,7 @@ class Loop:
 
     def __init__(self, config: ResolvedConfig, dataset: ChatDataset, model: object, optimizer: object) -> None:
         self._parts = model, optimizer
-        self._objective, self._schedule = assemble.objective(config), assemble.schedule(config)
+        self._objective, self._schedule = build.objective(config), build.schedule(config)
         self._state = TrainState()
         data = config.run.data
         self._batches: Iterator[Sequence[Batch]] = iter(

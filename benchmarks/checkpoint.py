@@ -29,9 +29,9 @@ from unittest import mock
 
 import torch
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model_into, read_manifest, save_checkpoint
-from nxdt_core.checkpoint.safetensors_layout import bytes_of
+from nxdt_core.checkpoint.format.safetensors_stream import bytes_of
 from nxdt_core.training.step_times import STEPS, StepTimes
 
 TENSOR_BYTES = 32 * 2**20
@@ -129,7 +129,7 @@ class NoDigest:
 
 
 def write_undigested(state: State, path: Path) -> None:
-    with mock.patch("nxdt_core.checkpoint.digests.xxh3_128", NoDigest):
+    with mock.patch("nxdt_core.checkpoint.format.digests.xxh3_128", NoDigest):
         write_ours(state, path)
 
 

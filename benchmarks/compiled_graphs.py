@@ -26,7 +26,7 @@ from nxdt_core.devices import PROFILES, profile_of
 from nxdt_core.parallel.compile import GraphCounts
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 _SEQUENCE, _ROWS = 64, 2
@@ -111,11 +111,11 @@ def count(case: Case, steps: int, layers: int, backend: str) -> Row:
         **case.keys,
     }
     config = load(f"recipe:{case.recipe}", [f"{key}={value}" for key, value in keys.items()])
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     late = GraphCounts()
     own = 2 * case.ranks // engine.rank_info.dp_size
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 
 CLOCK = Path(__file__).with_name("step_clock.py")
 WARM_UP = 3
@@ -76,17 +76,17 @@ def nxdt_step_ms(config: ResolvedConfig) -> float:
 
 def bare_step_ms(config: ResolvedConfig, steps: int) -> float:
     """The loop that a person would write: forward, loss, backward, clip, step."""
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = engine.initialize_model(
-        assemble.model_builder(config), precision=assemble.precision(config), seed=config.run.seed
+        build.model_builder(config), precision=build.precision(config), seed=config.run.seed
     ).local_modules()[0]
     optim = config.selected("optimizer").config
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
     )
-    dataset = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
-    loader = assemble.batches(config, engine, dataset)
+    dataset = build.dataloader(config, build.tokenizer(config)).split("train")
+    loader = build.batches(config, engine, dataset)
     model.train()
     ticks = []
     for _, (batch,) in zip(range(steps), loader, strict=False):

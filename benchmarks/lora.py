@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.hf import save_hf
+from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.config import load
 from nxdt_core.devices import profile_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 SHAPES = {
@@ -92,13 +92,13 @@ def contenders(shape: str, seq: int, dropout: float, variant: str) -> tuple[Cont
     given += ["adapter.name=lora", f"adapter.lora_rank={RANK}", f"adapter.lora_alpha={ALPHA}"]
     given += [f"adapter.lora_dropout={dropout}", *(f"adapter.{key}=true" for key in VARIANTS[variant])]
     config = load("recipe:llama-tiny", given)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
-    for adapter in assemble.adapters(config):
+    for adapter in build.adapters(config):
         adapter.begin(model, config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     ids = torch.randint(0, 4096, (2, seq), generator=torch.Generator().manual_seed(0))
     batch = Batch(input_ids=ids, labels=ids.roll(-1, 1))
     ours = Contender(
@@ -109,7 +109,7 @@ def contenders(shape: str, seq: int, dropout: float, variant: str) -> tuple[Cont
     )
     with tempfile.TemporaryDirectory() as directory:
         base = {name: weight for name, weight in model.state_dict().items() if name not in model.added}
-        save_hf(Path(directory, "base"), assemble.model_builder(config), base)  # type: ignore[arg-type]
+        save_hf(Path(directory, "base"), build.model_builder(config), base)  # type: ignore[arg-type]
         theirs = _of_peft(Path(directory, "base"), ids, dropout, engine.device, variant)
     return ours, theirs
 

@@ -31,14 +31,14 @@ from nxdt_plugin_mixtral.builder import MixtralBuilder
 from nxdt_plugin_mixtral.config import MixtralConfig, MoEConfig
 from torch.nn import functional
 
-from nxdt_core.checkpoint.hf import load_hf
+from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.devices import HOST, current_device, profile_of
-from nxdt_core.nn.experts import SwiGLUExperts
-from nxdt_core.nn.loss import cross_entropy_sum
-from nxdt_core.nn.moe import MixtureOfExperts
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.nn.moe.experts import SwiGLUExperts
+from nxdt_core.nn.moe.layer import MixtureOfExperts
+from nxdt_core.nn.moe.router import TopKRouter
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.rotary import RotaryEmbedding, rotate
-from nxdt_core.nn.router import TopKRouter
 from nxdt_core.protocols.model import HFExchange
 
 Work = Callable[[], object]

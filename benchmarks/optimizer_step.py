@@ -19,7 +19,7 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.devices import profile_of
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 
 SHAPES = {
     "1M": ("model.num_layers=2", "model.hidden_size=160", "model.ffn_hidden_size=448"),
@@ -78,7 +78,7 @@ class Contender:
 def of_nxdt(shape: tuple[str, ...], *optim: str, precision: tuple[str, ...] = ()) -> Contender:
     """What a run steps with, the decision on figures that are not finite included."""
     config = load("recipe:llama-tiny", [*shape, *precision, *(f"model.optim.{key}" for key in optim)])
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
@@ -94,7 +94,7 @@ def of_nxdt(shape: tuple[str, ...], *optim: str, precision: tuple[str, ...] = ()
 def of_torch(shape: tuple[str, ...], *, fused: bool) -> Contender:
     """The same parameters under torch's AdamW, norms without decay there too."""
     config = load("recipe:llama-tiny", list(shape))
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     parameters = [p for _, p in primitives.initialize_parallel_model(config, engine).named_parameters()]
     decayed, exempt = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]

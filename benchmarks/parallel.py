@@ -29,7 +29,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.parallel.pipeline.schedules import bubble_fraction
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 SEQ, ROWS, VOCAB = 256, 8, 1024
@@ -144,11 +144,11 @@ def slowest(two: list[Measured]) -> float:
 def measure(overrides: list[str], rows: int, steps: int, profiled: bool) -> Measured:
     """What each rank runs: train on one repeated batch, the first steps unmeasured."""
     config = configuration(overrides, rows)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     batches = own_batches(rows, engine.rank_info.dp_rank, engine.rank_info.dp_size)
 
     def step() -> None:

@@ -33,7 +33,7 @@ from typing import ClassVar
 import pluggy
 
 from nxdt_core._version import __version__
-from nxdt_core.errors import BadComponentRecord
+from nxdt_core.errors.plugins import BadComponentRecord
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -192,7 +192,7 @@ class ObjectiveComponent(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineComponent(Component):
-    """A :class:`nxdt_core.protocols.engine.ParallelEngine`."""
+    """A :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from nxdt_core.errors import AcceleratorMissing, UnknownAccelerator
+from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
 
 __all__ = [
     "HOST",

@@ -6,13 +6,18 @@ A hook of mkdocs (``hooks:`` in ``mkdocs.yml``); each function that gives a page
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import click
+
+from nxdt_core.errors import NxdtError
 
 PAGES: dict[str, Callable[[], str]] = {}
 """Path below ``docs/`` → function that gives the page's Markdown."""
@@ -90,9 +95,6 @@ def cli_page() -> str:
 @page("reference/errors.md")
 def errors_page() -> str:
     """Every error code, what it stands for, and the sentence that says what to do."""
-    from nxdt_core import errors
-
-    kinds = {getattr(errors, name).code: getattr(errors, name) for name in errors.__all__}
     lines = [
         "# Error codes",
         "",
@@ -102,12 +104,23 @@ def errors_page() -> str:
         "| code | meaning | what to do |",
         "|---|---|---|",
     ]
-    for code, kind in sorted(kinds.items()):
-        if hasattr(kind, "happened"):
-            remedy = "" if re.fullmatch(r"{\w+}", kind.remedy) else kind.remedy
-            remedy = remedy.replace("|", "\\|").replace("{{", "{").replace("}}", "}")
-            lines.append(f"| `{code}` | {_markup((inspect.getdoc(kind) or '').partition(chr(10))[0])} | {remedy} |")
+    for code, kind in sorted((kind.code, kind) for kind in error_kinds()):
+        remedy = "" if re.fullmatch(r"{\w+}", kind.remedy) else kind.remedy
+        remedy = remedy.replace("|", "\\|").replace("{{", "{").replace("}}", "}")
+        lines.append(f"| `{code}` | {_markup((inspect.getdoc(kind) or '').partition(chr(10))[0])} | {remedy} |")
     return "\n".join(lines)
+
+
+def error_kinds() -> list[type[NxdtError]]:
+    """Every error with a sentence, of the core and of the plugins that are installed."""
+    from nxdt_core import errors
+    from nxdt_core.kernel import Kernel
+
+    families = [f"{errors.__name__}.{module.name}" for module in pkgutil.iter_modules(errors.__path__)]
+    families += [f"{plugin.module}.errors" for plugin in Kernel.start().plugins if plugin.module]
+    modules = [import_module(name) for name in families if find_spec(name) is not None]
+    found = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
+    return [kind for kind in found if issubclass(kind, NxdtError) and hasattr(kind, "happened")]
 
 
 def _phase_text(phase: ModuleType) -> str:

@@ -83,7 +83,7 @@ def _resume(bench: Bench, steps: int) -> None:
 
 def _not_finite(bench: Bench) -> None:
     """The first update makes weights that give no finite gradient."""
-    from nxdt_core.errors import StepNotFinite
+    from nxdt_core.errors.training import StepNotFinite
 
     broken = ("model.optim.lr=1e30", "trainer.gradient_clip_val=null", "checkpoint.enabled=true")
     _train(bench, "skips", 4, *broken, "trainer.nonfinite=skip")

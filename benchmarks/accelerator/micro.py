@@ -13,12 +13,12 @@ from torch.multiprocessing.spawn import spawn
 
 from accelerator.bench import Bench
 from nxdt_core.devices import HOST, peak_flops, profile_of
-from nxdt_core.nn.attention import CausalAttention
-from nxdt_core.nn.rounding import rounding_key
+from nxdt_core.nn.attention.grouped_query import CausalAttention
+from nxdt_core.nn.random.rounding import rounding_key
 from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, can_compile
 from nxdt_core.parallel.rounding.updates import round_into
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.parallel.piece import Box
 
 __all__ = ["kernels"]
 

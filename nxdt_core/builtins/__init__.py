@@ -44,33 +44,33 @@ def nxdt_tokenizers() -> list[TokenizerComponent]:
     return [
         TokenizerComponent(
             name="byte",
-            target=f"{_HERE}.tokenizer_byte:ByteTokenizer",
-            config=f"{_HERE}.tokenizer_config:ByteTokenizerConfig",
+            target=f"{_HERE}.tokenizers.byte:ByteTokenizer",
+            config=f"{_HERE}.tokenizers.config:ByteTokenizerConfig",
             summary="UTF-8 bytes and three special tokens; needs no files",
         ),
         TokenizerComponent(
             name="huggingface",
-            target=f"{_HERE}.tokenizer_huggingface:HuggingFaceTokenizer",
-            config=f"{_HERE}.tokenizer_config:HuggingFaceTokenizerConfig",
+            target=f"{_HERE}.tokenizers.huggingface:HuggingFaceTokenizer",
+            config=f"{_HERE}.tokenizers.config:HuggingFaceTokenizerConfig",
             summary="tokenizer.json or a pretrained directory",
             aliases=("hf",),
         ),
         TokenizerComponent(
             name="megatron",
-            target=f"{_HERE}.tokenizer_megatron:MegatronTokenizer",
-            config=f"{_HERE}.tokenizer_config:MegatronTokenizerConfig",
+            target=f"{_HERE}.tokenizers.megatron:MegatronTokenizer",
+            config=f"{_HERE}.tokenizers.config:MegatronTokenizerConfig",
             summary="GPT-2's byte-level BPE from vocab.json and merges.txt",
         ),
         TokenizerComponent(
             name="sentencepiece",
-            target=f"{_HERE}.tokenizer_sentencepiece:SentencePieceTokenizer",
-            config=f"{_HERE}.tokenizer_config:SentencePieceTokenizerConfig",
+            target=f"{_HERE}.tokenizers.sentencepiece:SentencePieceTokenizer",
+            config=f"{_HERE}.tokenizers.config:SentencePieceTokenizerConfig",
             summary="a SentencePiece model file, with tokens appended where they are asked for",
         ),
         TokenizerComponent(
             name="tiktoken",
-            target=f"{_HERE}.tokenizer_tiktoken:TiktokenTokenizer",
-            config=f"{_HERE}.tokenizer_config:TiktokenTokenizerConfig",
+            target=f"{_HERE}.tokenizers.tiktoken:TiktokenTokenizer",
+            config=f"{_HERE}.tokenizers.config:TiktokenTokenizerConfig",
             summary="a file of BPE ranks, such as Llama 3's tokenizer.model",
         ),
     ]
@@ -100,8 +100,8 @@ def nxdt_checkpoint_storages() -> list[StorageComponent]:
     return [
         StorageComponent(
             name="local",
-            target=f"{_HERE}.storage_local:LocalStorage",
-            config=f"{_HERE}.storage_config:LocalStorageConfig",
+            target=f"{_HERE}.storage.local:LocalStorage",
+            config=f"{_HERE}.storage.config:LocalStorageConfig",
             summary="a directory; atomic rename, files and directories fsynced",
             uri_schemes=("file",),
         )
@@ -114,7 +114,7 @@ def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
     return [
         CheckpointFormatComponent(
             name="hf",
-            target="nxdt_core.checkpoint.hf_format:HFFormat",
+            target="nxdt_core.checkpoint.hf.format:HFFormat",
             summary="a Hugging Face directory with config.json and safetensors weights",
         )
     ]
@@ -150,8 +150,8 @@ def nxdt_callbacks() -> list[CallbackComponent]:
     return [
         CallbackComponent(
             name="generations",
-            target=f"{_HERE}.callback_generations:Generations",
-            config=f"{_HERE}.callback_config:GenerationsConfig",
+            target=f"{_HERE}.callbacks.generations:Generations",
+            config=f"{_HERE}.callbacks.config:GenerationsConfig",
             summary="what the model writes behind some prompts, at each validation",
         )
     ]
@@ -163,19 +163,19 @@ def nxdt_loggers() -> list[LoggerComponent]:
     return [
         LoggerComponent(
             name="tensorboard",
-            target=f"{_HERE}.loggers:tensorboard",
+            target=f"{_HERE}.loggers.build:tensorboard",
             summary="TensorBoard event files in the run's directory",
         ),
         LoggerComponent(
             name="wandb",
-            target=f"{_HERE}.loggers:wandb",
-            config=f"{_HERE}.logger_config:WandbConfig",
+            target=f"{_HERE}.loggers.build:wandb",
+            config=f"{_HERE}.loggers.config:WandbConfig",
             summary="Weights & Biases; needs nxdt-core[wandb]",
         ),
         LoggerComponent(
             name="mlflow",
-            target=f"{_HERE}.loggers:mlflow",
-            config=f"{_HERE}.logger_config:MLFlowConfig",
+            target=f"{_HERE}.loggers.build:mlflow",
+            config=f"{_HERE}.loggers.config:MLFlowConfig",
             summary="MLflow; needs nxdt-core[mlflow]",
         ),
     ]

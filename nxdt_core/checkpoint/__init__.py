@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxdt_core.checkpoint.committed import read_manifest
-    from nxdt_core.checkpoint.load import (
+    from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest
+    from nxdt_core.checkpoint.ownership.store_owner import Ownership, own, owned
+    from nxdt_core.checkpoint.read.committed import read_manifest
+    from nxdt_core.checkpoint.read.load import (
         load_model,
         load_model_into,
         load_optimizer,
@@ -18,15 +20,13 @@ if TYPE_CHECKING:
         load_state,
         saved_ranks,
     )
-    from nxdt_core.checkpoint.manager import CheckpointManager
-    from nxdt_core.checkpoint.manifest import CheckpointFacts, Manifest
-    from nxdt_core.checkpoint.ownership import Ownership, own, owned
-    from nxdt_core.checkpoint.report import SaveReport
-    from nxdt_core.checkpoint.retention import Retention, delete_step, prune
-    from nxdt_core.checkpoint.save import save_checkpoint
+    from nxdt_core.checkpoint.read.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
     from nxdt_core.checkpoint.signing import Signer, TrustedKeys
-    from nxdt_core.checkpoint.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
     from nxdt_core.checkpoint.storage import check_writable, locate, open_storage
+    from nxdt_core.checkpoint.write.manager import CheckpointManager
+    from nxdt_core.checkpoint.write.report import SaveReport
+    from nxdt_core.checkpoint.write.retention import Retention, delete_step, prune
+    from nxdt_core.checkpoint.write.save import save_checkpoint
 
 __all__ = [
     "CheckpointFacts",
@@ -60,34 +60,34 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CheckpointFacts": "manifest",
-    "CheckpointManager": "manager",
-    "CheckpointStatus": "status",
-    "Manifest": "manifest",
-    "Ownership": "ownership",
-    "Retention": "retention",
-    "SaveReport": "report",
+    "CheckpointFacts": "format.manifest",
+    "CheckpointManager": "write.manager",
+    "CheckpointStatus": "read.status",
+    "Manifest": "format.manifest",
+    "Ownership": "ownership.store_owner",
+    "Retention": "write.retention",
+    "SaveReport": "write.report",
     "Signer": "signing",
     "TrustedKeys": "signing",
     "check_writable": "storage",
-    "delete_step": "retention",
-    "find_checkpoint": "status",
-    "latest": "status",
-    "list_checkpoints": "status",
-    "load_model": "load",
-    "load_model_into": "load",
-    "load_optimizer": "load",
-    "load_optimizer_like": "load",
-    "load_state": "load",
+    "delete_step": "write.retention",
+    "find_checkpoint": "read.status",
+    "latest": "read.status",
+    "list_checkpoints": "read.status",
+    "load_model": "read.load",
+    "load_model_into": "read.load",
+    "load_optimizer": "read.load",
+    "load_optimizer_like": "read.load",
+    "load_state": "read.load",
     "locate": "storage",
     "open_storage": "storage",
-    "own": "ownership",
-    "owned": "ownership",
-    "prune": "retention",
-    "read_manifest": "committed",
-    "save_checkpoint": "save",
-    "saved_ranks": "load",
-    "verify": "status",
+    "own": "ownership.store_owner",
+    "owned": "ownership.store_owner",
+    "prune": "write.retention",
+    "read_manifest": "read.committed",
+    "save_checkpoint": "write.save",
+    "saved_ranks": "read.load",
+    "verify": "read.status",
 }
 
 

@@ -12,17 +12,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from nxdt_core.checkpoint.commit import clear_other_attempts, commit
-from nxdt_core.checkpoint.committed import read_object
-from nxdt_core.checkpoint.digests import digest
-from nxdt_core.checkpoint.faults import explained_os_errors
-from nxdt_core.checkpoint.files import VerifiedFile
-from nxdt_core.checkpoint.layout import digests_name, manifest_key, step_name, step_prefix
-from nxdt_core.checkpoint.manifest import Manifest, decode_manifest
-from nxdt_core.checkpoint.signature import Signature, read_signature, write_signature
+from nxdt_core.checkpoint.format.digested_files import VerifiedFile
+from nxdt_core.checkpoint.format.digests import digest
+from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key, step_name, step_prefix
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest
+from nxdt_core.checkpoint.format.signature import Signature, read_signature, write_signature
+from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.checkpoint.read.committed import read_object
 from nxdt_core.checkpoint.signing import TrustedKeys
 from nxdt_core.checkpoint.threads import in_threads
-from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
+from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
 __all__ = ["CopyReport", "copy_checkpoint"]

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nxdt_core.checkpoint.tensor_index import ITEM_BYTES
-from nxdt_core.errors import TensorStateUnsupported
-from nxdt_core.protocols.piece import Box, Held, Piece
+from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
+from nxdt_core.errors.checkpoints import TensorStateUnsupported
+from nxdt_core.protocols.parallel.piece import Box, Held, Piece
 
 __all__ = ["empty_like", "list_pieces", "piece_of"]
 

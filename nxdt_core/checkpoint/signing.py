@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.checkpoint.digests import STRONG, Algorithm
-from nxdt_core.checkpoint.layout import step_name
-from nxdt_core.checkpoint.manifest import Manifest
-from nxdt_core.checkpoint.signature import Signature, fingerprint_of, read_signature
-from nxdt_core.config.paths import expand_home
-from nxdt_core.errors import (
+from nxdt_core.checkpoint.format.digests import STRONG, Algorithm
+from nxdt_core.checkpoint.format.file_names import step_name
+from nxdt_core.checkpoint.format.manifest import Manifest
+from nxdt_core.checkpoint.format.signature import Signature, fingerprint_of, read_signature
+from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.errors.signing import (
     CheckpointDigestsWeak,
     CheckpointNotSigned,
     CheckpointSignatureWrong,

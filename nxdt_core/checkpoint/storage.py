@@ -6,8 +6,8 @@ import re
 import secrets
 from typing import Any
 
-from nxdt_core.checkpoint.faults import explained_os_errors
-from nxdt_core.checkpoint.layout import step_of
+from nxdt_core.checkpoint.format.file_names import step_of
+from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 

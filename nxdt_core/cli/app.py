@@ -28,7 +28,9 @@ COMMANDS = {
         target="nxdt_core.cli.evaluate:evaluate", summary="Judge a checkpoint by held-out records and tasks."
     ),
     "data": LazyCommand(target="nxdt_core.cli.data:data", summary="Look at training data, and prepare them."),
-    "config": LazyCommand(target="nxdt_core.cli.config:config", summary="Check, show and describe configurations."),
+    "config": LazyCommand(
+        target="nxdt_core.cli.config.commands:config", summary="Check, show and describe configurations."
+    ),
     "recipes": LazyCommand(target="nxdt_core.cli.recipes:recipes", summary="List and print ready-made runs."),
     "plugins": LazyCommand(target="nxdt_core.cli.plugins:plugins", summary="List, inspect and pin plugins."),
     "checkpoint": LazyCommand(

@@ -10,9 +10,9 @@ import click
 from nxdt_core.cli.verb import Verb, say
 
 if TYPE_CHECKING:
+    from nxdt_core.inference.load import LoadedModel
     from nxdt_core.kernel import Kernel
     from nxdt_core.protocols.evaluation import Metric, TaskSuite
-    from nxdt_core.training.loaded import LoadedModel
 
 __all__ = ["evaluate"]
 
@@ -58,10 +58,10 @@ def evaluate(
     The likeliest answer is compared: share of exact matches, and what plugins measure, such as ROUGE. Tasks are those
     of an installed suite, such as lm-evaluation-harness (nxdt-plugin-evaluate).
     """
-    from nxdt_core.errors import NothingToJudge
+    from nxdt_core.errors.evaluation import NothingToJudge
+    from nxdt_core.inference.evaluate import metrics
+    from nxdt_core.inference.load import load_model
     from nxdt_core.kernel import Kernel
-    from nxdt_core.training.evaluate import metrics
-    from nxdt_core.training.loaded import load_model
 
     if not files and not tasks:
         raise NothingToJudge(found="neither files nor tasks are named")
@@ -88,10 +88,10 @@ def _records(
     max_new_tokens: int,
     show: int,
 ) -> dict[str, Any]:
-    from nxdt_core.data.unused_fields import UnusedFields
-    from nxdt_core.training.continuation import Sampling
-    from nxdt_core.training.evaluate import evaluate as ask
-    from nxdt_core.training.evaluate import questions, scores
+    from nxdt_core.data.files.unused_fields import UnusedFields
+    from nxdt_core.inference.evaluate import evaluate as ask
+    from nxdt_core.inference.evaluate import questions, scores
+    from nxdt_core.inference.sampling import Sampling
 
     unused = UnusedFields(loaded.chat_keys.unused_fields)
     asked = list(questions(files, loaded.tokenizer, loaded.chat_keys, limit=limit, unused=unused))
@@ -115,7 +115,7 @@ def _suite(kernel: Kernel, name: str | None, tasks: tuple[str, ...], path: str |
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from nxdt_core.data.unused_fields import describe_unused
+    from nxdt_core.data.files.unused_fields import describe_unused
 
     lines = [f"{name + ':':<14}{_shown(value)}" for name, value in found.items() if not isinstance(value, dict)]
     if found.get("unused"):

@@ -61,7 +61,7 @@ def generate(
     CHECKPOINT is a checkpoint.uri, of which the newest step that is whole is taken, or one step of it. The
     model and its tokenizer are built from the configuration that the checkpoint keeps.
     """
-    from nxdt_core.training.generate import generate as continue_prompt
+    from nxdt_core.inference.generate import generate as continue_prompt
 
     pieces = continue_prompt(
         checkpoint,

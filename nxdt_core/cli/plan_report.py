@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.table import human_size, print_facts, print_table
+from nxdt_core.cli.terminal.table import human_size, print_facts, print_table
 
 if TYPE_CHECKING:
     from nxdt_core.parallel.estimate import RankEstimate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.table import print_facts, print_table, shade
+from nxdt_core.cli.terminal.table import print_facts, print_table, shade
 from nxdt_core.cli.verb import VerbGroup, as_json, print_json, print_note
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def show(name: str) -> None:
 
     NAME is the plugin's name or that of its distribution.
     """
-    from nxdt_core.errors import UnknownPlugin
+    from nxdt_core.errors.plugins import UnknownPlugin
     from nxdt_core.kernel.policy import names
 
     kernel = _start()
@@ -92,7 +92,7 @@ def lock(file: Path) -> None:
 
     A configuration with plugins.lock refuses to run with other plugins.
     """
-    from nxdt_core.kernel.lock import write_lock
+    from nxdt_core.kernel.integrity.lock import write_lock
 
     write_lock(_start(), file)
     click.echo(f"wrote {file}", err=True)

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import click
 
-from nxdt_core.cli.table import print_table
+from nxdt_core.cli.terminal.table import print_table
 from nxdt_core.cli.verb import VerbGroup, as_json, print_json, say
 
 __all__ = ["recipes"]
@@ -26,7 +26,7 @@ def recipes() -> None:
 @as_json
 def list_(json_output: bool) -> None:
     """List the recipes of the installed plugins."""
-    from nxdt_core.config.recipes import list_recipes
+    from nxdt_core.config.sources.recipes import list_recipes
     from nxdt_core.kernel import Kernel
 
     found = list_recipes(Kernel.start())
@@ -45,7 +45,7 @@ def list_(json_output: bool) -> None:
 @click.argument("name")
 def show(name: str) -> None:
     """Print the YAML of a recipe."""
-    from nxdt_core.config.recipes import find_recipe
+    from nxdt_core.config.sources.recipes import find_recipe
     from nxdt_core.kernel import Kernel
 
     recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.closed_output import survive_closed_output
+from nxdt_core.cli.terminal.closed_output import survive_closed_output
 from nxdt_core.cli.verb import Verb, config_arguments, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.training.launch.lifeline import Lifeline
+    from nxdt_core.launch.client import Lifeline
 
 __all__ = ["train"]
 
@@ -43,21 +43,21 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, Slurm's srun, or whatever sets RANK,
     WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, it joins the processes that are started.
     """
-    from nxdt_core.parallel.environment import place_from_environment
+    from nxdt_core.distributed.environment import place_from_environment
 
     survive_closed_output()
     place = place_from_environment()
     if place.world_size > 1:
-        from nxdt_core.training.launch.rank import as_rank
+        from nxdt_core.launch.rank import as_rank
 
         ctx.exit(as_rank(place, lambda lifeline: _train(_load(source, overrides, lifeline.is_first), lifeline)))
     config = _load(source, overrides)
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_train(config))
-    from nxdt_core.cli.layout import check_layout
+    from nxdt_core.cli.config.layout_check import check_layout
 
     check_layout(config)
-    from nxdt_core.training.launch.launcher import launch
+    from nxdt_core.launch.launcher import launch
 
     outcome = launch(config)
     if outcome.text:
@@ -66,7 +66,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
 
 
 def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> ResolvedConfig:
-    from nxdt_core.cli.vocabulary import vocabulary_notes
+    from nxdt_core.cli.config.vocabulary_check import vocabulary_notes
     from nxdt_core.config import load
     from nxdt_core.config.migration import environment_notes
 
@@ -78,7 +78,9 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
 
 
 def _train(config: ResolvedConfig, lifeline: Lifeline | None = None) -> int:
-    from nxdt_core.training.run import train as run  # imports torch: only a configuration that is right pays for it
+    from nxdt_core.training.run.train import (
+        train as run,  # imports torch: only a configuration that is right pays for it
+    )
 
     summary = run(config, lifeline)
     if lifeline is None or lifeline.place.rank == 0:

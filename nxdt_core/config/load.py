@@ -7,29 +7,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.alignment import spread_alignment
-from nxdt_core.config.based import read_based
-from nxdt_core.config.complete import complete
-from nxdt_core.config.extensions import Extensions, option_sections, select_extensions
-from nxdt_core.config.files import Source
-from nxdt_core.config.findings import component_findings, plugin_findings
-from nxdt_core.config.given import find_ungiven, mandatory_keys, merge_plugin_defaults, tidy_given, with_name
-from nxdt_core.config.hf_config import merge_hf_values, read_hf_config
-from nxdt_core.config.hidden.addresses import hide_credentials
-from nxdt_core.config.hidden.fields import mask_fields
-from nxdt_core.config.hidden.messages import Redaction, notes_on_secrets
-from nxdt_core.config.interpolation import interpolate
-from nxdt_core.config.location import Locator
+from nxdt_core.config.fields.component_slots import SLOTS, Composition
+from nxdt_core.config.fields.extensions import Extensions, option_sections, select_extensions
+from nxdt_core.config.huggingface.section import merge_hf_values, read_hf_config
 from nxdt_core.config.migration import explained
-from nxdt_core.config.node import Node, Origin
-from nxdt_core.config.overrides import apply_overrides
-from nxdt_core.config.policy import read_policy, start_kernel, unusable_files
-from nxdt_core.config.reading import Reading, read_tree
-from nxdt_core.config.report import error_report
+from nxdt_core.config.output.problems import error_report
+from nxdt_core.config.resolve.alignment import spread_alignment
+from nxdt_core.config.resolve.bind import Reading, read_tree
+from nxdt_core.config.resolve.defaults import complete
+from nxdt_core.config.resolve.interpolation import interpolate
+from nxdt_core.config.resolve.normalize import (
+    find_ungiven,
+    mandatory_keys,
+    merge_plugin_defaults,
+    tidy_given,
+    with_name,
+)
+from nxdt_core.config.resolve.path_values import Locator
+from nxdt_core.config.resolve.plugin_policy import read_policy, start_kernel, unusable_files
+from nxdt_core.config.resolve.select import select, selecting_keys
 from nxdt_core.config.resolved import ResolvedConfig, Selected
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.select import select, selecting_keys
-from nxdt_core.config.slots import SLOTS, Composition
+from nxdt_core.config.secrets.addresses import hide_credentials
+from nxdt_core.config.secrets.fields import mask_fields
+from nxdt_core.config.secrets.messages import Redaction, notes_on_secrets
+from nxdt_core.config.sources.files import Source
+from nxdt_core.config.sources.inheritance import read_based
+from nxdt_core.config.sources.node import Node, Origin
+from nxdt_core.config.sources.overrides import apply_overrides
 from nxdt_core.config.validate import (
     Checked,
     find_conflicts,
@@ -40,7 +45,8 @@ from nxdt_core.config.validate import (
     find_unsupported,
     find_wrong_durations,
 )
-from nxdt_core.errors import ConfigError, ConfigProblem
+from nxdt_core.config.validate.components import component_findings, plugin_findings
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.plugin import plugin_notes
 

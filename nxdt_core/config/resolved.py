@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.node import Origin, to_plain, to_shown
 from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.sources.node import Origin, to_plain, to_shown
 
 if TYPE_CHECKING:
-    from nxdt_core.config.node import Node
+    from nxdt_core.config.sources.node import Node
     from nxdt_core.kernel import Kernel
-    from nxdt_core.kernel.registry import RegisteredComponent
+    from nxdt_core.kernel.components.registry import RegisteredComponent
 
 __all__ = ["ResolvedConfig", "Selected"]
 

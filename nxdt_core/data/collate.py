@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxdt_core.errors import EmptyDataset, MixedSamples
+from nxdt_core.errors.data import EmptyDataset, MixedSamples
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 
 __all__ = ["blank_like", "collate", "count_loss_tokens"]

@@ -11,7 +11,7 @@ from torch import distributed
 from nxdt_core.data.prefetch import run_ahead
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.data.sources import MapSource, Position, Slicing, StreamSource
-from nxdt_core.errors import BadBatchSize, DataChanged, DataRankMissing
+from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
 

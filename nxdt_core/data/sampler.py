@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.permutation import Permutation
-from nxdt_core.errors import EmptyDataset
+from nxdt_core.errors.data import EmptyDataset
 
 __all__ = ["GlobalOrder"]
 

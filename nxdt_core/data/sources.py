@@ -13,7 +13,7 @@ from typing import Any
 
 from nxdt_core.data.collate import blank_like, collate
 from nxdt_core.data.sampler import GlobalOrder
-from nxdt_core.errors import EmptyDataset
+from nxdt_core.errors.data import EmptyDataset
 from nxdt_core.protocols.batch import Batch, Sample
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, PassingDataset
 

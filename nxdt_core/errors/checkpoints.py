@@ -1,23 +1,32 @@
-"""Errors of checkpoints and storage: codes ``NXDT-S…``."""
+"""Errors of checkpoints and storage, of saves, copies and ownership: codes ``NXDT-S…``."""
 
 from __future__ import annotations
 
 from nxdt_core.errors.base import NxdtError
 
 __all__ = [
+    "AdapterOfAnotherBase",
     "BadStorageKey",
     "BadStorageUri",
     "CheckpointConflict",
     "CheckpointDamaged",
     "CheckpointFilesMissing",
+    "CheckpointHasNoAverage",
     "CheckpointIsNoFile",
     "CheckpointNotFound",
     "CheckpointRankFailed",
     "CheckpointTooNew",
+    "CopyHasOtherCheckpoint",
+    "CopyOntoOtherStep",
+    "NoSoundCheckpoint",
+    "OwnershipLost",
+    "SameWeightsSaved",
+    "SaveTookTooLong",
     "StorageDenied",
     "StorageError",
     "StorageFull",
     "StoragePathIsFile",
+    "StoreInUse",
     "TensorNotInCheckpoint",
     "TensorStateUnsupported",
     "UnsavableState",
@@ -166,4 +175,97 @@ class CheckpointFilesMissing(StorageError):
     remedy = (
         "Set checkpoint.uri to a place that all nodes share, such as a network file system or an object store. Where "
         "they do share it, it has cut off or lost files without an error: check its health and its quota."
+    )
+
+
+class AdapterOfAnotherBase(NxdtError):
+    """An adapter was trained over other frozen weights than those that are there."""
+
+    code = "NXDT-S091"
+    happened = "The adapter at '{where}' was trained over other base weights than those of {base}."
+    remedy = (
+        "Name the base that it was trained over, with its step: checkpoint.resume_from with "
+        "checkpoint.weight_init_only=true in a run, --base for generate, evaluate and merge-lora; without one, the "
+        "run's own seed and model are its base."
+    )
+    where: str
+    base: str
+
+
+class CheckpointHasNoAverage(NxdtError):
+    """Averaged weights are asked of a checkpoint without them."""
+
+    code = "NXDT-S090"
+    happened = "{where} holds no average of the weights."
+    remedy = "Export the weights themselves, without --ema; exp_manager.ema.enable=true lets a run keep an average."
+    where: str
+
+
+class CopyHasOtherCheckpoint(StorageError):
+    """The step is committed at the destination of a copy, by another save."""
+
+    code = "NXDT-S060"
+    happened = "{where} holds another checkpoint of that step: {reason}."
+    remedy = "Copy to another address, or delete that step there first. Nothing was changed."
+
+
+class CopyOntoOtherStep(StorageError):
+    """The destination of a copy names a step that is not the copied one."""
+
+    code = "NXDT-S061"
+    happened = "{where} is no place for that copy: {reason}."
+    remedy = "Name the root of the destination; a checkpoint keeps its step, which is part of its manifest."
+
+
+class NoSoundCheckpoint(StorageError):
+    """None of the checkpoints that pruning would keep verifies."""
+
+    code = "NXDT-S062"
+    happened = "Nothing was deleted at {where}: {reason}."
+    remedy = "'nxdt checkpoint verify --deep' names the damaged files; restore them from a copy, then prune again."
+
+
+class StoreInUse(StorageError):
+    """Another run saves to the store."""
+
+    code = "NXDT-S040"
+    happened = "{where} belongs to {owner}: {reason}."
+    remedy = (
+        "Two runs in one place would delete each other's checkpoints: give this one a place of its own (name, or "
+        "checkpoint.uri), or stop the other and run the same command again."
+    )
+    owner: str
+
+
+class OwnershipLost(StorageError):
+    """This run no longer owns the store that it saves to."""
+
+    code = "NXDT-S041"
+    happened = "{where} no longer belongs to this run, and nothing more was committed there: {reason}."
+    remedy = (
+        "What was committed before is intact. Stop whichever run should not be there; the same command then goes on "
+        "from the newest checkpoint."
+    )
+
+
+class SameWeightsSaved(StorageError):
+    """What was to be committed holds the weights of an older checkpoint, though the run has changed them since."""
+
+    code = "NXDT-S050"
+    happened = "The save {where} was not committed: {reason}."
+    remedy = (
+        "Something saved old copies of the weights, or nothing trains them: look at grad_norm, and try "
+        "checkpoint.async_save=false. Where updates are meant to be so small that rounding undoes them, set "
+        "checkpoint.refuse_same_weights=false."
+    )
+
+
+class SaveTookTooLong(StorageError):
+    """A store or a rank that hangs, or a store too slow for the deadline."""
+
+    code = "NXDT-S051"
+    happened = "The save {where} was not done in time: {reason}."
+    remedy = (
+        "Checkpoints committed before are intact. See that the store answers on every node, then run the same command "
+        "again; checkpoint.deadline_s allows more time."
     )

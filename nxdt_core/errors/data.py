@@ -163,7 +163,7 @@ class DataRankMissing(NxdtError):
     code = "NXDT-D025"
     happened = "GlobalBatchLoader has no dp_rank and dp_size, and this is one of {world_size} processes of a group."
     remedy = (
-        "Build the loader with nxdt_core.training.assemble.batches(config, engine, dataset), or pass dp_rank and "
+        "Build the loader with nxdt_core.training.build.batches(config, engine, dataset), or pass dp_rank and "
         "dp_size of engine.rank_info (0 and 1 where all processes read the same samples)."
     )
     world_size: int

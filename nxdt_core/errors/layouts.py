@@ -1,12 +1,30 @@
-"""Errors of models in layouts that they cannot have: codes ``NXDT-P07…``."""
+"""Errors of layouts: pipeline stages, context and expert parallelism, compilation: codes ``NXDT-P03…`` to ``P09…``."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.base import NxdtError, listing
 
-__all__ = ["LayoutRefused", "ShardNotComputed"]
+__all__ = [
+    "AttentionCoreMissing",
+    "AttentionCoreUnknown",
+    "ContextSequenceDoesNotDivide",
+    "ExpertsDoNotDivide",
+    "LayerNotWhole",
+    "LayersDoNotDivide",
+    "LayoutRefused",
+    "MicroBatchesDoNotFit",
+    "ModelWithoutExperts",
+    "PipelineCutsDoNotFit",
+    "PipelinePlanMissing",
+    "RingNeedsPointToPoint",
+    "ShardNotComputed",
+    "TiedParametersCutApart",
+    "TooManyGraphs",
+    "UnknownPipelineCut",
+    "ZeroBubbleCannot",
+]
 
 
 class LayoutRefused(NxdtError):
@@ -57,3 +75,208 @@ class ShardNotComputed(NxdtError):
             "held": f"A rank holds {', '.join(self.parameters)}. " if self.parameters else "",
             "named": f"The plan's entry is {self.entry}." if self.entry else "No entry of the plan names it.",
         }
+
+
+class LayerNotWhole(NxdtError):
+    """A layer with code that cannot be traced; logged as a warning."""
+
+    code = "NXDT-P090"
+    happened = (
+        "model.compile: the layer '{path}' ({layer}) is not one graph, and layers of this class are compiled in "
+        "pieces, with less gain. torch says: {reason}."
+    )
+    remedy = "Change the code that it names, or set model.compile to false."
+    path: str
+    layer: str
+    reason: str
+
+
+class TooManyGraphs(NxdtError):
+    """A layer that was compiled too often; logged as a warning."""
+
+    code = "NXDT-P091"
+    happened = (
+        "model.compile: the layer '{path}' ({layer}) asked for another graph at every change, and layers of this "
+        "class run without compilation from now on. torch says: {reason}."
+    )
+    remedy = "Run with TORCH_LOGS=recompiles to see what changes, or set model.compile to false."
+    path: str
+    layer: str
+    reason: str
+
+
+class ContextSequenceDoesNotDivide(NxdtError):
+    """A sequence that does not fall into two equal chunks for each context parallel rank."""
+
+    code = "NXDT-P060"
+    happened = (
+        "A sequence of {length} tokens does not fall into {chunks} equal chunks, two for each of {ranks} context "
+        "parallel ranks."
+    )
+    remedy = (
+        "Make data.seq_length a multiple of {chunks} ({next_length}, say), or change "
+        "distributed_strategy.context_parallel_size."
+    )
+    length: int
+    ranks: int
+
+    def _view(self) -> dict[str, Any]:
+        chunks = 2 * self.ranks
+        next_length = max(1, -(-self.length // chunks)) * chunks
+        return {**super()._view(), "chunks": chunks, "next_length": next_length}
+
+
+class AttentionCoreMissing(NxdtError):
+    """A model whose attention context parallelism cannot find."""
+
+    code = "NXDT-P061"
+    happened = "distributed_strategy.context_parallel_size is {ranks}, and the model's plan names {found}."
+    remedy = (
+        "Name the model's attention cores in ParallelPlan.attention_cores, or train it with "
+        "distributed_strategy.context_parallel_size=1."
+    )
+    patterns: tuple[str, ...]
+    ranks: int
+
+    def _view(self) -> dict[str, Any]:
+        found = f"attention cores that it does not have: {listing(self.patterns)}" if self.patterns else "no attention"
+        return {**super()._view(), "found": found}
+
+
+class AttentionCoreUnknown(NxdtError):
+    """An attention core whose mask context parallelism cannot shard."""
+
+    code = "NXDT-P062"
+    happened = "The attention core '{path}' ({core}) cannot be computed in parts: {reason}."
+    remedy = (
+        "Context parallelism computes softmax(scale q kᵀ) v over earlier tokens of the same document: let a core that "
+        "does just that say so in semantics(), as nxdt_core.nn.attention.CausalAttention does; train others with "
+        "distributed_strategy.context_parallel_size=1."
+    )
+    path: str
+    core: str
+    reason: str
+
+
+class RingNeedsPointToPoint(NxdtError):
+    """Ring attention on devices that cannot send to each other."""
+
+    code = "NXDT-P063"
+    happened = (
+        "distributed_strategy.context_parallel_method is ring, and devices of type '{device_type}' cannot send to each "
+        "other without the rest of their group."
+    )
+    remedy = "Write distributed_strategy.context_parallel_method: gather, or leave the key out."
+    device_type: str
+
+
+class ModelWithoutExperts(NxdtError):
+    """Expert parallelism of a model that has nothing to share out."""
+
+    code = "NXDT-P050"
+    happened = "distributed_strategy.expert_model_parallel_size is {ep}, and the model's plan names no experts."
+    remedy = "Set it to 1, or train a model with experts."
+    ep: int
+
+
+class ExpertsDoNotDivide(NxdtError):
+    """Experts that do not fall into equal parts."""
+
+    code = "NXDT-P051"
+    happened = "'{module}' has {experts} experts, which {ep} expert parallel ranks cannot share in equal parts."
+    remedy = "Set distributed_strategy.expert_model_parallel_size to a size that divides {experts}."
+    module: str
+    experts: int
+    ep: int
+
+
+class PipelinePlanMissing(NxdtError):
+    """A model that does not say where it may be cut."""
+
+    code = "NXDT-P030"
+    happened = "The model's plan does not say where it may be cut, and {stages} pipeline stages are asked for."
+    remedy = "Set distributed_strategy.pipeline_model_parallel_size=1, or give the model's plan a PipelinePlan."
+    stages: int
+
+
+class LayersDoNotDivide(NxdtError):
+    """An even cut that leaves a remainder."""
+
+    code = "NXDT-P031"
+    happened = "{layers} layers do not divide into {stages} pipeline stages."
+    remedy = (
+        "Choose PP x VPP that divides {layers}, or name the {cuts} modules that end a stage in model.pipeline_cuts."
+    )
+    layers: int
+    stages: int
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "cuts": self.stages - 1}
+
+
+class UnknownPipelineCut(NxdtError):
+    """A cut at a module that does not exist or ends no layer."""
+
+    code = "NXDT-P032"
+    happened = "model.pipeline_cuts names '{cut}', which is no layer of the model."
+    remedy = "{meant}Layers are '{first}' to '{last}'; each name is the last layer of a stage."
+    cut: str
+    close: tuple[str, ...]
+    first: str
+    last: str
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "meant": f"Did you mean {listing(self.close)}? " if self.close else ""}
+
+
+class PipelineCutsDoNotFit(NxdtError):
+    """Cuts that are too many, too few, repeated or out of order."""
+
+    code = "NXDT-P033"
+    happened = "model.pipeline_cuts {given} cannot make {stages} pipeline stages."
+    remedy = "Name {cuts} layers in ascending order, the last one of each stage but the final stage's."
+    cuts_given: tuple[str, ...]
+    stages: int
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "given": list(self.cuts_given), "cuts": self.stages - 1}
+
+
+class MicroBatchesDoNotFit(NxdtError):
+    """A pipeline schedule that the micro-batches of a step cannot fill."""
+
+    code = "NXDT-P034"
+    happened = (
+        "The pipeline schedule {schedule} with PP {pp} wants {rule} micro-batches a step, and there are "
+        "{micro_batches} (data.global_batch_size / (data.micro_batch_size x data parallel size))."
+    )
+    remedy = "Raise data.global_batch_size or lower data.micro_batch_size, e.g. to {example} micro-batches."
+    schedule: str
+    pp: int
+    micro_batches: int
+    rule: str
+    example: int
+
+
+class TiedParametersCutApart(NxdtError):
+    """Tied parameters on stages between which gradients are not exchanged."""
+
+    code = "NXDT-P035"
+    happened = (
+        "The tied parameters '{owner}' and '{user}' would lie on the pipeline stages {owner_stage} and {user_stage}."
+    )
+    remedy = "Choose model.pipeline_cuts that keep their layers together; only the first and the last stage share any."
+    owner: str
+    user: str
+    owner_stage: int
+    user_stage: int
+
+
+class ZeroBubbleCannot(NxdtError):
+    """What needs a whole backward pass, under a schedule that splits it."""
+
+    code = "NXDT-P036"
+    happened = "The pipeline schedule zbv splits backward into two passes, which does not go with {feature}."
+    remedy = "Set distributed_strategy.pipeline_schedule=1f1b or interleaved, or {without}."
+    feature: str
+    without: str

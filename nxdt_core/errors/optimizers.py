@@ -1,4 +1,4 @@
-"""Errors of optimizers and their parameter groups: codes ``NXDT-T02…``."""
+"""Errors of optimizers, parameter groups and precisions: codes ``NXDT-T02…`` and ``NXDT-T03…``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
+    "GradientSumsRounded",
     "HiddenObjectiveState",
     "HiddenOptimizerState",
     "ImpureSchedule",
+    "NoMasterWeights",
     "OptimizerNeedsWholeParameters",
     "ParameterGroupEmpty",
 ]
@@ -103,3 +105,35 @@ class HiddenObjectiveState(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return super()._view() | {"changed": listing(self.attributes, 4)}
+
+
+class GradientSumsRounded(NxdtError):
+    """Sums of gradients that a layout would keep in less than a precision says."""
+
+    code = "NXDT-T031"
+    happened = (
+        "The precision {precision} sums up gradients in {sums} and keeps weights in {weights} alone; ZeRO-{stage} adds "
+        "up the {micro_batches} micro-batches of a step in the dtype of the weights that it shards."
+    )
+    remedy = (
+        "Set distributed_strategy.zero_stage to 1, keep float32 weights (precision.master_weights: true under manual), "
+        "or let data.micro_batch_size make one micro-batch of a step."
+    )
+    precision: str
+    sums: str
+    weights: str
+    stage: int
+    micro_batches: int
+
+
+class NoMasterWeights(NxdtError):
+    """Master weights are to be saved where a precision keeps none."""
+
+    code = "NXDT-T030"
+    happened = (
+        "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt wants float32 as the model's weights, and "
+        "the precision {precision} keeps them in {dtype} alone."
+    )
+    remedy = "Set it to false, or choose a precision.type with float32 weights, such as mixed_precision."
+    precision: str
+    dtype: str

@@ -1,4 +1,4 @@
-"""Errors of training runs: codes ``NXDT-T…``."""
+"""Errors of training runs, their files and reference models: codes ``NXDT-T…`` and ``NXDT-A03…``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from typing import Any
 from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
+    "CannotCopyFile",
     "CannotGenerate",
     "CannotWriteRunDirectory",
     "GenerationsNeedTokenizer",
+    "LengthUnknown",
+    "LoggerCannotStart",
+    "LoggerLibraryMissing",
+    "MetricNotLogged",
     "NoCheckpointToResume",
     "NoTrainingData",
     "NotOurBatch",
     "NotOurModule",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
+    "ReferenceLost",
+    "ReferenceNeedsAdapter",
+    "ReferenceNeedsLength",
     "RunAlreadyHasCheckpoints",
     "ScheduleHasNoEnd",
     "ShareOfUnknownLength",
@@ -166,7 +174,7 @@ class NotOurBatch(NxdtError):
     happened = "A training or validation step was given a {found} instead of the micro-batches of a global batch."
     remedy = (
         "Pass NxdtDataModule(config) to the trainer, or a dataloader that yields "
-        "nxdt_core.training.datamodule.StepInput. Data of your own are a dataloader plugin."
+        "nxdt_core.training.lightning.datamodule.StepInput. Data of your own are a dataloader plugin."
     )
     found: str
 
@@ -183,3 +191,100 @@ class TrainerArgumentsIgnored(NxdtError):
     def _view(self) -> dict[str, Any]:
         found, instead = zip(*self.arguments, strict=True)
         return {**super()._view(), "found": "; ".join(found), "instead": "; ".join(instead)}
+
+
+class ReferenceLost(NxdtError):
+    """A run goes on without the figures of its beginning."""
+
+    code = "NXDT-A030"
+    happened = (
+        "The run goes on, and {path} is not there or damaged: the log-probabilities under the weights that it began "
+        "with, which cannot be computed from those that it has now."
+    )
+    remedy = "Put the directory 'reference' of the run back where it was, or begin a new run."
+    path: str
+
+
+class ReferenceNeedsLength(NxdtError):
+    """Log-probabilities to be kept of samples without numbers."""
+
+    code = "NXDT-A031"
+    happened = (
+        "The objective {objective!r} keeps the log-probabilities of every sample, and the data ({split}) are a stream."
+    )
+    remedy = "Train on data with a length, such as data.name: preference."
+    objective: str
+    split: str
+
+
+class ReferenceNeedsAdapter(NxdtError):
+    """A reference at every step, and no frozen base to be one."""
+
+    code = "NXDT-A032"
+    happened = (
+        "The objective {objective!r} asks for the reference at every step, and there is no frozen base to be one: "
+        "{which} of the model itself change."
+    )
+    remedy = "Set objective.precompute_ref_log_probs to true, or train an adapter (adapter.name: lora)."
+    objective: str
+    trained: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "which": listing(self.trained, 3) if self.trained else "all weights"}
+
+
+class LengthUnknown(NxdtError):
+    """A setting that counts passes over data, or cuts them, and data without a length."""
+
+    code = "NXDT-T011"
+    happened = "{key} needs to know how many samples the training data have, and they are a stream."
+    remedy = (
+        "Count steps instead (trainer.max_steps, trainer.val_check_interval, checkpoint.every_n_train_steps), or train "
+        "on data with a length."
+    )
+    key: str
+
+
+class MetricNotLogged(NxdtError):
+    """Early stopping on a metric that the run does not have."""
+
+    code = "NXDT-T012"
+    happened = "Early stopping judges {metric!r}, which nobody logs; there are {names}."
+    remedy = "Set exp_manager.early_stopping_callback_params.monitor to one of them, or its strict to false."
+    metric: str
+    known: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "names": listing(self.known, 12) or "none"}
+
+
+class CannotCopyFile(NxdtError):
+    """A file of ``exp_manager.files_to_copy``."""
+
+    code = "NXDT-T013"
+    happened = "exp_manager.files_to_copy names {path}, which cannot be copied: {reason}."
+    remedy = "Name files that exist, of different names; relative ones start at the working directory."
+    path: str
+    reason: str
+
+
+class LoggerLibraryMissing(NxdtError):
+    """A logger whose library is not installed."""
+
+    code = "NXDT-T014"
+    happened = "The logger '{logger}' needs the package '{package}', which cannot be imported: {reason}."
+    remedy = "Run: pip install 'nxdt-core[{logger}]', or switch it off: exp_manager.create_{logger}_logger=false."
+    logger: str
+    package: str
+    reason: str
+
+
+class LoggerCannotStart(NxdtError):
+    """A logger whose library is there, and refuses."""
+
+    code = "NXDT-T015"
+    happened = "The logger '{logger}' cannot start: {reason}."
+    remedy = "{advice}; or switch it off: exp_manager.create_{logger}_logger=false."
+    logger: str
+    reason: str
+    advice: str

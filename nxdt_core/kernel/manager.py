@@ -13,15 +13,15 @@ from typing import final
 
 from nxdt_core import __version__
 from nxdt_core.api import KINDS
-from nxdt_core.errors import PluginsUnusable
-from nxdt_core.kernel.discovery import find_plugins
+from nxdt_core.errors.plugins import PluginsUnusable
+from nxdt_core.kernel.components.registry import Registry
+from nxdt_core.kernel.discovery.installed import find_plugins
+from nxdt_core.kernel.discovery.local_files import find_local_plugins
 from nxdt_core.kernel.doctor import advise, diagnose
-from nxdt_core.kernel.hook_table import order_hooks
-from nxdt_core.kernel.hooks import Hooks
-from nxdt_core.kernel.local_files import find_local_plugins
+from nxdt_core.kernel.hooks.facade import Hooks
+from nxdt_core.kernel.hooks.table import order_hooks
 from nxdt_core.kernel.plugin import BUILTIN, PluginInfo
 from nxdt_core.kernel.policy import PluginPolicy, names
-from nxdt_core.kernel.registry import Registry
 from nxdt_core.kernel.roster import Roster
 
 __all__ = ["Kernel"]
@@ -68,7 +68,7 @@ class Kernel:
         policy = policy or PluginPolicy()
         found = [_builtin(), *find_plugins(policy, path), *find_local_plugins(policy)]
         if policy.lock is not None:
-            from nxdt_core.kernel.lock import compare_with_lock
+            from nxdt_core.kernel.integrity.lock import compare_with_lock
 
             compare_with_lock(found, policy.lock)
         roster = Roster(found)
@@ -89,7 +89,7 @@ class Kernel:
     def fingerprint(self) -> str:
         """Digest of the usable plugins and their files, equal on every rank that may train together."""
         if self._fingerprint is None:
-            from nxdt_core.kernel.fingerprint import fingerprint_plugins
+            from nxdt_core.kernel.integrity.fingerprint import fingerprint_plugins
 
             self._fingerprint = fingerprint_plugins(self.plugins)
         return self._fingerprint

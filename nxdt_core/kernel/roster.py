@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from nxdt_core.api import KINDS, Kind
-from nxdt_core.kernel.component import RegisteredComponent
-from nxdt_core.kernel.declaration import Declaration, declare, fill_added_kinds
+from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.kernel.components.declaration import Declaration, declare, fill_added_kinds
 from nxdt_core.kernel.defect import PluginDefect
-from nxdt_core.kernel.hook_table import own_hooks, specifications
-from nxdt_core.kernel.hookimpls import HookSet, collect_hooks
-from nxdt_core.kernel.hooks import Hooks
-from nxdt_core.kernel.loading import import_plugin
+from nxdt_core.kernel.discovery.loading import import_plugin
+from nxdt_core.kernel.hooks.checks import HookSet, collect_hooks
+from nxdt_core.kernel.hooks.facade import Hooks
+from nxdt_core.kernel.hooks.table import own_hooks, specifications
 from nxdt_core.kernel.plugin import PluginInfo
 
 __all__ = ["Roster"]

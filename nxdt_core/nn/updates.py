@@ -36,7 +36,7 @@ class Update(nn.Module):
 
     Of a linear layer ``inputs`` are [..., in] and ``product`` [..., out], without the bias; of an embedding ``inputs``
     are row numbers; of experts it is called as ``(rows, product, weight, counts)``, as
-    :func:`nxdt_core.nn.experts.grouped_linear` is. Where a layer is cut, all these are this process's parts: of one
+    :func:`nxdt_core.nn.moe.experts.grouped_linear` is. Where a layer is cut, all these are this process's parts: of one
     cut by input features, ``product`` and what is returned are parts of a sum over the processes.
     """
 

@@ -14,7 +14,7 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError
 from torch._dynamo.utils import counters
 
-from nxdt_core.errors import LayerNotWhole, TooManyGraphs
+from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.recompute import forward_within
 from nxdt_core.protocols.plan import ParallelPlan

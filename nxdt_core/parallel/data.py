@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from nxdt_core.errors import GradientSumsRounded
+from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 

@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import nn
 
-from nxdt_core.nn.dropout import Dropout
-from nxdt_core.nn.masks import MaskPart, encoded_name, whole_sequence
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.nn.random.dropout import Dropout
+from nxdt_core.nn.random.dropout_masks import MaskPart, encoded_name, whole_sequence
 from nxdt_core.parallel.context.zigzag import runs_of
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.plan import ParallelPlan
@@ -25,7 +25,7 @@ _SALT_BITS = 62
 
 
 def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
-    """Fill the slots ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.nn.dropout`).
+    """Fill the slots ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.nn.random.dropout`).
 
     Args:
         module: one pipeline stage, whose paths are those of the whole model; changed in place.

@@ -8,31 +8,31 @@ from typing import Any
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import current_device, profile_of
-from nxdt_core.errors import ParameterGroupEmpty
-from nxdt_core.nn.logit_rows import IN_CHUNKS
-from nxdt_core.parallel.compiled_rows import compiled_rows
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.errors.optimizers import ParameterGroupEmpty
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS
 from nxdt_core.parallel.data import check_sums, needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.layout import materialise as materialise_stages
+from nxdt_core.parallel.loss.compiled_rows import compiled_rows
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.parallel.optimizer import TorchOptimizer, chosen, parameter_groups
-from nxdt_core.parallel.process_group import Ranks
 from nxdt_core.parallel.rounding.kernels import SMALL_ELEMENTS, can_compile
 from nxdt_core.parallel.rounding.policy import updates_rounded
 from nxdt_core.parallel.shards import tables
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
+from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["TorchEngine"]
 
 
 class TorchEngine:
-    """Built-in ``parallel_engine``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
+    """Built-in ``parallel_engine``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
 
     mesh: ParallelMesh
     """Known after :meth:`start`."""

@@ -9,21 +9,21 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from nxdt_core.nn.aux_loss import aux_loss_scale
-from nxdt_core.nn.logit_rows import IN_CHUNKS, RowKernels, with_row_kernels
-from nxdt_core.nn.loss import vocabulary_loss
-from nxdt_core.nn.masks import draws_of_step
-from nxdt_core.nn.sequence_sums import SequenceShards, shared_sequences
-from nxdt_core.nn.token_losses import losses_wanted
-from nxdt_core.parallel.collectives import copy_to_group, reduce_from_group
+from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
+from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels, with_row_kernels
+from nxdt_core.nn.loss.token_losses import losses_wanted
+from nxdt_core.nn.moe.aux_loss import aux_loss_scale
+from nxdt_core.nn.moe.sequence_sums import SequenceShards, shared_sequences
+from nxdt_core.nn.random.dropout_masks import draws_of_step
 from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.rounding.policy import masters_rounded
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.parallel.engine import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["GlobalBatch", "Numerics"]

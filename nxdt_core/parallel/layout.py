@@ -15,9 +15,8 @@ from torch import nn
 
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.devices import DeviceProfile
-from nxdt_core.errors import LayoutRefused
-from nxdt_core.nn.init import draw, rule_for
-from nxdt_core.parallel.chunked_loss import chunk_loss
+from nxdt_core.errors.layouts import LayoutRefused
+from nxdt_core.nn.random.init import draw, rule_for
 from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
@@ -25,6 +24,7 @@ from nxdt_core.parallel.dropout import salt_dropouts
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules
 from nxdt_core.parallel.expert.figures import routers_of
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle
+from nxdt_core.parallel.loss.chunked import chunk_loss
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.pipeline.stages import cut_stage, stages_of_rank
 from nxdt_core.parallel.placement import piece_of
@@ -34,7 +34,7 @@ from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.pipeline_schedules import check_whole_backward
+from nxdt_core.protocols.parallel.pipeline_schedules import check_whole_backward
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 

@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.devices import profile_of
-from nxdt_core.errors import WeightsDoNotFit
-from nxdt_core.nn.masks import rows_of_batch
-from nxdt_core.nn.token_losses import token_labels
+from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.nn.loss.token_losses import token_labels
+from nxdt_core.nn.random.dropout_masks import rows_of_batch
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
 from nxdt_core.parallel.gradients import GradientSums, clip, global_norm
 from nxdt_core.parallel.layout import Stages
-from nxdt_core.parallel.log_probs import LabelLogProbs
+from nxdt_core.parallel.loss.log_probs import LabelLogProbs
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.parameters import StageParameters
 from nxdt_core.parallel.pipeline.runner import PipelineRunner
@@ -34,10 +34,10 @@ from nxdt_core.parallel.rounding.masters import rounded_weights
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.engine import StepLoss
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.parallel.engine import StepLoss
+from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -45,7 +45,7 @@ __all__ = ["TorchModel"]
 
 
 class TorchModel:
-    """This rank's part of a model; see :class:`nxdt_core.protocols.engine.ParallelModel`."""
+    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.engine.ParallelModel`."""
 
     def __init__(self, stages: Stages, mesh: ParallelMesh, numerics: Numerics, *, micro_batches: int) -> None:
         """``micro_batches``: of a rank in a training step; a pipeline's schedule must fit them.
@@ -163,7 +163,7 @@ class TorchModel:
         return logits[:, :length]
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Log-probabilities of the labels; see :class:`nxdt_core.protocols.engine.ParallelModel`."""
+        """Log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.engine.ParallelModel`."""
         passing = LabelLogProbs()
         self.run_eval(micro_batches, passing)
         kept = passing.kept

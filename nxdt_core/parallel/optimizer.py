@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import profile_of
-from nxdt_core.errors import OptimizerNeedsWholeParameters, OptimizerStateDoesNotFit, OptimizerStateNotTensor
+from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
+from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.placement import local_of, sharded_over
 from nxdt_core.parallel.rounding.policy import StochasticRounding
@@ -18,7 +19,7 @@ from nxdt_core.parallel.rounding.updates import StochasticUpdates
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import ParameterGroup
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["GradientNorm", "TorchOptimizer", "chosen", "parameter_groups"]
@@ -74,7 +75,7 @@ def chosen(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig
 
 
 class TorchOptimizer:
-    """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.engine.ParallelOptimizer`.
+    """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.parallel.engine.ParallelOptimizer`.
 
     The stock optimizer sees plain tensors that share the shards' memory: its fused and foreach kernels then run once
     over all of them, whatever meshes they are cut over.

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.errors import UnknownRecomputeName
-from nxdt_core.nn.masks import same_draws
+from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.nn.random.dropout_masks import same_draws
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["apply_recompute", "forward_within"]

@@ -11,8 +11,8 @@ from nxdt_core.protocols.plan import ParallelPlan
 if TYPE_CHECKING:
     import torch
 
-    from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
-    from nxdt_core.protocols.ranks import RankAgreement
+    from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+    from nxdt_core.protocols.parallel.ranks import RankAgreement
 
 __all__ = ["Adapter"]
 

@@ -1,7 +1,7 @@
 """Kind ``checkpoint_storage``: moves bytes under keys and knows nothing of tensors. Torch-free.
 
 A key is a relative path of ``/``-separated parts, such as ``step-00000100/manifest.json``; ``..``, empty
-parts and a leading ``/`` are refused. A store that fails raises :class:`nxdt_core.errors.StorageError` or a
+parts and a leading ``/`` are refused. A store that fails raises :class:`nxdt_core.errors.checkpoints.StorageError` or a
 subclass for what the user can mend, and ``OSError`` otherwise.
 """
 

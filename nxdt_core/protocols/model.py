@@ -49,7 +49,7 @@ class ModelBuilder(Protocol):
     The module's forward is ``forward(input_ids, position_ids=None, document_ids=None) -> logits`` with
     ``input_ids``, ``position_ids``, ``document_ids`` [micro_batch, seq] int64 and ``logits``
     [micro_batch, seq, vocab]. ``document_ids`` given means: tokens attend within their own document only.
-    Auxiliary losses are added to the graph with :func:`nxdt_core.nn.aux_loss.add_aux_loss`.
+    Auxiliary losses are added to the graph with :func:`nxdt_core.nn.moe.aux_loss.add_aux_loss`.
     """
 
     vocab_size: int

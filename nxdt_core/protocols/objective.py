@@ -60,7 +60,7 @@ class Objective(Protocol):
     def weight(self, batch: Batch) -> torch.Tensor:
         """The weight that ``__call__`` will report for ``batch``, known before the forward pass, so that each
         micro-batch's loss can be divided by the global weight at once. Of the whole batch, also where ``__call__``
-        will get some tokens of each sequence (:mod:`nxdt_core.nn.sequence_sums`)."""
+        will get some tokens of each sequence (:mod:`nxdt_core.nn.moe.sequence_sums`)."""
         ...
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:

@@ -88,10 +88,10 @@ class ParallelPlan:
     pipeline: PipelinePlan | None = None
     attention_cores: tuple[str, ...] = ()
     """Modules with the call ``(query, key, value, document_ids)`` that context parallelism replaces; their
-    ``semantics()`` says what they compute (:class:`nxdt_core.nn.attention.AttentionSemantics`)."""
+    ``semantics()`` says what they compute (:class:`nxdt_core.nn.attention.grouped_query.AttentionSemantics`)."""
     experts: tuple[str, ...] = ()
     """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks; they read them
-    through their attribute ``local`` (:class:`nxdt_core.nn.experts.SwiGLUExperts`)."""
+    through their attribute ``local`` (:class:`nxdt_core.nn.moe.experts.SwiGLUExperts`)."""
     expert_tensor: Mapping[str, Literal["column", "row"]] = field(default_factory=dict)
     """Parameter path pattern of experts' matrices [experts, out, in] → which side tensor parallelism shards. The whole
     mixture of experts is a tensor block."""
@@ -99,8 +99,8 @@ class ParallelPlan:
     """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
     expert_routers: tuple[str, ...] = ()
     """Modules that count the tokens of a micro-batch, which context parallelism divides and tensor parallelism repeats:
-    engines fill their attribute ``shards`` (:class:`nxdt_core.nn.token_shards.TokenShards`). Where they keep
-    ``statistics`` of their number of ``experts`` (:class:`nxdt_core.nn.router.TopKRouter`), a step reports them."""
+    engines fill their attribute ``shards`` (:class:`nxdt_core.nn.moe.token_shards.TokenShards`). Where they keep
+    ``statistics`` of their number of ``experts`` (:class:`nxdt_core.nn.moe.router.TopKRouter`), a step reports them."""
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name usable in ``model.activations_checkpoint_recompute`` → module path patterns."""
     recompute_layer: str = "layers.*"

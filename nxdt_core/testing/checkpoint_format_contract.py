@@ -27,11 +27,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxdt_core.checkpoint.tensor_index import ITEM_BYTES
+from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.devices import HOST
 from nxdt_core.protocols.checkpoint_format import CheckpointFormat, CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Box, Held, Listing
+from nxdt_core.protocols.parallel.piece import Box, Held, Listing
 
 __all__ = ["CheckpointFormatContract"]
 

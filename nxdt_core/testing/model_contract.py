@@ -24,18 +24,18 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.checkpoint.hf import load_hf, save_hf
-from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
+from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import ReadsHFConfig
 from nxdt_core.devices import HOST
-from nxdt_core.nn.init import initialize
-from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.nn.random.init import initialize
 from nxdt_core.parallel.pipeline.stages import cut_stage
 from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.hf_config import config_from_hf
+from nxdt_core.testing.models.hf_config import config_from_hf
 
 __all__ = ["ModelContract"]
 

@@ -35,9 +35,9 @@ from nxdt_core.checkpoint import (
     save_checkpoint,
     verify,
 )
-from nxdt_core.errors import StorageError
+from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.testing.storage_ranks import Opener, work_together
+from nxdt_core.testing.stores.ranks import Opener, work_together
 
 __all__ = ["CheckpointStorageContract"]
 

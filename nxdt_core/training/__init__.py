@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxdt_core.training.datamodule import NxdtDataModule
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.datamodule import NxdtDataModule
+    from nxdt_core.training.lightning.module import NxdtModule
+    from nxdt_core.training.lightning.strategy import NxdtStrategy
     from nxdt_core.training.primitives import (
         initialize_parallel_model,
         initialize_parallel_optimizer,
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         train_step,
     )
-    from nxdt_core.training.run import train
-    from nxdt_core.training.strategy import NxdtStrategy
+    from nxdt_core.training.run.train import train
 
 __all__ = [
     "NxdtDataModule",
@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "NxdtDataModule": "datamodule",
-    "NxdtModule": "module",
-    "NxdtStrategy": "strategy",
-    "train": "run",
+    "NxdtDataModule": "lightning.datamodule",
+    "NxdtModule": "lightning.module",
+    "NxdtStrategy": "lightning.strategy",
+    "train": "run.train",
 }
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from nxdt_core.devices import profile_of
-from nxdt_core.errors import HiddenObjectiveState, HiddenOptimizerState, ImpureSchedule
-from nxdt_core.kernel.component import RegisteredComponent
+from nxdt_core.errors.optimizers import HiddenObjectiveState, HiddenOptimizerState, ImpureSchedule
+from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.protocols.lr_scheduler import LRSchedule
 
 __all__ = ["check_schedule", "watch_objective", "watch_optimizer"]

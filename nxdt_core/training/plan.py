@@ -9,7 +9,7 @@ import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import PROFILES, DeviceProfile, profile_of
-from nxdt_core.errors import UnknownAccelerator
+from nxdt_core.errors.launch import UnknownAccelerator
 from nxdt_core.parallel.estimate import (
     Estimate,
     RankEstimate,
@@ -23,8 +23,8 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.rounding.policy import updates_rounded
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import memory_info
-from nxdt_core.training import assemble
-from nxdt_core.training.weight_average import AVERAGE_BYTES
+from nxdt_core.training import build
+from nxdt_core.training.weights.average import AVERAGE_BYTES
 
 __all__ = ["RunPlan", "accelerator_memory_bytes", "plan"]
 
@@ -82,12 +82,12 @@ def plan(config: ResolvedConfig, *, memory_bytes: int | None = None) -> RunPlan:
     Raises:
         NxdtError: the run would not start.
     """
-    run, policy = config.run, assemble.precision(config)
+    run, policy = config.run, build.precision(config)
     sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
     work = Workload(
-        builder=assemble.model_builder(config),
-        adapters=assemble.adapters(config),
-        objective=assemble.objective(config),
+        builder=build.model_builder(config),
+        adapters=build.adapters(config),
+        objective=build.objective(config),
         precision=policy,
         state_bytes=_state_bytes(config, policy) + (AVERAGE_BYTES if run.exp_manager.ema.enable else 0),
         stand_ins=_stand_ins(config, policy),

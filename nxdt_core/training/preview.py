@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.preview import Preview
 from nxdt_core.data.preview import preview as look
-from nxdt_core.errors import SplitMissing
+from nxdt_core.errors.data import SplitMissing
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, SplitName
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 
 __all__ = ["preview"]
 
@@ -21,9 +21,9 @@ def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview | d
         SplitMissing: the configuration names no such data.
         NxdtError: what training would refuse of tokenizer and data.
     """
-    vocab_size = assemble.model_builder(config).vocab_size
-    tokenizer = assemble.tokenizer(config, vocab_size)
-    found = assemble.dataloader(config, tokenizer, vocab_size).split(split)
+    vocab_size = build.model_builder(config).vocab_size
+    tokenizer = build.tokenizer(config, vocab_size)
+    found = build.dataloader(config, tokenizer, vocab_size).split(split)
     if not found and (found is None or isinstance(found, Mapping)):
         raise SplitMissing(split=split)
     shuffle = config.run.data.shuffle and split == "train"

@@ -3,12 +3,12 @@
 A whole training loop::
 
     config = nxdt_core.config.load("recipe.yaml")
-    engine = assemble.engine(config); engine.start()
+    engine = build.engine(config); engine.start()
     model = initialize_parallel_model(config, engine)
     optimizer = initialize_parallel_optimizer(config, engine, model)
-    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
-    dataset = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
-    for micro_batches in assemble.batches(config, engine, dataset):
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
+    dataset = build.dataloader(config, build.tokenizer(config)).split("train")
+    for micro_batches in build.batches(config, engine, dataset):
         result = train_step(model, optimizer, micro_batches, objective, schedule, state, max_norm=1.0)
 """
 
@@ -24,25 +24,25 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
-from nxdt_core.checkpoint.format_load import load_format_into
-from nxdt_core.checkpoint.manifest import Keep
+from nxdt_core.checkpoint.format.manifest import Keep
+from nxdt_core.checkpoint.formats.load import load_format_into
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors import AdapterOfAnotherBase
 from nxdt_core.errors.base import listing
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.lr_scheduler import LRSchedule
 from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.piece import Piece
-from nxdt_core.training import assemble
-from nxdt_core.training.frozen import base_digest, without_base
+from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.training import build
 from nxdt_core.training.hidden_state import watch_optimizer
-from nxdt_core.training.saved_weights import round_to_bfloat16, take_masters
+from nxdt_core.training.run.versions import versions_of
 from nxdt_core.training.state import TrainState, capture_rng, restore_rng
-from nxdt_core.training.versions import versions_of
-from nxdt_core.training.weight_average import WeightAverage, take_average
+from nxdt_core.training.weights.average import WeightAverage, take_average
+from nxdt_core.training.weights.frozen import base_digest, without_base
+from nxdt_core.training.weights.saved_precision import round_to_bfloat16, take_masters
 
 __all__ = [
     "SaveFacts",
@@ -96,10 +96,10 @@ def initialize_parallel_model(
         materialise: False where a checkpoint will be loaded: allocate, draw nothing.
     """
     return engine.initialize_model(
-        assemble.model_builder(config),
-        precision=assemble.precision(config),
+        build.model_builder(config),
+        precision=build.precision(config),
         seed=config.run.seed,
-        adapters=assemble.adapters(config),
+        adapters=build.adapters(config),
         materialise=materialise,
     )
 
@@ -199,7 +199,7 @@ def save_checkpoint(
         before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks.
     """
     parts = _parts(config, engine, model, optimizer, state, extra, about, average)
-    signer = assemble.signer(config)
+    signer = build.signer(config)
     return checkpoint.save_checkpoint(storage, **parts, ranks=engine.ranks, before_commit=before_commit, signer=signer)
 
 
@@ -253,7 +253,7 @@ def _parts(
     # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
     updates = max(0, state.updates - skipped)
     weights, held = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
-    alone = not all(adapter.saves_base for adapter in assemble.adapters(config))
+    alone = not all(adapter.saves_base for adapter in build.adapters(config))
     if alone:
         weights = without_base(model, weights)
     if config.run.checkpoint.save_bf16:
@@ -356,7 +356,7 @@ def _awaited(
     weights = model.state_dict()
     if manifest.facts.without_base:
         if manifest.facts.base != base_digest(model, engine.ranks):
-            raise AdapterOfAnotherBase(where=assemble.step_uri(storage, manifest.step), base="this run")
+            raise AdapterOfAnotherBase(where=build.step_uri(storage, manifest.step), base="this run")
         return without_base(model, weights)
     if base_alone and not model.added & manifest.tensors.get("model", {}).keys():
         return {name: weight for name, weight in weights.items() if name not in model.added}
@@ -377,7 +377,7 @@ def load_foreign(path: Path, *, config: ResolvedConfig, engine: ParallelEngine, 
     Raises:
         CheckpointNotSigned: ``checkpoint.sign.trusted`` of ``config`` requires a signature.
     """
-    refuse_foreign(assemble.trusted_keys(config), path)
+    refuse_foreign(build.trusted_keys(config), path)
     weights = {name: weight for name, weight in model.state_dict().items() if name not in model.added}
-    load_format_into(path, assemble.model_builder(config), config.kernel, weights, ranks=engine.ranks)
+    load_format_into(path, build.model_builder(config), config.kernel, weights, ranks=engine.ranks)
     model.load_state_dict(weights, strict=False)

@@ -18,7 +18,7 @@ from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.parallel.gradients import global_norm
 from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 
 STEPS = 6

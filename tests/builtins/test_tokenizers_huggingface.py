@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.data.tokens import text_ids
-from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
+from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")

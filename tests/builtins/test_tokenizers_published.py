@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.builtins.tokenizer_config import (
+from nxdt_core.builtins.tokenizers.config import (
     HuggingFaceTokenizerConfig,
     MegatronTokenizerConfig,
     SentencePieceTokenizerConfig,
     TiktokenTokenizerConfig,
 )
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
-from nxdt_core.builtins.tokenizer_megatron import MegatronTokenizer
-from nxdt_core.builtins.tokenizer_sentencepiece import SentencePieceTokenizer
-from nxdt_core.builtins.tokenizer_tiktoken import TiktokenTokenizer
-from nxdt_core.errors import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.builtins.tokenizers.megatron import MegatronTokenizer
+from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
+from nxdt_core.builtins.tokenizers.tiktoken import TiktokenTokenizer
+from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import HFTokenizer, Tokenizer
 
 KJV = Path(__file__).parents[2] / "plugins/datasets/text/src/nxdt_plugin_text/data/kjv.txt"

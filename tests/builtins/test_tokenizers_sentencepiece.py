@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.builtins.tokenizer_config import SentencePieceTokenizerConfig
-from nxdt_core.builtins.tokenizer_sentencepiece import SentencePieceTokenizer
-from nxdt_core.errors import BadTokenizerFile, TokenizerFileNotFound
+from nxdt_core.builtins.tokenizers.config import SentencePieceTokenizerConfig
+from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
+from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import Tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")

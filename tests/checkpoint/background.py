@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager
 from nxdt_core.devices import HOST
-from nxdt_core.errors import StorageFull
-from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.errors.checkpoints import StorageFull
 from tests.checkpoint import sharded
 from tests.checkpoint.sharded import Layout, error_of, in_group
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, Manifest, save_checkpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from tests.checkpoint.poison import builder, little_memory, marker

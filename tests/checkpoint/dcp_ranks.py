@@ -7,11 +7,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
-from nxdt_core.checkpoint.dcp import NxdtReader
-from nxdt_core.checkpoint.dcp_write import NxdtWriter
-from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.checkpoint.dcp.read import NxdtReader
+from nxdt_core.checkpoint.dcp.write import NxdtWriter
+from nxdt_core.distributed.process_group import Ranks
 from tests.checkpoint.sharded import STEP, Layout, equal, in_group, optimizer_state, parameters, whole
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import tokenizers
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.parallel.process_group import Ranks
-from nxdt_core.training import assemble, primitives
-from nxdt_core.training.export import export_hf
-from nxdt_core.training.importing import import_checkpoint
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.weights.export import export_hf
+from nxdt_core.training.weights.importing import import_checkpoint
 from tests.checkpoint.sharded import in_group
 
 TEXT = Path(__file__).parents[2] / "plugins/datasets/text/src/nxdt_plugin_text/data/kjv.txt"
@@ -77,7 +77,7 @@ def llama(*overrides: str, tokenizer: Path | None = None) -> ResolvedConfig:
 def save_run(uri: str, overrides: Sequence[str], tokenizer: Path | None) -> None:
     """Save fresh weights, on each rank of the run."""
     config = llama(*overrides, tokenizer=tokenizer)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     state = TrainState(step=7, consumed_samples=28)

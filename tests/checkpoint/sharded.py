@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     load_model_into,
@@ -25,10 +25,11 @@ from nxdt_core.checkpoint import (
 )
 from nxdt_core.checkpoint.pieces import piece_of
 from nxdt_core.devices import HOST
-from nxdt_core.errors import NxdtError, StorageFull
-from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.parallel.piece import Box
 
 SHAPES = {
     "embed": (10, 6),  # by rows over tensor parallel ranks, and again, unevenly, over data parallel ones

@@ -17,7 +17,7 @@ from nxdt_core.checkpoint import (
     load_state,
     saved_ranks,
 )
-from nxdt_core.checkpoint.files import VerifiedFile
+from nxdt_core.checkpoint.format.digested_files import VerifiedFile
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
 __all__ = ["load_trusted", "make_key", "write_key"]

@@ -14,7 +14,7 @@ import pytest
 
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
 from nxdt_core.testing.storage_contract import CheckpointStorageContract
-from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint.storage_of_one_process import LocksInOneProcess
 
 PART_BYTES = 4096

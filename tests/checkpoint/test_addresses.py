@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from nxdt_core.builtins.storage_config import LocalStorageConfig
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.config import LocalStorageConfig
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import locate, open_storage
-from nxdt_core.errors import UnknownScheme
+from nxdt_core.errors.plugins import UnknownScheme
 from nxdt_core.kernel import Kernel, PluginPolicy
 
 MEMORY_PLUGIN = """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     CheckpointManager,
@@ -22,10 +22,10 @@ from nxdt_core.checkpoint import (
     verify,
 )
 from nxdt_core.checkpoint.pieces import piece_of
-from nxdt_core.checkpoint.staging import StagingBuffers
-from nxdt_core.errors import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
+from nxdt_core.checkpoint.write.staging import StagingBuffers
+from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until
 from tests.checkpoint.sharded import SHAPES, STEP, Layout, whole

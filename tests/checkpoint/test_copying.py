@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
 from nxdt_core.checkpoint.copying import copy_checkpoint
-from nxdt_core.checkpoint.digests import digest
-from nxdt_core.checkpoint.layout import manifest_key
-from nxdt_core.errors import (
+from nxdt_core.checkpoint.format.digests import digest
+from nxdt_core.checkpoint.format.file_names import manifest_key
+from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointTooNew,
@@ -30,8 +30,8 @@ from nxdt_core.errors import (
     StorageFull,
 )
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.testing.storage_faults import FaultyStorage
-from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.testing.stores.faults import FaultyStorage
+from nxdt_core.testing.stores.memory import MemoryStorage
 
 STEP = 4
 SEVERAL_BLOCKS = 3 * 2**20

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     latest,
@@ -27,10 +27,10 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.digests import BLOCK_BYTES, BlockDigests, digest
-from nxdt_core.checkpoint.layout import manifest_key
-from nxdt_core.checkpoint.manifest import Manifest, decode_manifest, encode_manifest
-from nxdt_core.errors import CheckpointDamaged, CheckpointTooNew, StorageError
+from nxdt_core.checkpoint.format.digests import BLOCK_BYTES, BlockDigests, digest
+from nxdt_core.checkpoint.format.file_names import manifest_key
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew, StorageError
 
 FILES = (
     "manifest.json",

@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
-from nxdt_core.checkpoint.dcp import NxdtReader
-from nxdt_core.checkpoint.dcp_write import NxdtWriter
-from nxdt_core.errors import StorageError
+from nxdt_core.checkpoint.dcp.read import NxdtReader
+from nxdt_core.checkpoint.dcp.write import NxdtWriter
+from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.storage_faults import FaultyStorage
-from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.testing.stores.faults import FaultyStorage
+from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint.dcp_ranks import error_in, read_in, refused_in, write_in
 from tests.checkpoint.sharded import SHAPES, STEP, Layout, save_in, whole
 

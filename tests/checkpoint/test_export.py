@@ -11,16 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage_local import LocalStorage
-from nxdt_core.checkpoint import hf_write
-from nxdt_core.checkpoint.hf import load_hf
-from nxdt_core.errors import CheckpointDamaged, CheckpointNotFound, HFNotWritable, StorageFull, WeightsDoNotFit
+from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.checkpoint.hf import write as hf_write
+from nxdt_core.checkpoint.hf.directory import load_hf
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, StorageFull
+from nxdt_core.errors.models import HFNotWritable, WeightsDoNotFit
+from nxdt_core.inference.generate import generate
 from nxdt_core.testing.ranks import RankPool, RanksFailed
-from nxdt_core.testing.storage_faults import FaultyStorage
-from nxdt_core.training import assemble
-from nxdt_core.training.export import export_hf, plan_export
-from nxdt_core.training.generate import generate
-from nxdt_core.training.saved_config import saved_config
+from nxdt_core.testing.stores.faults import FaultyStorage
+from nxdt_core.training import build
+from nxdt_core.training.weights.export import export_hf, plan_export
+from nxdt_core.training.weights.saved_config import saved_config
 from tests.checkpoint.exchange import VOCABULARY, export_together, llama, newest, save_run, write_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to load exports with")
@@ -59,7 +60,7 @@ def saved(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def our_model(uri: str) -> torch.nn.Module:
     """The plain module with the checkpoint's weights."""
     manifest = newest(uri)
-    module = assemble.model_builder(saved_config(manifest, where="")).build()
+    module = build.model_builder(saved_config(manifest, where="")).build()
     module.load_state_dict(checkpoint.load_model(LocalStorage(uri), manifest), strict=False)
     return module.eval()
 
@@ -107,7 +108,7 @@ def test_a_tokenizer_that_transformers_does_not_have_is_told(tmp_path):
 
 def test_weights_are_written_in_the_dtype_that_is_asked_for(tmp_path, saved):
     export_hf(saved, str(tmp_path / "hf"), dtype="bfloat16")
-    weights = load_hf(tmp_path / "hf", assemble.model_builder(llama()))
+    weights = load_hf(tmp_path / "hf", build.model_builder(llama()))
     whole = checkpoint.load_model(LocalStorage(saved), newest(saved))
     assert all(torch.equal(weight, whole[name].bfloat16()) for name, weight in weights.items())
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.checkpoint.hf import save_hf
-from nxdt_core.checkpoint.hf_format import HFFormat
+from nxdt_core.checkpoint.hf.directory import save_hf
+from nxdt_core.checkpoint.hf.format import HFFormat
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.testing.checkpoint_format_contract import CheckpointFormatContract
 

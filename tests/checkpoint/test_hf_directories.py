@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nxdt_core.checkpoint.hf import iterate_hf, load_hf, read_hf_config, save_hf
-from nxdt_core.errors import (
+from nxdt_core.checkpoint.hf.directory import iterate_hf, load_hf, read_hf_config, save_hf
+from nxdt_core.errors.exchange import WeightsPickled
+from nxdt_core.errors.models import (
     HFExchangeUnsupported,
     HFFileDamaged,
     HFFileMissing,
     HFNotWritable,
     KeyMapIncomplete,
     WeightsDoNotFit,
-    WeightsPickled,
 )
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan

@@ -8,17 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointManager, list_checkpoints, read_manifest, verify
-from nxdt_core.errors import HFExchangeUnsupported, StorageFull
-from nxdt_core.parallel.environment import Place
-from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.distributed.environment import Place
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.errors.checkpoints import StorageFull
+from nxdt_core.errors.models import HFExchangeUnsupported
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.storage_faults import FaultyStorage
-from nxdt_core.training import assemble, hf_form, primitives
-from nxdt_core.training.export import export_hf
-from nxdt_core.training.hf_form import HFForm
+from nxdt_core.testing.stores.faults import FaultyStorage
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.weights import hf_form
+from nxdt_core.training.weights.export import export_hf
+from nxdt_core.training.weights.hf_form import HFForm
 from tests.checkpoint.exchange import llama
 
 LAYOUT = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
@@ -27,7 +29,7 @@ LAYOUT = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=
 def save_thrice(uri: str, overrides: tuple[str, ...], asynchronous: bool) -> None:
     """Every second save carries the form; weights move in between."""
     config = llama(*overrides)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model, storage = primitives.initialize_parallel_model(config, engine), LocalStorage(uri)
     form = HFForm(config, storage, engine.ranks, every=2)
@@ -72,7 +74,7 @@ def test_a_flipped_bit_in_the_form_is_damage_of_the_checkpoint(tmp_path):
 
 def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_path):
     config = llama()
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model, storage = primitives.initialize_parallel_model(config, engine), LocalStorage(str(tmp_path))
     full = FaultyStorage(storage, 12)
@@ -87,6 +89,6 @@ def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_pat
 
 
 def test_a_model_without_a_counterpart_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_form.assemble, "model_builder", lambda config: SimpleNamespace())
+    monkeypatch.setattr(hf_form.build, "model_builder", lambda config: SimpleNamespace())
     with pytest.raises(HFExchangeUnsupported):
         HFForm(llama(), LocalStorage(str(tmp_path)), Ranks(Place(host="here")), every=1)

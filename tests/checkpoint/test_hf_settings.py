@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.checkpoint.hf_json import json_bytes
-from nxdt_core.checkpoint.hf_source import HFSource, read_hf_source
+from nxdt_core.checkpoint.hf.json_files import json_bytes
+from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.cli import main
-from nxdt_core.errors import HFFileDamaged
-from nxdt_core.training.export import export_hf
-from nxdt_core.training.importing import import_checkpoint
-from nxdt_core.training.loaded import load_model
+from nxdt_core.errors.models import HFFileDamaged
+from nxdt_core.inference.load import load_model
+from nxdt_core.training.weights.export import export_hf
+from nxdt_core.training.weights.importing import import_checkpoint
 from tests.checkpoint.exchange import newest, write_tokenizer
 from tests.checkpoint.test_import import write_model
 

@@ -11,34 +11,34 @@ import pytest
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage_local import LocalStorage
-from nxdt_core.checkpoint import hf_reader
-from nxdt_core.checkpoint.formats import open_checkpoint
-from nxdt_core.checkpoint.hf import load_hf
-from nxdt_core.checkpoint.hf_files import HFWeights
-from nxdt_core.checkpoint.hf_keys import Source
-from nxdt_core.errors import (
+from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.checkpoint.formats.installed import open_checkpoint
+from nxdt_core.checkpoint.hf import reader as hf_reader
+from nxdt_core.checkpoint.hf.directory import load_hf
+from nxdt_core.checkpoint.hf.key_map import Source
+from nxdt_core.checkpoint.hf.weights import HFWeights
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.checkpoints import StorageFull
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.errors.exchange import (
     ArchitectureUnread,
-    ConfigError,
     ForeignFormatUnknown,
     ForeignHasWeightsOnly,
-    HFFileDamaged,
     ImportPlaceTaken,
-    NxdtError,
-    StorageFull,
-    UnknownComponent,
-    WeightsDoNotFit,
     WeightsPickled,
 )
+from nxdt_core.errors.models import HFFileDamaged, WeightsDoNotFit
+from nxdt_core.errors.plugins import UnknownComponent
+from nxdt_core.inference.generate import generate
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.storage_faults import FaultyStorage
-from nxdt_core.training import assemble, importing, primitives
-from nxdt_core.training.export import export_hf
-from nxdt_core.training.generate import generate
-from nxdt_core.training.importing import import_checkpoint
-from nxdt_core.training.saved_config import saved_config
-from nxdt_core.training.start import ForeignStart, decide_start
+from nxdt_core.testing.stores.faults import FaultyStorage
+from nxdt_core.training import build, primitives
+from nxdt_core.training.run.start import ForeignStart, decide_start
+from nxdt_core.training.weights import importing
+from nxdt_core.training.weights.export import export_hf
+from nxdt_core.training.weights.importing import import_checkpoint
+from nxdt_core.training.weights.saved_config import saved_config
 from tests.checkpoint.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
 from tests.parallel.matrix.training import whole
 
@@ -100,7 +100,7 @@ def test_what_is_imported_and_exported_again_is_equal_and_speaks_alike(tmp_path,
 def started(source: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """What a rank holds once a run has begun with the weights of a directory: whole parameters by name."""
     config = llama("model.num_layers=2", *overrides)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=False)
     primitives.load_foreign(Path(source), config=config, engine=engine, model=model)
@@ -122,7 +122,7 @@ def started(source: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
 def test_a_run_begins_with_the_weights_of_a_directory_in_any_layout(theirs, ranks, overrides):
     held = RankPool(ranks).run(started, str(theirs), overrides)
     found = {name: weight for each in held for name, weight in each.items()}
-    expected = load_hf(theirs, assemble.model_builder(llama("model.num_layers=2")))
+    expected = load_hf(theirs, build.model_builder(llama("model.num_layers=2")))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight.float()) for name, weight in expected.items())
 
@@ -142,7 +142,7 @@ def test_the_directory_may_go_afterwards(tmp_path):
     uri = str(tmp_path / "store")
     import_checkpoint(str(tmp_path / "theirs"), uri)
     (tmp_path / "theirs/config.json").unlink()
-    builder = assemble.model_builder(saved_config(newest(uri), where=""))
+    builder = build.model_builder(saved_config(newest(uri), where=""))
     assert (builder.vocab_size, builder.config.num_layers, builder.config.kv_heads) == (304, 2, 2)
 
 

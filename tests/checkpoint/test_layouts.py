@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
@@ -33,7 +33,7 @@ CHANGES = {
 def run(layout: Layout, uri: str | None, *, resumes: bool, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train, from the checkpoint at ``uri`` if ``resumes``, otherwise to one there; losses and whole weights."""
     config = configuration(layout, "float64")
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=not resumes)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
@@ -49,7 +49,7 @@ def run(layout: Layout, uri: str | None, *, resumes: bool, steps: int) -> tuple[
         assert state.step == STEPS
     place = engine.rank_info
     batches = share(global_batch(packed=False), place.dp_rank, place.dp_size)
-    objective, schedule, losses = assemble.objective(config), assemble.schedule(config), []
+    objective, schedule, losses = build.objective(config), build.schedule(config), []
     for _ in range(steps):
         result = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
         losses.append(float(result.loss.loss))

@@ -21,15 +21,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
-from nxdt_core.checkpoint.lease import take_lease
-from nxdt_core.checkpoint.owner import Owner, decode_owner, this_process
-from nxdt_core.checkpoint.ownership import Ownership, own
-from nxdt_core.errors import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
+from nxdt_core.checkpoint.ownership.lease import take_lease
+from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner, this_process
+from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
+from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LocksUnsupported
-from nxdt_core.testing.storage_faults import FaultyStorage, When
-from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.testing.stores.faults import FaultyStorage, When
+from nxdt_core.testing.stores.memory import MemoryStorage
 
 EXPIRY_S = 1.0
 """Of leases in these tests; long enough for a loaded machine to beat six times, short enough to wait for."""
@@ -72,7 +72,7 @@ def said_nothing(line: str) -> None:
 CHILD = """
     import os, sys, time
     sys.path.insert(0, {tests!r})
-    import nxdt_core.checkpoint.ownership as ownership
+    import nxdt_core.checkpoint.ownership.store_owner as ownership
     from {module} import EXPIRY_S, STORES
     storage = STORES[sys.argv[1]](sys.argv[2])
     own = ownership.own(storage, run="first", say=lambda line: None, expiry_s=EXPIRY_S)

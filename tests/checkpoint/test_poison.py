@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     latest,
@@ -26,18 +26,15 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.difference import Side, compare_checkpoints
-from nxdt_core.checkpoint.digests import BlockDigests, digest
-from nxdt_core.checkpoint.hf_source import HFSource
-from nxdt_core.checkpoint.manifest import FileEntry, Manifest, encode_manifest
-from nxdt_core.checkpoint.tensor_index import TensorEntry, TensorPart
-from nxdt_core.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    HFFileDamaged,
-    NxdtError,
-    WeightsPickled,
-)
+from nxdt_core.checkpoint.format.digests import BlockDigests, digest
+from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, encode_manifest
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
+from nxdt_core.checkpoint.hf.source import HFSource
+from nxdt_core.checkpoint.read.difference import Side, compare_checkpoints
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound
+from nxdt_core.errors.exchange import WeightsPickled
+from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.protocols.model import ModelBuilder
 from tests.checkpoint.poison import DRESSES, Payload, dressed, import_all, weights
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from nxdt_core import devices
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.parallel.placement import local_of
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
@@ -50,13 +50,13 @@ def save_and_load(layout, uri):
     profile = replace(devices.PROFILES["cpu"], broadcast_loads=True)
     with mock.patch.dict(devices.PROFILES, {"cpu": profile}):
         config = configuration(layout, "float64")
-        engine = assemble.engine(config)
+        engine = build.engine(config)
         engine.start()
         model = primitives.initialize_parallel_model(config, engine)
         optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
         state, place = TrainState(), engine.rank_info
         batches = share(global_batch(packed=False), place.dp_rank, place.dp_size)
-        objective, schedule = assemble.objective(config), assemble.schedule(config)
+        objective, schedule = build.objective(config), build.schedule(config)
         for _ in range(2):
             primitives.train_step(model, optimizer, batches, objective, schedule, state)
         primitives.save_checkpoint(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Retention, list_checkpoints, prune
-from nxdt_core.checkpoint.layout import manifest_key
-from nxdt_core.checkpoint.status import CheckpointStatus
-from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.checkpoint.format.file_names import manifest_key
+from nxdt_core.checkpoint.read.status import CheckpointStatus
+from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint.background import begin
 
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, load_model, load_optimizer, load_state, read_manifest, verify
-from nxdt_core.checkpoint.commit import commit
-from nxdt_core.checkpoint.digests import BLOCK_BYTES
-from nxdt_core.checkpoint.files import AttemptWriter
-from nxdt_core.checkpoint.layout import attempt_prefix
-from nxdt_core.checkpoint.load import read_tensors
-from nxdt_core.checkpoint.manifest import Manifest
-from nxdt_core.checkpoint.shards import write_pieces
-from nxdt_core.checkpoint.tensor_index import ITEM_BYTES, TensorEntry
-from nxdt_core.errors import TensorNotInCheckpoint
-from nxdt_core.protocols.piece import Box, Piece
-from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.checkpoint.format.digested_files import AttemptWriter
+from nxdt_core.checkpoint.format.digests import BLOCK_BYTES
+from nxdt_core.checkpoint.format.file_names import attempt_prefix
+from nxdt_core.checkpoint.format.manifest import Manifest
+from nxdt_core.checkpoint.format.shards import write_pieces
+from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
+from nxdt_core.checkpoint.read.load import read_tensors
+from nxdt_core.checkpoint.write.commit import commit
+from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
+from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.testing.stores.memory import MemoryStorage
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:

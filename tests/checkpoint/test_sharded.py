@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     list_checkpoints,
@@ -20,10 +20,10 @@ from nxdt_core.checkpoint import (
     saved_ranks,
     verify,
 )
-from nxdt_core.checkpoint.assignment import assign, merge
-from nxdt_core.checkpoint.tensor_index import TensorPart
-from nxdt_core.errors import TensorStateUnsupported
-from nxdt_core.protocols.piece import Box, Held
+from nxdt_core.checkpoint.format.tensor_index import TensorPart
+from nxdt_core.checkpoint.write.assignment import assign, merge
+from nxdt_core.errors.checkpoints import TensorStateUnsupported
+from nxdt_core.protocols.parallel.piece import Box, Held
 from nxdt_core.testing.ranks import RankPool
 from tests.checkpoint import sharded
 from tests.checkpoint.sharded import SHAPES, STEP, Layout, whole

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, PublicFormat
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import (
     Manifest,
     Signer,
@@ -32,27 +32,25 @@ from nxdt_core.checkpoint import (
     verify,
 )
 from nxdt_core.checkpoint.copying import copy_checkpoint
-from nxdt_core.checkpoint.dcp_write import NxdtWriter
-from nxdt_core.checkpoint.digests import digest
-from nxdt_core.checkpoint.layout import manifest_key, signature_key
-from nxdt_core.checkpoint.manifest import encode_manifest
-from nxdt_core.checkpoint.signature import Signature, read_signature, write_signature
-from nxdt_core.errors import (
-    CheckpointDamaged,
+from nxdt_core.checkpoint.dcp.write import NxdtWriter
+from nxdt_core.checkpoint.format.digests import digest
+from nxdt_core.checkpoint.format.file_names import manifest_key, signature_key
+from nxdt_core.checkpoint.format.manifest import encode_manifest
+from nxdt_core.checkpoint.format.signature import Signature, read_signature, write_signature
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointIsNoFile, StorageError
+from nxdt_core.errors.signing import (
     CheckpointDigestsWeak,
-    CheckpointIsNoFile,
     CheckpointNotSigned,
     CheckpointSignatureWrong,
     CheckpointSignedByOther,
     SigningKeyNotTrusted,
     SigningKeyUnusable,
     SigningLibraryMissing,
-    StorageError,
 )
-from nxdt_core.testing.storage_faults import FaultyStorage
-from nxdt_core.testing.storage_memory import MemoryStorage
-from nxdt_core.training.export import export_hf
-from nxdt_core.training.importing import import_checkpoint
+from nxdt_core.testing.stores.faults import FaultyStorage
+from nxdt_core.testing.stores.memory import MemoryStorage
+from nxdt_core.training.weights.export import export_hf
+from nxdt_core.training.weights.importing import import_checkpoint
 from tests.checkpoint.exchange import save_run
 from tests.checkpoint.signed import load_trusted, make_key, write_key
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from nxdt_core.builtins.storage_config import LocalStorageConfig
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.config import LocalStorageConfig
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.testing.storage_contract import CheckpointStorageContract
-from nxdt_core.testing.storage_memory import MemoryStorage
+from nxdt_core.testing.stores.memory import MemoryStorage
 
 
 class TestLocalStorage(CheckpointStorageContract):

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from nxdt_core.builtins.storage_config import LocalStorageConfig
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.config import LocalStorageConfig
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import (
     check_writable,
     find_checkpoint,
@@ -26,7 +26,13 @@ from nxdt_core.checkpoint import (
     prune,
     verify,
 )
-from nxdt_core.errors import BadStorageUri, CheckpointDamaged, CheckpointIsNoFile, StorageDenied, StoragePathIsFile
+from nxdt_core.errors.checkpoints import (
+    BadStorageUri,
+    CheckpointDamaged,
+    CheckpointIsNoFile,
+    StorageDenied,
+    StoragePathIsFile,
+)
 
 NOBODY = 65534
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import list_checkpoints
-from nxdt_core.checkpoint.hf import read_hf_config
+from nxdt_core.checkpoint.hf.directory import read_hf_config
 from tests.checkpoint.exchange import save_run, write_tokenizer
 
 

@@ -37,9 +37,9 @@ FORMAT = dedent("""
 
         def read(self, places):
             from nxdt_core.config import load
-            from nxdt_core.training import assemble
+            from nxdt_core.training import build
 
-            model = assemble.model_builder(load({model!r}, {keys!r})).build()
+            model = build.model_builder(load({model!r}, {keys!r})).build()
             named = dict(model.named_parameters())
             yield from (torch.full_like(named[name].detach(), 0.5) for _, name in places)
 

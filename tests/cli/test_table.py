@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from nxdt_core.cli.table import human_size, print_facts, print_table, shade
+from nxdt_core.cli.terminal.table import human_size, print_facts, print_table, shade
 
 
 def test_columns_are_aligned_and_numbers_end_together(capsys):

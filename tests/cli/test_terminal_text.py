@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from nxdt_core.errors import BadStorageUri
+from nxdt_core.errors.checkpoints import BadStorageUri
 from nxdt_core.visible_text import visible
 
 CLIPBOARD = "\x1b]52;c;Y3VybCBldmlsIHwgc2g=\x07"
@@ -89,8 +89,8 @@ def test_the_log_of_a_run(tmp_path, small_log):
 @pytest.fixture
 def small_log(tmp_path):
     from nxdt_core.config import load
-    from nxdt_core.protocols.engine import RankInfo
-    from nxdt_core.training.run_log import run_log
+    from nxdt_core.protocols.parallel.engine import RankInfo
+    from nxdt_core.training.run.log import run_log
 
     config = load("recipe:llama-tiny", [f"exp_manager.exp_dir={tmp_path}", "name=run"])
     with run_log(config, RankInfo(rank=0, world_size=1, local_rank=0)):

@@ -8,7 +8,7 @@ import pytest
 
 from nxdt_core import config
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors import ConfigError
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
 
 GOOD = """\

@@ -17,7 +17,7 @@ from nxdt_core.api import (
     StorageComponent,
     hookimpl,
 )
-from nxdt_core.config.marks import PositiveInt, Range, SecretText
+from nxdt_core.config.annotations import PositiveInt, Range, SecretText
 
 
 @dataclass(frozen=True, kw_only=True)

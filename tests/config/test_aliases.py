@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core import config
-from nxdt_core.config.duration import seconds_of
+from nxdt_core.config.fields.duration import seconds_of
 
 ALIASES = [
     ("exp_manager.checkpoint_callback_params.every_n_train_steps", "checkpoint.every_n_train_steps", 5),

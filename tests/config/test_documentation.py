@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from nxdt_core import config
-from nxdt_core.config.fielddocs import class_doc, field_docs
-from nxdt_core.config.keys import keys_of
-from nxdt_core.config.node import to_plain
+from nxdt_core.config.fields.docs import class_doc, field_docs
+from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.yaml_source import parse_yaml
+from nxdt_core.config.sources.node import to_plain
+from nxdt_core.config.sources.yaml_text import parse_yaml
 
 
 def classes(cls=RunConfig):

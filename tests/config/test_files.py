@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core import config
-from nxdt_core.errors import ConfigError
+from nxdt_core.errors.configuration import ConfigError
 
 SYNTAX = {
     "unclosed list": (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.config.keys import keys_of
-from nxdt_core.config.node import from_plain
-from nxdt_core.config.overrides import COMMAND_LINE
+from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.schema.strategy import DistributedStrategyConfig
+from nxdt_core.config.sources.node import from_plain
+from nxdt_core.config.sources.overrides import COMMAND_LINE
 from nxdt_core.config.validate import Checked, find_impossible
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core.builtins.precision.records import POLICIES
-from nxdt_core.errors import ConfigError
-from nxdt_core.training import assemble
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.training import build
 
 THERE = "mixed_precision mixed_precisionSR mixed_precision_SR bf16SR fp32 autocast manual"
 """Spellings of NxD Training's documentation, files and code, which differ there."""
@@ -14,7 +14,7 @@ SWITCHES = "xla_use_bf16 xla_downcast_bf16 neuron_rt_stochastic_rounding_en"
 
 
 def policy(load, good, section):
-    return assemble.precision(load(good, f"precision={{{section}}}"))
+    return build.precision(load(good, f"precision={{{section}}}"))
 
 
 @pytest.mark.parametrize("name", THERE.split())

@@ -7,7 +7,7 @@ import pytest
 from nxdt_core import config
 from nxdt_core.api import ModelComponent
 from nxdt_core.kernel import Kernel
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 
 SELECTIVE = "model.activations_checkpoint_granularity=selective"
 NAMES = "model.activations_checkpoint_recompute"
@@ -40,4 +40,4 @@ def test_the_record_lists_the_names_of_the_plan(kernel, model):
     loaded = config.load(f"recipe:{model}-tiny", kernel=kernel)
     record = loaded.selected("model").component.record
     assert isinstance(record, ModelComponent)
-    assert set(record.recompute_names) == set(assemble.model_builder(loaded).plan().recompute)
+    assert set(record.recompute_names) == set(build.model_builder(loaded).plan().recompute)

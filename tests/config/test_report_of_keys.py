@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.errors import ConfigError
+from nxdt_core.errors.configuration import ConfigError
 
 KEYS = {
     "unknown key beside its neighbour": (
@@ -216,7 +216,7 @@ def test_a_missing_section_is_told_by_its_required_keys(report):
 
 
 def test_the_error_prints_all_rows(load, good):
-    from nxdt_core.errors import ConfigError
+    from nxdt_core.errors.configuration import ConfigError
 
     with pytest.raises(ConfigError) as caught:
         load(good, "trainer.max_steps=0", "seed=0")

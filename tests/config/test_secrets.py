@@ -6,13 +6,14 @@ import pytest
 import yaml
 
 from nxdt_core import config
-from nxdt_core.config.hidden.addresses import without_credentials
-from nxdt_core.config.hidden.command_line import shown_words
-from nxdt_core.config.hidden.messages import Redaction
-from nxdt_core.config.node import MASK
-from nxdt_core.errors import ConfigError, RanksDisagree
-from nxdt_core.training.launch.agreement import check_agreement
-from nxdt_core.training.resume_command import resume_command
+from nxdt_core.config.secrets.addresses import without_credentials
+from nxdt_core.config.secrets.command_line import shown_words
+from nxdt_core.config.secrets.messages import Redaction
+from nxdt_core.config.sources.node import MASK
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.errors.ranks import RanksDisagree
+from nxdt_core.launch.agreement import check_agreement
+from nxdt_core.training.run.resume_command import resume_command
 
 CANARY = "canary-4711-value"
 BOARD = (

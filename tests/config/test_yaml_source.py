@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.config.node import to_plain
-from nxdt_core.config.yaml_source import parse_scalar, parse_yaml
-from nxdt_core.errors import YamlSyntax
+from nxdt_core.config.sources.node import to_plain
+from nxdt_core.config.sources.yaml_text import parse_scalar, parse_yaml
+from nxdt_core.errors.configuration import YamlSyntax
 
 SCALARS = {
     "1e-4": 1e-4,
@@ -96,10 +96,10 @@ BOMB = "\n".join(
 def test_documents_without_end_are_refused_with_their_line(text, line, reason, pure, monkeypatch):
     import yaml
 
-    from nxdt_core.config import yaml_source
+    from nxdt_core.config.sources import yaml_text
 
     if pure:
-        monkeypatch.setattr(yaml_source, "_Loader", yaml.SafeLoader)
+        monkeypatch.setattr(yaml_text, "_Loader", yaml.SafeLoader)
     _, problems = parse_yaml(text, "f")
     assert [type(problem).__name__ for problem in problems] == ["YamlTooLarge"]
     assert reason in problems[0].what()
@@ -116,11 +116,11 @@ def test_endless_digits_are_a_problem_or_a_number(text):
 def test_the_parser_without_libyaml_reads_the_same(monkeypatch):
     import yaml
 
-    from nxdt_core.config import yaml_source
+    from nxdt_core.config.sources import yaml_text
 
     text = "a: 1e-4\nb: [x, {c: ~}]\n"
     fast = parse_yaml(text, "f")
-    monkeypatch.setattr(yaml_source, "_Loader", yaml.SafeLoader)
+    monkeypatch.setattr(yaml_text, "_Loader", yaml.SafeLoader)
     assert parse_yaml(text, "f") == fast
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxdt_core.data.collate import blank_like, collate, count_loss_tokens
-from nxdt_core.errors import EmptyDataset, MixedSamples
+from nxdt_core.errors.data import EmptyDataset, MixedSamples
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 
 

@@ -9,9 +9,9 @@ import subprocess
 import pytest
 import zstandard
 
-from nxdt_core.data.encodings import _KNOWN, _spelled
-from nxdt_core.data.files import decode, json_object, read_bytes
-from nxdt_core.errors import TextNotUtf8
+from nxdt_core.data.files.encodings import _KNOWN, _spelled
+from nxdt_core.data.files.paths import decode, json_object, read_bytes
+from nxdt_core.errors.data import TextNotUtf8
 
 TEXTS = [
     ("cp1252", "He said “don’t” – café, naïve…  über 5 €.", "CP1252"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.errors import BadBatchSize, DataChanged, DataRankMissing, EmptyDataset
+from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing, EmptyDataset
 from nxdt_core.testing.ranks import RankPool, process_group
 
 

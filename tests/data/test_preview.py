@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.preview import preview
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataloader import DataReport, TokenCount

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nxdt_core.data.digest import digest
 from nxdt_core.data.sampler import GlobalOrder
-from nxdt_core.errors import EmptyDataset
+from nxdt_core.errors.data import EmptyDataset
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 20_000), min_size=1, max_size=8), st.booleans())

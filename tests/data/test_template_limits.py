@@ -8,11 +8,12 @@ import time
 
 import pytest
 
-from nxdt_core.data import chat
-from nxdt_core.data.chat import TemplateRunner
-from nxdt_core.data.chat_templates import ChatTemplate
-from nxdt_core.data.time_limit import TookTooLong, time_limit
-from nxdt_core.errors import NxdtError, TemplateRefuses
+from nxdt_core.data.chat import rendering
+from nxdt_core.data.chat.rendering import TemplateRunner
+from nxdt_core.data.chat.templates import ChatTemplate
+from nxdt_core.data.chat.time_limit import TookTooLong, time_limit
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.chats import TemplateRefuses
 
 HELLO = [{"role": "user", "content": "hello"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -52,7 +53,7 @@ def test_a_template_that_cannot_be_read_is_an_error(text):
 
 @pytest.mark.parametrize("text", [ENDLESS, "{% for a in range(9999) %}" * 6 + "x" + "{% endfor %}" * 6])
 def test_a_template_without_end_is_ended(text, monkeypatch):
-    monkeypatch.setattr(chat, "_MOST_SECONDS", 0.5)
+    monkeypatch.setattr(rendering, "_MOST_SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(TemplateRefuses, match="has not ended"):
         run(text)

@@ -12,11 +12,11 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.builtins.precision.records import POLICIES
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.config import load
-from nxdt_core.errors import ConfigError
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 LR, DECAY = 0.5, 0.25
@@ -29,7 +29,7 @@ SMALL = ("trainer.accelerator=cpu", f"data.seq_length={SEQ}", "data.micro_batch_
 def begun(recipe, *overrides):
     """Engine, model and optimizer of a run, and its configuration."""
     config = load(recipe, [*SMALL, f"data.global_batch_size={ROWS}", *overrides])
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     return config, engine, model, primitives.initialize_parallel_optimizer(config, engine, model)
@@ -74,7 +74,7 @@ def test_every_precision_that_is_offered_trains(name):
         "model.optim.sched={name: constant, min_lr: 0.0}",
         f"precision.type={name}",
     )
-    parts = (assemble.objective(config), assemble.schedule(config), TrainState())
+    parts = (build.objective(config), build.schedule(config), TrainState())
     results = [primitives.train_step(model, optimizer, micro_batches(), *parts) for _ in range(4)]
     losses = [result.loss.loss for result in results]
     assert losses[-1] < losses[0] - 0.3
@@ -100,7 +100,7 @@ def figures(overrides, ignoring):
         batches = micro_batches(lambda row: row[:, 1:].clone().fill_(IGNORE_INDEX))[:2] + micro_batches()[2:]
     else:
         batches = micro_batches()[2:]
-    loss = model.run_train(batches, assemble.objective(config))
+    loss = model.run_train(batches, build.objective(config))
     norm = optimizer.clip_grad_norm(None)
     engine.shutdown()
     return [float(figure) for figure in (loss.loss, loss.weight, norm)]
@@ -134,12 +134,12 @@ def test_state_of_all_data_parallel_shards_is_saved(ranks, tmp_path):
 
 def save_after_a_step(overrides, world):
     config, engine, model, optimizer = begun("recipe:llama-tiny", "model.num_layers=1", *overrides)
-    state, parts = TrainState(), (assemble.objective(config), assemble.schedule(config))
+    state, parts = TrainState(), (build.objective(config), build.schedule(config))
     own = ROWS // world
     place = engine.rank_info.dp_rank
     primitives.train_step(model, optimizer, micro_batches()[place * own : (place + 1) * own], *parts, state)
     primitives.save_checkpoint(
-        assemble.storage(config), config=config, engine=engine, model=model, optimizer=optimizer, state=state
+        build.storage(config), config=config, engine=engine, model=model, optimizer=optimizer, state=state
     )
     engine.shutdown()
 

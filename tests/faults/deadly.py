@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from nxdt_core.api import StorageComponent, hookimpl
-from nxdt_core.testing.storage_faults import FaultyStorage
+from nxdt_core.testing.stores.faults import FaultyStorage
 from tests.faults.place import Place
 
 __all__ = ["DEATH", "ENDPOINT", "PLACE", "DeadlyStorage", "opened"]

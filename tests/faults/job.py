@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, latest, prune
-from nxdt_core.checkpoint.ownership import Ownership, own
+from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
 from nxdt_core.devices import HOST
-from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LockableStorage
 
 __all__ = ["KEEP", "Job", "joined", "weights"]

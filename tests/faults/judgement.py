@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
-from nxdt_core.checkpoint.layout import step_of, step_prefix
+from nxdt_core.checkpoint.format.file_names import step_of, step_prefix
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from tests.faults.job import KEEP, weights
 from tests.faults.place import Place

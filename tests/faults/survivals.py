@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from itertools import count
 
-from nxdt_core.parallel.process_group import Ranks
+from nxdt_core.distributed.process_group import Ranks
 from tests.faults.injection import CALLS, REQUESTS, Injection, let_go
 from tests.faults.job import AMPLE_S, Job, joined
 from tests.faults.judgement import after_fault, after_next_save

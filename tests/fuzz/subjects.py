@@ -34,15 +34,15 @@ from nxdt_plugin_sft_chat.loader import ChatDataloader
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage_local import LocalStorage
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
-from nxdt_core.checkpoint.digests import BlockDigests, DigestingWriter, digest
-from nxdt_core.checkpoint.layout import digests_name, manifest_key
+from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.checkpoint.format.digests import BlockDigests, DigestingWriter, digest
+from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key
 from nxdt_core.cli import main
-from nxdt_core.config.paths import resolve_path
-from nxdt_core.data.records import read_records
+from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.data.files.records import read_records
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataloader import DataContext
 from tests.checkpoint.poison import import_all, weights

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.devices import HOST, PROFILES, current_device, max_memory_bytes, peak_flops, profile_of
-from nxdt_core.errors import AcceleratorMissing, UnknownAccelerator
-from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.norm import RMSNorm
 
 

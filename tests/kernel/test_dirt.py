@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nxdt_core.errors import PluginsUnusable
+from nxdt_core.errors.plugins import PluginsUnusable
 from nxdt_core.kernel import Kernel
 
 BROKEN_SOURCES = {

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from nxdt_core.errors import PluginLockMismatch, PluginLockUnreadable
+from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.kernel.fingerprint import digest_plugin
-from nxdt_core.kernel.lock import verify_lock, write_lock
+from nxdt_core.kernel.integrity.fingerprint import digest_plugin
+from nxdt_core.kernel.integrity.lock import verify_lock, write_lock
 
 EDITABLE = json.dumps({"url": "file:///src", "dir_info": {"editable": True}})
 

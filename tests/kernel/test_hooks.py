@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.api import ConfigFinding
-from nxdt_core.errors import BadComponentRecord, PluginHookFailed
+from nxdt_core.errors.plugins import BadComponentRecord, PluginHookFailed
 from nxdt_core.kernel.contexts import (
     CheckpointContext,
     ConfigDefaultsContext,

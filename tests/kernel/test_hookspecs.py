@@ -10,10 +10,10 @@ from textwrap import dedent
 import pytest
 
 from nxdt_core import api
-from nxdt_core.kernel.declaration import declare
-from nxdt_core.kernel.hook_table import own_hooks, specifications
-from nxdt_core.kernel.hookimpls import collect_hooks
-from nxdt_core.kernel.hooks import Hooks
+from nxdt_core.kernel.components.declaration import declare
+from nxdt_core.kernel.hooks.checks import collect_hooks
+from nxdt_core.kernel.hooks.facade import Hooks
+from nxdt_core.kernel.hooks.table import own_hooks, specifications
 from nxdt_core.kernel.hookspecs import PHASES, registration
 from nxdt_core.kernel.plugin import PluginInfo
 

@@ -21,15 +21,18 @@ LAYERS = (
     {"file_lock", "kernel"},
     {"config"},
     {"nn"},
-    {"checkpoint", "data", "parallel"},
+    {"distributed"},
+    {"checkpoint", "data"},
+    {"launch"},
     {"training"},
+    {"inference"},
     {"cli"},
     {"__main__"},
 )
 """From the bottom; the parts of one layer do not import each other."""
 
-BESIDE = {"builtins", "testing"}
-"""They sit beside plugins: they import the core, and the core names them only as text."""
+LIKE_PLUGINS = {"builtins", "parallel", "testing"}
+"""Built-in components, the torch engine and the kits: they import the core, which names them only as text."""
 
 HEAVY = {"torch", "numpy", "pytorch_lightning", "lightning", "transformers", "tokenizers", "safetensors"}
 TORCH_FREE = ("api.py", "errors", "kernel", "config", "protocols", "cli")
@@ -42,9 +45,9 @@ def level(part: str) -> int:
 def allowed(importer: str, imported: str) -> bool:
     if importer == imported or imported == "_version":
         return True
-    if importer in BESIDE:
+    if importer in LIKE_PLUGINS:
         return imported not in {"cli", "__main__"}
-    return imported not in BESIDE and level(imported) < level(importer)
+    return imported not in LIKE_PLUGINS and level(imported) < level(importer)
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
@@ -79,7 +82,7 @@ def core_files() -> list[Path]:
 
 def test_every_part_of_the_core_has_its_place():
     parts = {part_of(path) for path in core_files()}
-    assert parts <= set().union(BESIDE, *LAYERS)
+    assert parts <= set().union(LIKE_PLUGINS, *LAYERS)
 
 
 def test_the_layers_of_the_core_import_downwards():

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from nxdt_core import api
-from nxdt_core.errors import ComponentUnusable, LocalPluginMissing
+from nxdt_core.errors.plugins import ComponentUnusable, LocalPluginMissing
 
 SEVEN = {
     "model_builder": "ModelComponent",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.errors import AmbiguousComponent, ComponentUnusable, UnknownComponent, UnknownKind, UnknownScheme
+from nxdt_core.errors.plugins import AmbiguousComponent, ComponentUnusable, UnknownComponent, UnknownKind, UnknownScheme
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.known import offering_dist, reading_model
+from nxdt_core.kernel.components.known import offering_dist, reading_model
 
 STORE = """
     from nxdt_core.api import StorageComponent, hookimpl

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.nn.attention import CausalAttention, GroupedQueryAttention
-from nxdt_core.nn.documents import DocumentMasks, document_mask, window_mask
+from nxdt_core.nn.attention.documents import DocumentMasks, document_mask, window_mask
+from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.nn.rotary import RotaryEmbedding
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 1]])
@@ -53,7 +53,7 @@ def test_the_core_computes_attention(kv_heads, document_ids):
 @pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
 @pytest.mark.parametrize("document_ids", [None, IDS], ids=["whole rows", "documents"])
 def test_a_windowed_core_sees_the_last_few_tokens(window, document_ids, monkeypatch):
-    monkeypatch.setattr("nxdt_core.nn.window._LEAST_ROWS", 3)
+    monkeypatch.setattr("nxdt_core.nn.attention.window._LEAST_ROWS", 3)
     inputs = heads(2)
     ours = CausalAttention(window=window)(*inputs, document_ids)
     expected = definition(*inputs, document_ids, window=window)
@@ -84,7 +84,9 @@ def test_a_windowed_core_computes_few_scores(monkeypatch):
 
 def test_windowed_cores_of_a_model_build_one_mask(monkeypatch):
     masks, made = DocumentMasks(), []
-    monkeypatch.setattr("nxdt_core.nn.documents.window_mask", lambda *key: made.append(key) or window_mask(*key))
+    monkeypatch.setattr(
+        "nxdt_core.nn.attention.documents.window_mask", lambda *key: made.append(key) or window_mask(*key)
+    )
     inputs, ids = heads(2), IDS.clone()
     with torch.inference_mode():
         CausalAttention(masks, window=2)(*inputs)

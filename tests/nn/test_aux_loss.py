@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.nn.aux_loss import add_aux_loss, aux_loss_scale
+from nxdt_core.nn.moe.aux_loss import add_aux_loss, aux_loss_scale
 
 
 def gradient(scale: float | None, through=add_aux_loss) -> torch.Tensor:

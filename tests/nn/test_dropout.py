@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nxdt_core.nn.attention import CausalAttention
-from nxdt_core.nn.dropout import CausalAttentionWithDropout, Dropout, causal_attention
+from nxdt_core.nn.attention.grouped_query import CausalAttention
+from nxdt_core.nn.random.dropout import CausalAttentionWithDropout, Dropout, causal_attention
 
 
 def test_it_zeroes_its_part_and_scales_the_rest():

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.errors import NoInitRule
-from nxdt_core.nn import positions
-from nxdt_core.nn.init import draw, initialize
+from nxdt_core.errors.models import NoInitRule
+from nxdt_core.nn.random import positions
+from nxdt_core.nn.random.init import draw, initialize
 from nxdt_core.protocols.initialisation import InitRule
 
 STANDARD = InitRule(pattern="*", distribution="normal", mean=0.0, std=1.0)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.nn.positions import Rows, rows_of
-from nxdt_core.nn.rounding import element_numbers, noise, rounding_key
-from nxdt_core.nn.rounding import rounded as rounded_by
+from nxdt_core.nn.random.positions import Rows, rows_of
+from nxdt_core.nn.random.rounding import element_numbers, noise, rounding_key
+from nxdt_core.nn.random.rounding import rounded as rounded_by
 
 SIGMAS = 5
 """One draw in two million leaves this bound; the draws are fixed by the seed."""

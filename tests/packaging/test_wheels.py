@@ -9,11 +9,14 @@ import pytest
 
 from nxdt_core import __version__
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.known import known_offers
+from nxdt_core.kernel.components.known import known_offers
 from tests.packaging.conftest import DISTS
 
 OURS = {
-    "nxdt_core": ("nxdt-core", ("nxdt_core/api.py", "nxdt_core/cli/app.py", "nxdt_core/data/templates/chatml.jinja")),
+    "nxdt_core": (
+        "nxdt-core",
+        ("nxdt_core/api.py", "nxdt_core/data/chat/shipped_templates/chatml.jinja"),
+    ),
     "nxdt_plugin_evaluate": ("nxdt-plugin-evaluate", ("nxdt_plugin_evaluate/rouge.py",)),
     "nxdt_plugin_fsx": ("nxdt-plugin-fsx", ("nxdt_plugin_fsx/lfs.py",)),
     "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),

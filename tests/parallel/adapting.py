@@ -9,7 +9,7 @@ import torch
 from nxdt_plugin_lora.merging import merge_lora
 
 from nxdt_core import checkpoint
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout, Numbers
@@ -89,11 +89,11 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
     there, and merge it. A function of a pool of ``layout.world`` ranks."""
     keys, adapter = KINDS[kind]
     config = configuration(layout, numbers_of(kind), keys, {**adapter, "save_lora_base": False})
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     if not resumes:
-        for each in assemble.adapters(config):
+        for each in build.adapters(config):
             each.begin(model, config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
     storage, state = checkpoint.open_storage(str(directory)), TrainState()
@@ -101,7 +101,7 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
         manifest = checkpoint.find_checkpoint(storage, None, warn=print, ranks=engine.ranks)
         primitives.load_checkpoint(storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state)
     batches = share(global_batch(packed=False), engine.rank_info.dp_rank, engine.rank_info.dp_size)
-    objective, schedule = assemble.objective(config), assemble.schedule(config)
+    objective, schedule = build.objective(config), build.schedule(config)
     losses = [
         float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
         for _ in range(steps)

@@ -13,7 +13,7 @@ import torch
 from nxdt_core.devices import PROFILES
 from nxdt_core.parallel.compile import GraphCounts
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState, seed_all
 from tests.parallel.adapting import KINDS
 from tests.parallel.matrix.batches import ROWS, SEQ, VOCAB
@@ -138,12 +138,12 @@ def _losses(case: Case, steps: int, *, compiled: bool) -> Iterator[float]:
     """Of each step, with that of a validation after it."""
     model_keys = {**case.model, "compile": compiled}
     config = configuration(case.layout, "fp32", model_keys, case.adapter)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     seed_all(config.run.seed)
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     for step in range(steps):
         own = _MICRO_BATCHES * engine.rank_info.dp_rank
         length = case.lengths[step % len(case.lengths)]

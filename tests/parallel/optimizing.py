@@ -11,7 +11,7 @@ from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.config import load
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 ROWS, SEQ, STEPS, MORE = 4, 16, 3, 2
@@ -74,7 +74,7 @@ def configuration(name: str, directory: Path, overrides: tuple[str, ...], expert
 
 def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], experts: bool):
     """By optimizer: losses of all steps, and whether going on from the checkpoint gave the same bits."""
-    engine = assemble.engine(configuration(names[0], directory, overrides, experts))
+    engine = build.engine(configuration(names[0], directory, overrides, experts))
     engine.start()
     found = {}
     for name in names:
@@ -82,7 +82,7 @@ def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], e
         run = _Run(config, engine)
         losses = run.steps(STEPS)
         primitives.save_checkpoint(
-            assemble.storage(config),
+            build.storage(config),
             config=config,
             engine=engine,
             model=run.model,
@@ -109,13 +109,13 @@ class _Run:
         place = engine.rank_info
         rows = [row for row in range(ROWS) if row * place.dp_size // ROWS == place.dp_rank]
         self.batches = [Batch(input_ids=ids[row : row + 1, :-1], labels=ids[row : row + 1, 1:]) for row in rows]
-        self.objective, self.schedule = assemble.objective(config), assemble.schedule(config)
+        self.objective, self.schedule = build.objective(config), build.schedule(config)
 
     def steps(self, count: int) -> list[float]:
         return [float(self._step()) for _ in range(count)]
 
     def load(self) -> None:
-        store = assemble.storage(self.config)
+        store = build.storage(self.config)
         primitives.load_checkpoint(
             store,
             checkpoint.latest(store, warn=print),
@@ -137,7 +137,7 @@ class _Run:
 
 def saved(directory: Path, name: str, experts: bool) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of a checkpoint, whole."""
-    store = assemble.storage(configuration(name, directory, (), experts))
+    store = build.storage(configuration(name, directory, (), experts))
     manifest = checkpoint.latest(store, warn=print)
     state = {f"state/{key}": value for key, value in checkpoint.load_optimizer(store, manifest).items()}
     return {**checkpoint.load_model(store, manifest), **state}

@@ -11,8 +11,8 @@ from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.piece import Piece
-from nxdt_core.training import assemble, primitives
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 ROWS, SEQ = 8, 16
@@ -45,14 +45,14 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
     """Train until ``steps`` steps are done, from the newest checkpoint with ``resume``, or from its model alone with
     ``resume="weights"`` (and then not a step); save one after step ``save_at``."""
     config = load("recipe:llama-tiny", [*SMALL, f"data.micro_batch_size={micro_batch}", *overrides])
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     whole = {"config": config, "engine": engine, "model": model, "optimizer": optimizer, "state": state}
     if resume:
-        storage = assemble.storage(config)
+        storage = build.storage(config)
         newest = checkpoint.latest(storage, warn=print)
         full = None if resume == "weights" else optimizer
         primitives.load_checkpoint(storage, newest, engine=engine, model=model, optimizer=full, state=state)
@@ -62,7 +62,7 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
         done = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
         losses.append(float(done.loss.loss))
         if state.step == save_at:
-            primitives.save_checkpoint(assemble.storage(config), **whole)
+            primitives.save_checkpoint(build.storage(config), **whole)
     held = dict(model.named_parameters())
     outcome = Outcome(
         losses=losses,

@@ -13,9 +13,9 @@ from nxdt_core.config import load
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.references import Referenced
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.training import assemble, primitives
-from nxdt_core.training.reference import check_base_frozen, compute_log_probs, with_base
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.weights.reference import check_base_frozen, compute_log_probs, with_base
 from tests.parallel.matrix.training import whole
 
 STRATEGY = "distributed_strategy."
@@ -51,12 +51,12 @@ def follow(
             *(f"data.global_batch_size={BATCH}", "data.micro_batch_size=1", *overrides),
         ],
     )
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model_ = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model_)
-    loss, schedule, state, place = assemble.objective(config), assemble.schedule(config), TrainState(), engine.rank_info
-    dataset = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
+    loss, schedule, state, place = build.objective(config), build.schedule(config), TrainState(), engine.rank_info
+    dataset = build.dataloader(config, build.tokenizer(config)).split("train")
     reference = traits_of(loss).reference
     if reference == "before":
         before = compute_log_probs(dataset, config=config, engine=engine, model=model_)

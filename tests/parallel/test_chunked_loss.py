@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.errors import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
-from nxdt_core.nn.loss import cross_entropy_sum
-from nxdt_core.nn.token_losses import TokenLosses, losses_wanted, token_labels
-from nxdt_core.parallel.chunked_loss import chunk_loss, linear_cross_entropies
+from nxdt_core.errors.models import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.nn.loss.token_losses import TokenLosses, losses_wanted, token_labels
+from nxdt_core.parallel.loss.chunked import chunk_loss, linear_cross_entropies
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxdt_core.parallel.collectives import (
+from nxdt_core.distributed.collectives import (
     all_to_all,
     copy_to_group,
     gather_along,

@@ -7,10 +7,10 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
 
-from nxdt_core.nn.logit_rows import IN_CHUNKS, row_kernels, with_row_kernels
-from nxdt_core.nn.loss import cross_entropy_sum
-from nxdt_core.parallel.chunked_loss import linear_cross_entropies
-from nxdt_core.parallel.compiled_rows import compiled_rows
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, row_kernels, with_row_kernels
+from nxdt_core.parallel.loss.chunked import linear_cross_entropies
+from nxdt_core.parallel.loss.compiled_rows import compiled_rows
 
 ROWS, VOCAB = 24, 96
 

@@ -14,19 +14,19 @@ from nxdt_plugin_llama.config import LlamaConfig
 from torch import nn
 
 from nxdt_core.devices import HOST, profile_of
-from nxdt_core.errors import (
+from nxdt_core.errors.layouts import (
     AttentionCoreMissing,
     AttentionCoreUnknown,
     ContextSequenceDoesNotDivide,
     RingNeedsPointToPoint,
 )
-from nxdt_core.nn.attention import AttentionSemantics, CausalAttention
-from nxdt_core.nn.init import initialize
-from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.nn.attention.grouped_query import AttentionSemantics, CausalAttention
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.nn.random.init import initialize
 from nxdt_core.parallel.context.apply import apply_context_parallel, shard_sequence, unshard_sequence
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 from nxdt_core.testing.ranks import process_group
 

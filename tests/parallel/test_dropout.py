@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from nxdt_core.nn.dropout import CausalAttentionWithDropout, Dropout
+from nxdt_core.nn.random.dropout import CausalAttentionWithDropout, Dropout
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import seed_all
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration
@@ -31,7 +31,7 @@ INSIDE = ("layers.0.attention.core", "layers.0.mlp.dropout", "layers.1.attention
 def watched_step(layout, block_type="pre_ln"):
     """What each dropout gave of ones, and the gradients' local parts, of one micro-batch that all ranks read."""
     config = configuration(layout, "float64", {**GPT, "transformer_block_type": block_type})
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     seed_all(config.run.seed)
     model = primitives.initialize_parallel_model(config, engine)
@@ -47,7 +47,7 @@ def watched_step(layout, block_type="pre_ln"):
             part.register_forward_hook(watch)
     ids = torch.arange(3 * 24).view(3, 24) % 61
     batch = Batch(input_ids=ids, labels=ids.roll(-1, 1))
-    model.run_train([batch], assemble.objective(config))
+    model.run_train([batch], build.objective(config))
     model.finish_gradients(None)
     gradients = {name: local_of(parameter.grad).clone() for name, parameter in model.named_parameters()}
     engine.shutdown()

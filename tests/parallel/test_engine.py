@@ -6,8 +6,8 @@ from torch import nn
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load
-from nxdt_core.errors import WeightsDoNotFit
-from nxdt_core.nn.aux_loss import add_aux_loss
+from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.nn.moe.aux_loss import add_aux_loss
 from nxdt_core.parallel.engine import TorchEngine
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.initialisation import InitRule

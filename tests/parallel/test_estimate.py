@@ -7,9 +7,10 @@ import torch.distributed as dist
 from nxdt_plugin_llama.modeling import Llama
 
 from nxdt_core.config import load
-from nxdt_core.errors import ModelReadsValues, UnknownAccelerator
+from nxdt_core.errors.launch import UnknownAccelerator
+from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.training.plan import plan
 
 STRATEGY = "distributed_strategy."

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nxdt_core.config import load
-from nxdt_core.nn import logit_rows
+from nxdt_core.nn.loss import logit_rows
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
 from tests.sampling import sampled
@@ -108,7 +108,7 @@ class LivePeak(TorchDispatchMode):
 def peak_of_a_step(overrides):
     """Bytes of this rank at the fullest moment of its second step, of its optimizer's state, and of its weights."""
     config = load("recipe:llama-tiny", overrides)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=False)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def peak_of_a_step(overrides):
     data = config.run.data
     count = data.global_batch_size // data.micro_batch_size // engine.rank_info.dp_size
     ids = torch.zeros(data.micro_batch_size, data.seq_length, dtype=torch.int64)
-    arguments = ([Batch(input_ids=ids, labels=ids)] * count, assemble.objective(config), assemble.schedule(config))
+    arguments = ([Batch(input_ids=ids, labels=ids)] * count, build.objective(config), build.schedule(config))
     primitives.train_step(model, optimizer, *arguments, TrainState())
     with LivePeak() as live:
         primitives.train_step(model, optimizer, *arguments, TrainState())

@@ -8,10 +8,10 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from nxdt_core.config import load
 from nxdt_core.devices import max_memory_bytes, reset_max_memory
-from nxdt_core.nn import logit_rows
+from nxdt_core.nn.loss import logit_rows
 from nxdt_core.parallel.estimate.live import LiveBytes
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
 
@@ -45,14 +45,14 @@ class Run:
 
     def __init__(self, config):
         self.config = config
-        self.engine = assemble.engine(config)
+        self.engine = build.engine(config)
         self.engine.start()
         self.model = primitives.initialize_parallel_model(config, self.engine, materialise=False)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.zero_()
         self.optimizer = primitives.initialize_parallel_optimizer(config, self.engine, self.model)
-        self.objective, self.schedule = assemble.objective(config), assemble.schedule(config)
+        self.objective, self.schedule = build.objective(config), build.schedule(config)
 
     def batch(self):
         rows, length = self.config.run.data.micro_batch_size, self.config.run.data.seq_length

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.nn.attention import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.kernels import AcceleratorKernels
@@ -16,7 +16,7 @@ from nxdt_core.parallel.estimate.memory import Storage, fullest_moment
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.parallel.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_bytes_per_element
 from nxdt_core.parallel.pipeline.schedules import schedule_operations
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
 

@@ -8,7 +8,7 @@ import torch
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 SEQ = 16
@@ -38,11 +38,11 @@ def train(overrides, evaluate, inference_mode):
             *overrides,
         ],
     )
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    objective, schedule, state = CausalLM(), assemble.schedule(config), TrainState()
+    objective, schedule, state = CausalLM(), build.schedule(config), TrainState()
     ids = torch.randint(272, (4, SEQ + 1), generator=torch.Generator().manual_seed(1))
     own = ids.chunk(engine.rank_info.dp_size)[engine.rank_info.dp_rank]
     batches = [Batch(input_ids=row[None, :-1], labels=row[None, 1:]) for row in own]

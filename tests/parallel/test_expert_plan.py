@@ -8,10 +8,10 @@ from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.parallel.estimate.run import estimate
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import LayoutOptions
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.testing.moe_config import MoEConfig, MoEModelConfig
-from nxdt_core.testing.moe_model import MoEBuilder
+from nxdt_core.testing.models.moe import MoEBuilder
+from nxdt_core.testing.models.moe_config import MoEConfig, MoEModelConfig
 
 
 def planned(capacity_factor, **sizes):

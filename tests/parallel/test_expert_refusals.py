@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nxdt_core.errors import ExpertsDoNotDivide, ModelWithoutExperts, ShardDoesNotDivide, TensorPlanUnusable
+from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
+from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules, expert_parameters
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.moe_config import MoEConfig, MoEModelConfig
-from nxdt_core.testing.moe_model import MoEBuilder
+from nxdt_core.testing.models.moe import MoEBuilder
+from nxdt_core.testing.models.moe_config import MoEConfig, MoEModelConfig
 
 
 def apply(config, *, plan=None, **sizes):

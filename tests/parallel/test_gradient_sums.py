@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nxdt_core.config import load
-from nxdt_core.errors import GradientSumsRounded
+from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan
 from tests.parallel.precision_run import SEQ, SMALL
 
@@ -27,12 +27,12 @@ PIPELINE = f"{STRATEGY}pipeline_model_parallel_size=2"
 def gradients(overrides, repeats):
     """This rank's gradients of one step over the same micro-batch ``repeats`` times."""
     config = load("recipe:llama-tiny", [*SMALL, "data.micro_batch_size=1", *overrides])
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     ids = torch.randint(272, (1, SEQ + 1), generator=torch.Generator().manual_seed(1))
     batch = Batch(input_ids=ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous())
-    model.run_train([batch] * repeats, assemble.objective(config))
+    model.run_train([batch] * repeats, build.objective(config))
     found = {name: local_of(p.grad).float().clone() for name, p in model.named_parameters()}
     engine.shutdown()
     return found

@@ -7,7 +7,7 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 
 SEQ = 16
 STRATEGY = "distributed_strategy."
@@ -28,7 +28,7 @@ def log_probs(overrides: tuple[str, ...]) -> tuple[list[torch.Tensor], torch.Ten
     """Those of the model, and its logits."""
     small = ("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", f"data.seq_length={SEQ}")
     batch = ("data.global_batch_size=4", "data.micro_batch_size=2", "trainer.accelerator=cpu", "trainer.devices=2")
-    engine = assemble.engine(config := load("recipe:llama-tiny", [*small, *batch, *overrides]))
+    engine = build.engine(config := load("recipe:llama-tiny", [*small, *batch, *overrides]))
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     found = model.log_probs(micro_batches())

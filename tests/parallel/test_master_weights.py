@@ -10,14 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts
-from nxdt_core.checkpoint.layout import MASTER_WEIGHT
+from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.config import load
-from nxdt_core.errors import ConfigError, NoMasterWeights, SameWeightsSaved
-from nxdt_core.testing.storage_memory import MemoryStorage
-from nxdt_core.training import assemble
-from nxdt_core.training.export import export_hf
+from nxdt_core.errors.checkpoints import SameWeightsSaved
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.errors.optimizers import NoMasterWeights
+from nxdt_core.testing.stores.memory import MemoryStorage
+from nxdt_core.training import build
+from nxdt_core.training.weights.export import export_hf
 from tests.parallel.precision_run import SMALL, place, train
 
 STRATEGY = "distributed_strategy."
@@ -137,7 +139,7 @@ def test_a_run_that_insists_on_masters_refuses_a_precision_without(precision, ke
     section = f"precision={precision}" if precision.startswith("{") else f"precision.type={precision}"
     config = load("recipe:llama-tiny", [*SMALL, MASTERS, section])
     if kept:
-        assemble.precision(config)
+        build.precision(config)
     else:
         with pytest.raises(NoMasterWeights, match="keeps them in bfloat16 alone"):
-            assemble.precision(config)
+            build.precision(config)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.testing.ranks import process_group
 
 GROUPS = [

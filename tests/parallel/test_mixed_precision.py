@@ -7,7 +7,7 @@ from nxdt_core.config import load
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 STEPS, ROWS, SEQ = 8, 4, 16
@@ -42,9 +42,9 @@ def train(policy, world, overrides):
             *overrides,
         ],
     )
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
-    model = engine.initialize_model(assemble.model_builder(config), precision=policy, seed=3)
+    model = engine.initialize_model(build.model_builder(config), precision=policy, seed=3)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
     ids = torch.randint(272, (2 * ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
     place = engine.rank_info
@@ -54,7 +54,7 @@ def train(policy, world, overrides):
         Batch(input_ids=ids[row : row + 2, :-1].contiguous(), labels=ids[row : row + 2, 1:].contiguous())
         for row in range(first, first + rows, 2)
     ]
-    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     losses = [
         float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
         for _ in range(STEPS)

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 import torch
 
-from nxdt_core.errors import OptimizerNeedsWholeParameters, ParameterGroupEmpty
-from nxdt_core.training import assemble, primitives
+from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, ParameterGroupEmpty
+from nxdt_core.training import build, primitives
 from tests.parallel.optimizing import NAMES, STRATEGY, TP2, configuration, saved, train
 
 PADDED = (TP2, f"{STRATEGY}sequence_parallel=true", f"{STRATEGY}pad_heads=true")
@@ -60,7 +60,7 @@ def test_a_resume_goes_on_to_the_bit(trained, layout, name):
 def build_stock(directory, optimizer):
     """What is raised where one of torch's optimizers is built over what this rank holds."""
     config = configuration("sgd", directory, ("trainer.devices=2",))
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     make = getattr(torch.optim, optimizer)
@@ -89,7 +89,7 @@ def test_torch_s_own_that_would_take_shards_for_wholes_are_refused(ranks, tmp_pa
 def build_groups(directory, overrides):
     """Rates and decays by name on this rank, or what is raised."""
     config = configuration("sgd", directory, overrides)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     try:
         model = primitives.initialize_parallel_model(config, engine)

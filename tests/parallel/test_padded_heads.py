@@ -5,7 +5,7 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble, primitives
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 
 STEPS = 4
@@ -40,11 +40,11 @@ def configuration(directory, overrides):
 def train(directory, overrides, resume):
     """Losses of some steps; saves after them, or goes on from what was saved before them."""
     config = configuration(directory, overrides)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    storage, state = assemble.storage(config), TrainState()
+    storage, state = build.storage(config), TrainState()
     if resume:
         manifest = checkpoint.latest(storage, warn=print)
         primitives.load_checkpoint(storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state)
@@ -52,7 +52,7 @@ def train(directory, overrides, resume):
     place = engine.rank_info
     rows = [row for row in range(4) if row * place.dp_size // 4 == place.dp_rank]
     batches = [Batch(input_ids=ids[row : row + 1, :-1], labels=ids[row : row + 1, 1:]) for row in rows]
-    objective, schedule = assemble.objective(config), assemble.schedule(config)
+    objective, schedule = build.objective(config), build.schedule(config)
     losses = [
         float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
         for _ in range(STEPS)

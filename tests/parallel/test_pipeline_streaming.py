@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.errors import MicroBatchesDoNotFit, SequenceTooLongForModel
-from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.errors.layouts import MicroBatchesDoNotFit
+from nxdt_core.errors.models import SequenceTooLongForModel
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.parallel.pipeline.schedules import Operation, schedule_operations
 from nxdt_core.parallel.pipeline.stage import StreamedStage
 from nxdt_core.protocols.batch import Batch

@@ -21,7 +21,7 @@ from nxdt_core.parallel.rounding.masters import rounded_weights
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.parallel.rounding.updates import StochasticUpdates, round_into
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.parallel.piece import Box
 
 CUT = ParameterShard(shape=(160, 90), box=Box((3, 45), (157, 45)))
 """Rows that do not follow each other in the whole, as under tensor parallelism."""

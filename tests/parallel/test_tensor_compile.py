@@ -6,7 +6,7 @@ from torch import nn
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.placement import local_of
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.testing.ranks import process_group
 from tests.parallel.tensor.cases import Case, built, materialised
 from tests.parallel.tensor.models import HIDDEN, SEQ

@@ -8,17 +8,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.nn.aux_loss import aux_loss_scale
-from nxdt_core.nn.experts import SwiGLUExperts
-from nxdt_core.nn.init import initialize
-from nxdt_core.nn.moe import MixtureOfExperts
-from nxdt_core.nn.router import TopKRouter
+from nxdt_core.nn.moe.aux_loss import aux_loss_scale
+from nxdt_core.nn.moe.experts import SwiGLUExperts
+from nxdt_core.nn.moe.layer import MixtureOfExperts
+from nxdt_core.nn.moe.router import TopKRouter
+from nxdt_core.nn.random.init import initialize
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_parameters
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle, dealt
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nxdt_core import torch_versions
-from nxdt_core.nn import experts
+from nxdt_core.nn.moe import experts
 from nxdt_core.testing.ranks import process_group
 
 

@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nxdt_core.nn import logit_rows
-from nxdt_core.nn.loss import cross_entropy_sum, vocabulary_loss
+from nxdt_core.nn.loss import logit_rows
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum, vocabulary_loss
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.testing.ranks import process_group
 

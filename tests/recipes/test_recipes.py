@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, check, load
-from nxdt_core.config.recipes import list_recipes
+from nxdt_core.config.sources.recipes import list_recipes
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import HFExchange
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 from nxdt_core.training.plan import plan
 from tests.recipes.published import PUBLISHED, WEIGHTS
 from tests.sampling import sampled
@@ -65,7 +65,7 @@ def reads_indexed(name: str) -> bool:
 @pytest.mark.parametrize("name", SUMMARIES)
 def test_a_recipe_loads_and_its_model_is_built(name):
     config = loaded(name)
-    builder = assemble.model_builder(config)
+    builder = build.model_builder(config)
     with torch.device("meta"):
         assert next(builder.build().parameters()).is_meta
     limit = builder.max_sequence_length
@@ -122,7 +122,7 @@ def test_a_large_model_has_a_layout_for_each_machine(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_large_model_has_the_published_shapes(model):
-    builder = assemble.model_builder(loaded(model))
+    builder = build.model_builder(loaded(model))
     known = PUBLISHED.get(family(model), {})
     if known:
         assert isinstance(builder, HFExchange)

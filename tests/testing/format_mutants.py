@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdt_core.protocols.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_core.testing.checkpoint_format_contract import CheckpointFormatContract
 from tests.testing.small_model import SmallBuilder
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.attention import CausalAttention
+from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.testing.model_contract import ModelContract
 from tests.testing.small_model import HEADS, ROWS, WIDTH, Layer, Small, SmallBuilder, SmallConfig

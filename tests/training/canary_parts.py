@@ -11,7 +11,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger
 
 from nxdt_core.api import CallbackComponent, LoggerComponent, hookimpl
-from nxdt_core.config.marks import SecretText
+from nxdt_core.config.annotations import SecretText
 
 
 @dataclass(frozen=True, kw_only=True)

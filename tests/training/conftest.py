@@ -37,9 +37,9 @@ def weights():
 
     def read(config):
         from nxdt_core import checkpoint
-        from nxdt_core.training import assemble
+        from nxdt_core.training import build
 
-        store = assemble.storage(config)
+        store = build.storage(config)
         manifest = checkpoint.latest(store, warn=print)
         return {
             **checkpoint.load_model(store, manifest),

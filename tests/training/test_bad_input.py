@@ -11,7 +11,7 @@ import pytest
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.testing.distributions import write_distribution
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 
 QUICK = ("trainer.max_steps=1", "trainer.accelerator=cpu")
 
@@ -168,7 +168,7 @@ def test_the_store_is_tried_before_the_first_step(nxdt, tmp_path):
 def test_nothing_is_lost_when_a_resume_is_refused(nxdt, small_run):
     config = small_run("trainer.max_steps=1")
     train(config)
-    store = assemble.storage(config)
+    store = build.storage(config)
     before = checkpoint.read_manifest(store, 1)
     with pytest.raises(Exception, match="do not fit"):
         train(small_run("trainer.max_steps=2", "model.ffn_hidden_size=128"))
@@ -202,7 +202,7 @@ def test_odd_numbers_for_generate_are_refused_before_anything_is_loaded(option, 
 
 
 def test_a_tiny_temperature_is_greedy(small_run):
-    from nxdt_core.training.generate import generate
+    from nxdt_core.inference.generate import generate
 
     config = small_run("trainer.max_steps=1")
     train(config)

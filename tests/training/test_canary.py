@@ -12,8 +12,8 @@ import pytest
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.training import assemble, train
-from nxdt_core.training.saved_config import saved_config, saved_values
+from nxdt_core.training import build, train
+from nxdt_core.training.weights.saved_config import saved_config, saved_values
 from tests.training.small import SMALL
 
 CANARY = "canary-4711-value"
@@ -119,9 +119,7 @@ def test_a_run_resumes_from_its_written_configuration_once_its_secrets_are_given
     monkeypatch.setenv("NXDT_CANARY", CANARY)
     status, said = nxdt(*again, given)
     assert status == 0, said
-    assert (
-        checkpoint.latest(assemble.storage(load(str(tmp_path / "run" / "config.yaml"), [given])), warn=print).step == 3
-    )
+    assert checkpoint.latest(build.storage(load(str(tmp_path / "run" / "config.yaml"), [given])), warn=print).step == 3
     assert holding_the_canary(tmp_path) == []
 
 
@@ -134,7 +132,7 @@ def test_a_checkpoint_is_used_without_the_variables_of_loggers_but_not_of_its_mo
         "exp_manager.wandb_logger_kwargs={project: '${oc.env:NXDT_NAME}'}",
     )
     train(config)
-    manifest = checkpoint.latest(assemble.storage(config), warn=print)
+    manifest = checkpoint.latest(build.storage(config), warn=print)
     assert manifest.facts.config["model"]["hidden_size"] == "${oc.decode:${oc.env:NXDT_HIDDEN}}"
     monkeypatch.delenv("NXDT_NAME")
     assert saved_config(manifest, where="here").selected("model").config.hidden_size == 32

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage_local import LocalStorage
-from nxdt_core.checkpoint.staging import StagingBuffers
+from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.cli import main
-from nxdt_core.errors import SameWeightsSaved, StorageFull
+from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
 from nxdt_core.testing.ranks import RankPool, RanksFailed
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 from nxdt_core.training.callbacks import checkpoints
 from nxdt_core.training.step_times import STEPS, StepTimes
 from tests.training.small import SMALL
@@ -53,11 +53,11 @@ def on_two_ranks(where, *more):
 
 
 def steps(config):
-    return [entry.step for entry in checkpoint.list_checkpoints(assemble.storage(config)) if entry.state == "committed"]
+    return [entry.step for entry in checkpoint.list_checkpoints(build.storage(config)) if entry.state == "committed"]
 
 
 def model_of(config, step):
-    store = assemble.storage(config)
+    store = build.storage(config)
     return checkpoint.load_model(store, checkpoint.read_manifest(store, step))
 
 
@@ -83,7 +83,7 @@ def test_every_save_is_reported(small_run, metric_rows):
     for row in saves.values():
         assert set(row) == {"step", "blocked_s", "seconds", "bytes", "gb_per_s", "slowdown"}
         assert min(row["blocked_s"], row["seconds"], row["gb_per_s"]) > 0
-    store = assemble.storage(config)
+    store = build.storage(config)
     assert saves[12]["bytes"] == checkpoint.read_manifest(store, 12).size_bytes
     assert saves[12]["slowdown"] is not None
     assert saves[26]["slowdown"] is None, "no step followed"
@@ -164,7 +164,7 @@ def test_the_best_by_a_metric_of_their_own_step_are_kept(small_run, weights):
     )
     config = small_run("trainer.max_steps=8", *settings)
     train(config)
-    store = assemble.storage(config)
+    store = build.storage(config)
     losses = {row["step"]: row["loss"] for row in rows(config.run_dir / "validation.jsonl")}
     assert losses[2] > losses[4] > losses[6] > losses[8], "the run learns"
     assert steps(config) == [2, 4, 8], "the two worst, as told, and the newest"
@@ -189,7 +189,7 @@ def test_permanent_and_ephemeral_checkpoints(small_run):
         "checkpoint.save_top_k=1",
     )
     train(config)
-    store = assemble.storage(config)
+    store = build.storage(config)
     kinds = {step: checkpoint.read_manifest(store, step).facts.keep for step in steps(config)}
     assert kinds == {4: "permanent", 8: "permanent", 9: "regular"}
 
@@ -207,7 +207,7 @@ def test_a_damaged_newest_checkpoint_never_makes_retention_delete_good_ones(smal
             shard.write_bytes(data)
     resumed = small_run("trainer.max_steps=5", "checkpoint.save_top_k=1", *settings)
     summary = train(resumed)
-    store = assemble.storage(resumed)
+    store = build.storage(resumed)
     assert summary.checkpoint.endswith("step-00000005")
     assert checkpoint.latest(store, warn=lambda line: None).step == 5
     assert steps(resumed) == [5, 6]
@@ -257,7 +257,7 @@ def test_two_ranks_save_while_they_train(small_run, tmp_path):
     assert RankPool(2).run(train_here, on_two_ranks(tmp_path, "trainer.max_steps=7"), timeout_s=120) == [0, 0]
     config = small_run(name="two")
     assert steps(config) == [2, 4, 6, 7]
-    assert [checkpoint.verify(assemble.storage(config), step) for step in steps(config)] == [[]] * 4
+    assert [checkpoint.verify(build.storage(config), step) for step in steps(config)] == [[]] * 4
     alone = small_run("trainer.max_steps=4", name="alone")
     train(alone)
     expected = model_of(alone, 4)

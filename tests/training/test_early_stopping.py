@@ -3,9 +3,10 @@
 import pytest
 
 from nxdt_core import checkpoint
-from nxdt_core.errors import ConfigError, MetricNotLogged
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.errors.training import MetricNotLogged
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 from tests.training.ema_run import averaged_run
 
 PARAMS = "exp_manager.early_stopping_callback_params"
@@ -19,7 +20,7 @@ def test_it_stops_saved_once_nothing_has_improved_for_long_enough(small_run, cap
     summary = train(config)
     assert (summary.step, summary.exit_status) == (6, 0)
     assert "step 6: early stopping. Monitored metric val_loss did not improve in the last 2" in capsys.readouterr().err
-    assert checkpoint.latest(assemble.storage(config), warn=print).step == 6
+    assert checkpoint.latest(build.storage(config), warn=print).step == 6
 
 
 def test_a_run_that_learns_goes_on(small_run):
@@ -75,4 +76,4 @@ def test_all_ranks_stop_at_one_step(tmp_path, small_run):
     more = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "trainer.max_steps=20")
     steps = RankPool(2).run(averaged_run, str(tmp_path), *more, *HOPELESS, timeout_s=120)
     assert steps[0] == steps[1]
-    assert checkpoint.latest(assemble.storage(small_run("trainer.max_steps=20")), warn=print).step == 6
+    assert checkpoint.latest(build.storage(small_run("trainer.max_steps=20")), warn=print).step == 6

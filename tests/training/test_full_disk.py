@@ -12,11 +12,11 @@ import pytest
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.loggers import tensorboard
+from nxdt_core.builtins.loggers.build import tensorboard
 from nxdt_core.cli import main
-from nxdt_core.errors import CannotWriteRunDirectory
+from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.testing.ranks import RankPool, RanksFailed
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 from tests.training.small import SMALL
 
 FULL = """
@@ -73,7 +73,7 @@ def plugin(tmp_path):
 
 
 def steps(config):
-    return [entry.step for entry in checkpoint.list_checkpoints(assemble.storage(config)) if entry.state == "committed"]
+    return [entry.step for entry in checkpoint.list_checkpoints(build.storage(config)) if entry.state == "committed"]
 
 
 def train_here(arguments):
@@ -91,7 +91,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_a_checkpoint(small_ru
     assert f"step {last}: checkpoint saved" in said
     assert last < 40
     assert (config.run_dir / "metrics.jsonl").read_text().count("\n") == last, "no step is lost"
-    assert checkpoint.verify(assemble.storage(config), last) == []
+    assert checkpoint.verify(build.storage(config), last) == []
     (config.run_dir / name).unlink()
     resumed = small_run(f"trainer.max_steps={last + 1}", "checkpoint.resume_if_exists=true", *SAVES)
     assert train(resumed).step == last + 1
@@ -106,7 +106,7 @@ def test_two_ranks_end_alike(small_run, tmp_path, plugin):
     assert accounts.count("NXDT-T007") == 1
     assert "Traceback" not in accounts
     config = small_run(name="two")
-    assert checkpoint.verify(assemble.storage(config), steps(config)[-1]) == []
+    assert checkpoint.verify(build.storage(config), steps(config)[-1]) == []
 
 
 @pytest.mark.parametrize("kind", ["full", "in the way"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.config import load
-from nxdt_core.training import assemble, primitives, train
+from nxdt_core.training import build, primitives, train
 from nxdt_core.training.state import TrainState
 
 PARTS = Path(__file__).with_name("hidden_parts.py")
@@ -67,14 +67,14 @@ def test_nothing_is_said_of_what_is_saved_or_constant(own_run, caplog):
 
 def test_only_the_first_steps_are_looked_at(own_run):
     config = own_run(optim={"name": "Looked"})
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    dataset = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
-    objective, schedule, state = assemble.objective(config), assemble.schedule(config), TrainState()
+    dataset = build.dataloader(config, build.tokenizer(config)).split("train")
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     looks = []
-    for micro_batches in islice(assemble.batches(config, engine, dataset), 5):
+    for micro_batches in islice(build.batches(config, engine, dataset), 5):
         primitives.train_step(model, optimizer, micro_batches, objective, schedule, state)
         looks.append(optimizer.inner.looked_at.count)
     assert looks == [1, 2, 3, 3, 3]
@@ -94,5 +94,5 @@ def test_no_built_in_optimizer_or_schedule_is_suspected(own_run, caplog):
     for optim in builtin("optimizer", own_run):
         train(own_run(optim=optim, name=optim["name"]))
     for sched in builtin("lr_scheduler", own_run):
-        assemble.schedule(own_run(sched=sched))
+        build.schedule(own_run(sched=sched))
     assert warnings(caplog) == []

@@ -13,18 +13,19 @@ import pytest
 from nxdt_plugin_megatron_data.writer import IndexedWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.paths import resolve_path
-from nxdt_core.data.chat_keys import ChatKeys
-from nxdt_core.data.unused_fields import UnusedFields
-from nxdt_core.errors import FieldsUnused, NxdtError, SpecialTokenInText
-from nxdt_core.training.evaluate import Answer, Question, questions, scores
-from nxdt_core.training.generate import generate
-from nxdt_core.training.run import train
+from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.files.unused_fields import UnusedFields
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
+from nxdt_core.inference.evaluate import Answer, Question, questions, scores
+from nxdt_core.inference.generate import generate
+from nxdt_core.training.run.train import train
 from tests.training.small import SMALL
 
 CALL = {"name": "look", "arguments": "{}"}

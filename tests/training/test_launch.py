@@ -12,7 +12,7 @@ import pytest
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 from tests.training.launching import environment, faulty, finish, gone, ranks_of, start, wait_for_rows, words
 
 
@@ -90,7 +90,7 @@ def test_all_ranks_stop_and_save_at_one_step_wherever_the_signal_goes(tmp_path, 
     assert f"{last} of 100000" in out
     more = ("exp_manager.resume_if_exists=true", f"trainer.max_steps={last + 1}")
     resumed = load("recipe:llama-tiny", words(tmp_path, *saving, *more)[1:])
-    assert checkpoint.latest(assemble.storage(resumed), warn=print).step == last
+    assert checkpoint.latest(build.storage(resumed), warn=print).step == last
     assert train(resumed).step == last + 1, "one process goes on from what two have saved"
 
 

@@ -10,26 +10,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nxdt_core.errors import (
+from nxdt_core.distributed.environment import Place, first_host, place_from_environment
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.distributed.store import connect_store
+from nxdt_core.errors.data import DataFileNotFound
+from nxdt_core.errors.ranks import (
     BadLaunchVariable,
     CannotReachRankZero,
-    DataFileNotFound,
     LaunchEnvironmentIncomplete,
     NodePlaceMissing,
     OutOfMemory,
     PortTaken,
 )
-from nxdt_core.parallel.environment import Place, first_host, place_from_environment
-from nxdt_core.parallel.process_group import Ranks
-from nxdt_core.parallel.store import connect_store
+from nxdt_core.launch.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
+from nxdt_core.launch.node import node_from_environment
+from nxdt_core.launch.root_cause import decide
+from nxdt_core.launch.supervisor import Hub
 from nxdt_core.testing.ranks import RankPool, process_group
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.signals import StopSignals
-from nxdt_core.training.launch.hub import Hub
-from nxdt_core.training.launch.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
-from nxdt_core.training.launch.node import node_from_environment
-from nxdt_core.training.launch.verdict import decide
-from nxdt_core.training.memory import MemoryUse, compare, memory_errors_explained
+from nxdt_core.training.run.out_of_memory import MemoryUse, compare, memory_errors_explained
 
 USUAL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SLURM = {

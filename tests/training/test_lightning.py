@@ -4,7 +4,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from nxdt_core.errors import UnsavableState
+from nxdt_core.errors.checkpoints import UnsavableState
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy, train
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nxdt_core.errors import LoggerCannotStart, LoggerLibraryMissing
+from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
 from tests.training.ema_run import averaged_run

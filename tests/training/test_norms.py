@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.training import assemble
-from nxdt_core.training.run import train
+from nxdt_core.training import build
+from nxdt_core.training.run.train import train
 
 
 def saved(config, step):
-    storage = assemble.storage(config)
+    storage = build.storage(config)
     return checkpoint.load_model(storage, checkpoint.read_manifest(storage, step))
 
 

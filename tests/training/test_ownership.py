@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from nxdt_core import checkpoint
-from nxdt_core.errors import NxdtError, OwnershipLost
-from nxdt_core.training import assemble, train
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.checkpoints import OwnershipLost
+from nxdt_core.training import build, train
 
 Run = Callable[..., "Child"]
 ENDLESS = ("trainer.max_steps=100000", "checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=2")
@@ -53,7 +54,7 @@ def command(tmp_path: Path) -> Iterator[Run]:
 
 def wait_for_steps(config: Any, count: int, child: Child, deadline_s: float = 120) -> list[int]:
     """Wait until step ``count`` or a later one is committed; returns those that are."""
-    store = assemble.storage(config)
+    store = build.storage(config)
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         steps = [found.step for found in checkpoint.list_checkpoints(store) if found.state == "committed"]
@@ -84,7 +85,7 @@ def test_a_second_run_is_refused_in_words_and_one_in_a_copied_directory_is_not(s
             break
         except shutil.Error:  # a checkpoint was pruned on the way
             shutil.rmtree(copied)
-    newest = checkpoint.latest(assemble.storage(small_run(exp_dir=copied)), warn=print)
+    newest = checkpoint.latest(build.storage(small_run(exp_dir=copied)), warn=print)
     summary = train(small_run(f"trainer.max_steps={newest.step + 2}", exp_dir=copied))
     assert summary.step == newest.step + 2
     assert first.process.poll() is None, first.said
@@ -99,13 +100,13 @@ def test_a_killed_run_is_followed_at_once_by_the_same_command(small_run, command
     first.process.kill()
     first.process.wait()
     second = command(config)
-    steps = [found.step for found in checkpoint.list_checkpoints(assemble.storage(config))]
+    steps = [found.step for found in checkpoint.list_checkpoints(build.storage(config))]
     wait_for_steps(config, steps[-1] + 2, second)
     second.process.terminate()
     second.process.wait(timeout=120)
     assert "resuming from" in second.said
     assert "waiting" not in second.said
-    newest = checkpoint.latest(assemble.storage(config), warn=pytest.fail)
+    newest = checkpoint.latest(build.storage(config), warn=pytest.fail)
     assert newest.step > steps[-1]
     assert newest.facts.fencing == 2
 
@@ -115,15 +116,15 @@ def test_a_run_gives_its_place_back_however_it_ends(small_run):
     train(config)
     with pytest.raises(NxdtError, match="do not fit"):
         train(small_run("trainer.max_steps=2", "model.ffn_hidden_size=128"))
-    checkpoint.own(assemble.storage(config), run="next", say=pytest.fail).release()
+    checkpoint.own(build.storage(config), run="next", say=pytest.fail).release()
     train(config)
-    checkpoint.own(assemble.storage(config), run="next", say=pytest.fail).release()
+    checkpoint.own(build.storage(config), run="next", say=pytest.fail).release()
 
 
 def test_a_run_whose_place_was_taken_commits_nothing_more(small_run, tmp_path):
     """Its directory is moved away while it runs, and another run begins there."""
     config = small_run("trainer.max_steps=3", "checkpoint.every_n_train_steps=1", "checkpoint.async_save=false")
-    store = assemble.storage(config)
+    store = build.storage(config)
     taken: list[Any] = []
     commit = checkpoint.CheckpointManager.save
 
@@ -143,6 +144,6 @@ def test_a_run_whose_place_was_taken_commits_nothing_more(small_run, tmp_path):
 
 def test_a_run_that_saves_nothing_needs_no_place(small_run):
     config = small_run("trainer.max_steps=1")
-    ownership = checkpoint.own(assemble.storage(config), run="other", say=pytest.fail)
+    ownership = checkpoint.own(build.storage(config), run="other", say=pytest.fail)
     assert train(small_run("trainer.max_steps=1", "checkpoint.enabled=false")).step == 1
     ownership.release()

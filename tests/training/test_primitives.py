@@ -7,13 +7,13 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.training import assemble, primitives, train
+from nxdt_core.training import build, primitives, train
 from nxdt_core.training.state import TrainState, capture_rng, restore_rng, seed_all
 
 
 def loop(config, steps, state=None, *, storage=None):
     """A user's own loop over the primitives."""
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
@@ -21,10 +21,10 @@ def loop(config, steps, state=None, *, storage=None):
     if storage is not None:
         manifest = checkpoint.latest(storage, warn=print)
         primitives.load_checkpoint(storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state)
-    loader = assemble.batches(config, engine, assemble.dataloader(config, assemble.tokenizer(config)).split("train"))
+    loader = build.batches(config, engine, build.dataloader(config, build.tokenizer(config)).split("train"))
     if state.data:
         loader.load_state_dict(state.data)
-    objective, schedule = assemble.objective(config), assemble.schedule(config)
+    objective, schedule = build.objective(config), build.schedule(config)
     losses = []
     for micro_batches in loader:
         result = primitives.train_step(
@@ -51,7 +51,7 @@ def test_a_loop_can_save_and_go_on(small_run):
     config = small_run("trainer.max_steps=6")
     _, whole, _, _, losses = loop(config, 6)
     engine, model, optimizer, state, first = loop(config, 2)
-    storage = assemble.storage(config)
+    storage = build.storage(config)
     primitives.save_checkpoint(
         storage, config=config, engine=engine, model=model, optimizer=optimizer, state=state, extra={"mine": [1, 2]}
     )
@@ -64,7 +64,7 @@ def test_a_loop_can_save_while_it_goes_on(small_run):
     config = small_run("trainer.max_steps=6")
     _, whole, _, _, losses = loop(config, 6)
     engine, model, optimizer, state, first = loop(config, 2)
-    storage = assemble.storage(config)
+    storage = build.storage(config)
     manager = checkpoint.CheckpointManager(storage, ranks=engine.ranks)
     assert primitives.begin_checkpoint(
         manager, config=config, engine=engine, model=model, optimizer=optimizer, state=state
@@ -80,14 +80,14 @@ def test_a_loop_can_save_while_it_goes_on(small_run):
 
 def test_evaluate_is_the_mean_over_loss_tokens(small_run):
     config = small_run()
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
-    validation = assemble.dataloader(config, assemble.tokenizer(config)).split("validation")
+    validation = build.dataloader(config, build.tokenizer(config)).split("validation")
     batches = lambda size: GlobalBatchLoader(  # noqa: E731
         validation, global_batch_size=size, micro_batch_size=2, seed=1, shuffle=False, repeat=False
     )
-    objective = assemble.objective(config)
+    objective = build.objective(config)
     small, large = (primitives.evaluate(model, batches(size), objective) for size in (2, 16))
     assert abs(small - large) < 1e-5
 

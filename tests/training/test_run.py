@@ -9,16 +9,16 @@ import torch
 import yaml
 
 from nxdt_core import checkpoint
-from nxdt_core.errors import (
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.errors.models import VocabularyTooSmall
+from nxdt_core.errors.training import (
     CannotWriteRunDirectory,
-    ConfigError,
     NoCheckpointToResume,
-    NxdtError,
     RunAlreadyHasCheckpoints,
     StepNotFinite,
-    VocabularyTooSmall,
 )
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 
 KEYS = {
     "step",
@@ -189,7 +189,7 @@ def test_a_validation_takes_the_share_or_the_count_that_it_is_told(small_run, me
 def test_checkpoints_are_saved_at_the_interval_and_the_newest_kept(small_run):
     config = small_run("trainer.max_steps=7", "checkpoint.every_n_train_steps=2", "checkpoint.save_top_k=2")
     summary = train(config)
-    store = assemble.storage(config)
+    store = build.storage(config)
     assert [(c.step, c.state) for c in checkpoint.list_checkpoints(store)] == [(6, "committed"), (7, "committed")]
     assert checkpoint.verify(store, 7) == []
     assert summary.checkpoint.endswith("step-00000007")
@@ -280,7 +280,7 @@ def test_a_run_stops_at_a_step_that_is_not_finite_and_its_weights_never_saw_it(s
     with pytest.raises(StepNotFinite) as error:
         train(config)
     assert (error.value.step, error.value.skipped) == (2, 1)
-    store = assemble.storage(config)
+    store = build.storage(config)
     newest = checkpoint.latest(store, warn=print)
     assert newest.step == 1
     assert all(tensor.isfinite().all() for tensor in checkpoint.load_model(store, newest).values())
@@ -294,7 +294,7 @@ def test_a_run_may_go_on_and_counts_what_it_left_out_with_null_for_nan_in_the_fi
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["skipped_steps"] for row in rows] == [0, 1, 2, 3]
     assert rows[-1]["grad_norm"] is None
-    store = assemble.storage(config)
+    store = build.storage(config)
     weights = checkpoint.load_model(store, checkpoint.latest(store, warn=print))
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
@@ -310,20 +310,20 @@ def test_the_summary_names_the_checkpoint_that_holds_what_was_trained(small_run)
     assert train(small_run("trainer.max_steps=3")).checkpoint.endswith("step-00000003")
     repaired = small_run("trainer.max_steps=4")
     assert train(repaired).checkpoint.endswith("step-00000004")
-    store = assemble.storage(repaired)
+    store = build.storage(repaired)
     assert checkpoint.verify(store, 4) == [], "saving the step again replaced the damaged one"
 
 
 def test_a_trained_checkpoint_goes_to_hugging_face(small_run, tmp_path, weights):
     """The snippet of the Llama plugin's README."""
-    from nxdt_core.checkpoint.hf import load_hf, save_hf
+    from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
     from nxdt_core.config import load
 
     config = small_run("trainer.max_steps=1")
     train(config)
     store, step = checkpoint.locate(config.checkpoint_uri)
     manifest = checkpoint.find_checkpoint(store, step, warn=print)
-    builder = assemble.model_builder(load(manifest.facts.config))
+    builder = build.model_builder(load(manifest.facts.config))
     save_hf(tmp_path / "hf", builder, checkpoint.load_model(store, manifest))
     back = load_hf(tmp_path / "hf", builder)
     saved = weights(config)
@@ -333,7 +333,7 @@ def test_a_trained_checkpoint_goes_to_hugging_face(small_run, tmp_path, weights)
 def test_a_checkpoint_says_what_made_it_and_how_good_it_is(small_run):
     config = small_run("trainer.max_steps=1")
     summary = train(config)
-    facts = checkpoint.latest(assemble.storage(config), warn=print).facts
+    facts = checkpoint.latest(build.storage(config), warn=print).facts
     assert facts.metrics.keys() == {"loss", "grad_norm", "lr", "skipped_steps"}
     assert facts.metrics["loss"] == summary.loss
     assert {name: version for name, version in facts.versions.items() if name in ("nxdt-core", "torch")} == {

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from nxdt_core.config import load
-from nxdt_core.errors import CannotCopyFile, ConfigError, StepNotFinite
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.errors.training import CannotCopyFile, StepNotFinite
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
 from tests.training.ema_run import averaged_run

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from nxdt_core import checkpoint
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 from tests.training.launching import wait_for_rows
 
 
@@ -26,7 +26,7 @@ def test_a_signal_saves_and_stops_at_a_step_boundary(small_run, tmp_path, metric
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
     assert "Traceback" not in err
-    store = assemble.storage(config)
+    store = build.storage(config)
     manifest = checkpoint.latest(store, warn=print)
     assert manifest is not None
     assert manifest.step == max(metric_rows(config.run_dir))

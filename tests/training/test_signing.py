@@ -10,9 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import TrustedKeys
-from nxdt_core.checkpoint.signature import Signature
+from nxdt_core.checkpoint.format.signature import Signature
 from nxdt_core.cli import main
-from nxdt_core.errors import (
+from nxdt_core.errors.signing import (
     CheckpointNotSigned,
     CheckpointSignatureWrong,
     CheckpointSignedByOther,
@@ -20,8 +20,8 @@ from nxdt_core.errors import (
     SigningKeyUnusable,
 )
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import assemble, train
-from nxdt_core.training.start import decide_start
+from nxdt_core.training import build, train
+from nxdt_core.training.run.start import decide_start
 from tests.checkpoint.signed import load_trusted, write_key
 from tests.training.small import SMALL
 
@@ -77,7 +77,7 @@ def test_a_manifest_that_changed_after_the_decision_is_refused_when_it_is_loaded
     """The run looks for its checkpoint first, and the strategy reads the manifest again."""
     config = small_run("trainer.max_steps=1", *signing(key), name="run")
     train(config)
-    store = assemble.storage(config)
+    store = build.storage(config)
 
     def decide_then_forge(*arguments, **keywords):
         start = decide_start(*arguments, **keywords)
@@ -88,7 +88,7 @@ def test_a_manifest_that_changed_after_the_decision_is_refused_when_it_is_loaded
         assert start.manifest == manifest
         return start
 
-    monkeypatch.setattr("nxdt_core.training.run.decide_start", decide_then_forge)
+    monkeypatch.setattr("nxdt_core.training.run.train.decide_start", decide_then_forge)
     with pytest.raises(CheckpointSignatureWrong):
         train(small_run("trainer.max_steps=2", *signing(key), RESUME, name="run"))
 
@@ -117,8 +117,8 @@ def test_unusable_keys_stop_a_run_before_it_writes(small_run, key, tmp_path):
 
 def test_the_path_of_the_key_may_come_from_the_environment(small_run, key, monkeypatch):
     setting = "checkpoint.sign.key=${oc.env:NXDT_SIGNING_KEY,null}"
-    assert assemble.signer(small_run(setting)) is None
+    assert build.signer(small_run(setting)) is None
     monkeypatch.setenv("NXDT_SIGNING_KEY", str(key[0]))
-    signer = assemble.signer(small_run(setting))
+    signer = build.signer(small_run(setting))
     assert signer is not None
-    assert signer.public_key == assemble.signer(small_run(f"checkpoint.sign.key={key[0]}")).public_key
+    assert signer.public_key == build.signer(small_run(f"checkpoint.sign.key={key[0]}")).public_key

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.training import NxdtStrategy, primitives, train
 
 

@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from nxdt_core import checkpoint
-from nxdt_core.errors import ConfigError
-from nxdt_core.training import assemble, train
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.training import build, train
 from tests.training.small import SMALL
 
 
 def newest(config):
-    return checkpoint.latest(assemble.storage(config), warn=print)
+    return checkpoint.latest(build.storage(config), warn=print)
 
 
 @pytest.mark.parametrize("key", ["trainer.max_time", "exp_manager.max_time", "exp_manager.max_time_per_run"])

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from nxdt_core import checkpoint
-from nxdt_core.errors import ConfigError, LengthUnknown
-from nxdt_core.training import assemble, train
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.errors.training import LengthUnknown
+from nxdt_core.training import build, train
 
 SAVING = "exp_manager.checkpoint_callback_params"
 SMALL_DATA = "trainer.limit_train_batches=3"
@@ -14,7 +15,7 @@ SMALL_DATA = "trainer.limit_train_batches=3"
 
 
 def steps_of(config):
-    return [status.step for status in checkpoint.list_checkpoints(assemble.storage(config))]
+    return [status.step for status in checkpoint.list_checkpoints(build.storage(config))]
 
 
 def test_passes_end_a_run_validate_and_save(small_run, metric_rows):
@@ -51,7 +52,7 @@ def test_steps_end_a_run_before_the_passes_do(small_run):
 
 def test_a_pass_is_the_data_over_the_global_batch(small_run):
     config = small_run("trainer.max_steps=100000", "trainer.max_epochs=1", "trainer.limit_train_batches=0.004")
-    train_split = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
+    train_split = build.dataloader(config, build.tokenizer(config)).split("train")
     batches = -(-len(train_split) // 8)
     assert train(config).step == -(-batches * 4 // 1000)
 

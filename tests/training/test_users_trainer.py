@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 
-from nxdt_core.errors import NotOurBatch, NotOurModule, TrainerArgumentsIgnored
+from nxdt_core.errors.training import NotOurBatch, NotOurModule, TrainerArgumentsIgnored
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
 from tests.training.small import SMALL

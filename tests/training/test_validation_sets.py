@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.training import assemble
-from nxdt_core.training.run import train
+from nxdt_core.training import build
+from nxdt_core.training.run.train import train
 from tests.training.small import SMALL
 
 TEXTS = {"digits": [f"{number} and {number + 1}" for number in range(60)], "words": ["In the beginning was"] * 160}
@@ -58,7 +58,7 @@ def validated(tmp_path):
         (line,) = (config.run_dir / "validation.jsonl").read_text().splitlines()
         events = EventAccumulator(str(config.run_dir))
         events.Reload()
-        kept = checkpoint.latest(assemble.storage(config), warn=print).facts.metrics
+        kept = checkpoint.latest(build.storage(config), warn=print).facts.metrics
         return json.loads(line), {tag for tag in events.Tags()["scalars"] if tag.startswith("val_")}, kept
 
     return run

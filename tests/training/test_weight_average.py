@@ -10,7 +10,7 @@ from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 from nxdt_core.training.plan import plan
 from tests.training.ema_run import averaged_run
 from tests.training.small import SMALL
@@ -145,15 +145,15 @@ def evaluated(weights):
     from nxdt_core.training.primitives import evaluate, initialize_parallel_model
 
     config = load("recipe:llama-tiny", [*SMALL, "trainer.max_steps=1"])
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = initialize_parallel_model(config, engine)
     model.load_state_dict(weights)
-    data = assemble.dataloader(config, assemble.tokenizer(config)).split("validation")
+    data = build.dataloader(config, build.tokenizer(config)).split("validation")
     limit = config.run.trainer.limit_val_batches
     loader = GlobalBatchLoader(data, global_batch_size=8, micro_batch_size=2, seed=1, shuffle=False, repeat=False)
     batches = [batch for number, batch in enumerate(loader) if limit is None or number < limit]
-    return evaluate(model, batches, assemble.objective(config))
+    return evaluate(model, batches, build.objective(config))
 
 
 def test_it_is_exported_instead_of_the_weights(small_run, tmp_path, capsys):

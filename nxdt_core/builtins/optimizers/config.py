@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nxdt_core.config.marks import NonNegativeFloat, PositiveInt, Range
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Range
 
 __all__ = [
     "AdadeltaConfig",

@@ -12,9 +12,9 @@ from itertools import product
 
 import torch
 
-from nxdt_core.parallel.collectives import all_to_all, gather_along
+from nxdt_core.distributed.collectives import all_to_all, gather_along
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.parallel.piece import Box
 
 __all__ = ["Exchange"]
 

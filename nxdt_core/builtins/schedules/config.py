@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from nxdt_core.config.marks import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
+from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
 
 __all__ = [
     "AnnealingConfig",

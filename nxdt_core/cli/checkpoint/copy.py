@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys
-from nxdt_core.cli.progress import byte_bar
-from nxdt_core.cli.table import human_size
+from nxdt_core.cli.terminal.progress import byte_bar
+from nxdt_core.cli.terminal.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def copy(
 
 def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[CheckpointStatus]:
     """The checkpoints to copy, the newest first: it is the one that a run goes on from."""
-    from nxdt_core.errors import CheckpointNotFound
+    from nxdt_core.errors.checkpoints import CheckpointNotFound
 
     newest_first = sorted(found, key=lambda status: -status.step)
     if steps == "all":
@@ -94,7 +94,7 @@ def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[
 
 def _target(destination: str, chosen: Sequence[CheckpointStatus]) -> CheckpointStorage:
     from nxdt_core.checkpoint import locate
-    from nxdt_core.errors import CopyOntoOtherStep
+    from nxdt_core.errors.checkpoints import CopyOntoOtherStep
     from nxdt_core.kernel import Kernel
 
     target, step = locate(destination, Kernel.start())
@@ -113,7 +113,7 @@ def _sentence(report: CopyReport, uri: str) -> str:
 
 
 def _facts(report: CopyReport, uri: str) -> dict[str, object]:
-    from nxdt_core.checkpoint.layout import step_name
+    from nxdt_core.checkpoint.format.file_names import step_name
 
     return {
         "step": report.step,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, open_one
-from nxdt_core.cli.progress import byte_bar
-from nxdt_core.cli.table import print_table
+from nxdt_core.cli.terminal.progress import byte_bar
+from nxdt_core.cli.terminal.table import print_table
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nxdt_core.checkpoint.difference import Difference, Side, TensorDifference, ValueDifference
+    from nxdt_core.checkpoint.read.difference import Difference, Side, TensorDifference, ValueDifference
 
 __all__ = ["diff"]
 
@@ -49,7 +49,7 @@ def diff(ctx: click.Context, first: str, second: str, subjects: tuple[str, ...],
 
     They may be saved in different layouts. Exit status 1 where anything differs.
     """
-    from nxdt_core.checkpoint.difference import SUBJECTS, Side, compare_checkpoints
+    from nxdt_core.checkpoint.read.difference import SUBJECTS, Side, compare_checkpoints
 
     sides = Side(*open_one(first)), Side(*open_one(second))
     chosen = [subject for subject in SUBJECTS if subject in subjects or not subjects]
@@ -138,7 +138,7 @@ def _short(value: object) -> str:
 
 
 def _address(side: Side) -> str:
-    from nxdt_core.checkpoint.layout import step_name
+    from nxdt_core.checkpoint.format.file_names import step_name
 
     return f"{side.storage.uri}/{step_name(side.manifest.step)}"
 

@@ -9,12 +9,12 @@ import click
 
 from nxdt_core.cli.checkpoint.ranks import on_all_ranks
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
-from nxdt_core.cli.size import size
-from nxdt_core.cli.table import human_size
+from nxdt_core.cli.terminal.size import size
+from nxdt_core.cli.terminal.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
-    from nxdt_core.training.export import ExportDtype, Exported
+    from nxdt_core.training.weights.export import ExportDtype, Exported
 
 __all__ = ["export"]
 
@@ -59,7 +59,7 @@ def export(
     empty or not there yet, or the address of another store. Memory holds one file of weights for each worker. Under
     torchrun or srun the processes divide the files. The same command goes on with an export that was interrupted.
     """
-    from nxdt_core.training.export import export_hf
+    from nxdt_core.training.weights.export import export_hf
 
     ctx.exit(
         on_all_ranks(

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, open_one
-from nxdt_core.cli.table import human_size, print_facts, print_table
+from nxdt_core.cli.terminal.table import human_size, print_facts, print_table
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nxdt_core.checkpoint import Manifest
-    from nxdt_core.checkpoint.tensor_index import TensorEntry
+    from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 
 __all__ = ["inspect"]
 
@@ -37,7 +37,7 @@ __all__ = ["inspect"]
 @as_json
 def inspect(uri: str, tensors: bool, only_config: bool, json_output: bool) -> None:
     """Say what is in a checkpoint, from its manifest alone: the newest one at URI, or the step that URI names."""
-    from nxdt_core.checkpoint.signature import claimed_signer
+    from nxdt_core.checkpoint.format.signature import claimed_signer
 
     storage, manifest = open_one(uri)
     config = dict(manifest.facts.config)
@@ -62,7 +62,7 @@ def _print_config(config: Mapping[str, Any], json_output: bool) -> None:
 
 
 def _facts(manifest: Manifest, uri: str) -> dict[str, object]:
-    from nxdt_core.checkpoint.layout import step_name
+    from nxdt_core.checkpoint.format.file_names import step_name
 
     facts = manifest.facts
     return {
@@ -113,7 +113,7 @@ def _size_bytes(entry: TensorEntry) -> int:
 
 
 def _print_summary(manifest: Manifest, uri: str, signer: str) -> None:
-    from nxdt_core.checkpoint.layout import step_name
+    from nxdt_core.checkpoint.format.file_names import step_name
 
     facts = manifest.facts
     print_facts(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, nothing_at
-from nxdt_core.cli.table import human_size, print_table, shade
+from nxdt_core.cli.terminal.table import human_size, print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def list_(uri: str, json_output: bool) -> None:
 
     Missing files and wrong sizes are seen here; changed bytes are found by `verify --deep`, which reads them all.
     """
-    from nxdt_core.checkpoint.status import with_archive_states
+    from nxdt_core.checkpoint.read.status import with_archive_states
 
     storage, found = look(uri)
     found = with_archive_states(storage, found)

@@ -33,10 +33,10 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     terminal it asks. While a run saves to URI, it refuses.
     """
     from nxdt_core.checkpoint import delete_step
-    from nxdt_core.checkpoint.faults import explained_os_errors
-    from nxdt_core.checkpoint.layout import step_of
-    from nxdt_core.checkpoint.retention import plan_prune
-    from nxdt_core.errors import CheckpointNotFound, NoSoundCheckpoint
+    from nxdt_core.checkpoint.format.file_names import step_of
+    from nxdt_core.checkpoint.os_errors import explained_os_errors
+    from nxdt_core.checkpoint.write.retention import plan_prune
+    from nxdt_core.errors.checkpoints import CheckpointNotFound, NoSoundCheckpoint
 
     if step_of(uri.rstrip("/").rpartition("/")[2]) is not None:
         raise click.BadParameter(f"{uri!r} names one step; name the address of all of them.", param_hint="'URI'")

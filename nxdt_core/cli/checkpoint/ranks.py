@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from nxdt_core.protocols.ranks import RankAgreement
-    from nxdt_core.training.launch.lifeline import Lifeline
+    from nxdt_core.launch.client import Lifeline
+    from nxdt_core.protocols.parallel.ranks import RankAgreement
 
 __all__ = ["on_all_ranks"]
 
@@ -20,15 +20,15 @@ def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_
     Returns:
         The exit status. What one rank fails with ends all of them, and is told once.
     """
-    from nxdt_core.parallel.environment import place_from_environment
+    from nxdt_core.distributed.environment import place_from_environment
 
     place = place_from_environment()
     if place.world_size == 1:
         report(work(None))
         return 0
     from nxdt_core.devices import HOST
-    from nxdt_core.parallel.process_group import Ranks
-    from nxdt_core.training.launch.rank import as_rank
+    from nxdt_core.distributed.process_group import Ranks
+    from nxdt_core.launch.rank import as_rank
 
     def run(lifeline: Lifeline) -> int:
         ranks = Ranks(place)

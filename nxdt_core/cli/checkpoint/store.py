@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.verb import say
-from nxdt_core.config.paths import expand_home
+from nxdt_core.config.sources.paths import expand_home
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ def look_for_committed(uri: str) -> tuple[CheckpointStorage, list[CheckpointStat
     Raises:
         CheckpointNotFound: nothing is left; the error says what lies there instead.
     """
-    from nxdt_core.errors import CheckpointNotFound
+    from nxdt_core.errors.checkpoints import CheckpointNotFound
 
     storage, found = look(uri)
     finished = [status for status in found if status.state != "unfinished"]
@@ -94,7 +94,7 @@ def own_for(command: str, storage: CheckpointStorage) -> AbstractContextManager[
 def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:
     """Why nothing at ``uri`` can be used, where the steps ``found`` there are all unfinished, or none."""
     from nxdt_core.checkpoint import list_checkpoints
-    from nxdt_core.checkpoint.formats import recognise
+    from nxdt_core.checkpoint.formats.installed import recognise
     from nxdt_core.checkpoint.storage import scheme_of
     from nxdt_core.kernel import Kernel
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, trusted_keys
-from nxdt_core.cli.progress import byte_bar
-from nxdt_core.cli.table import print_table, shade
+from nxdt_core.cli.terminal.progress import byte_bar
+from nxdt_core.cli.terminal.table import print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus, TrustedKeys
-    from nxdt_core.checkpoint.status import Depth
+    from nxdt_core.checkpoint.read.status import Depth
     from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
 __all__ = ["verify"]
@@ -82,15 +82,10 @@ class _Verdict:
 def _verdict(
     storage: CheckpointStorage, status: CheckpointStatus, depth: Depth, threads: int, trusted: TrustedKeys | None
 ) -> _Verdict:
-    from nxdt_core.checkpoint.committed import verify_signature
-    from nxdt_core.checkpoint.status import find_problems
-    from nxdt_core.errors import (
-        CheckpointDamaged,
-        CheckpointNotFound,
-        CheckpointNotTrusted,
-        CheckpointSignatureWrong,
-        CheckpointTooNew,
-    )
+    from nxdt_core.checkpoint.read.committed import verify_signature
+    from nxdt_core.checkpoint.read.status import find_problems
+    from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
+    from nxdt_core.errors.signing import CheckpointNotTrusted, CheckpointSignatureWrong
 
     with byte_bar(status.size_bytes if depth == "bytes" else 0, f"step {status.step}") as progress:
         problems = find_problems(storage, status.step, depth, threads=threads, progress=progress)

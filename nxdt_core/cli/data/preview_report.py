@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import click
 
-from nxdt_core.cli.table import print_facts, print_table
+from nxdt_core.cli.terminal.table import print_facts, print_table
+from nxdt_core.data.files.unused_fields import describe_unused
 from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
-from nxdt_core.data.unused_fields import describe_unused
 from nxdt_core.protocols.dataloader import DataReport, TokenCount
 from nxdt_core.visible_text import visible
 

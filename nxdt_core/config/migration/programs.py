@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.api import ConfigMigrationComponent
-from nxdt_core.config.files import read_source
-from nxdt_core.config.node import to_plain
-from nxdt_core.errors import ConfigError, ConfigProblem, MigrationUnknown, NotSupported, NxdtError, UnknownKey
+from nxdt_core.config.sources.files import read_source
+from nxdt_core.config.sources.node import to_plain
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, MigrationUnknown, NotSupported, UnknownKey
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.config_migration import ConfigMigration, KeyMeaning, MigratedConfig
 

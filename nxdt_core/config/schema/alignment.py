@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 
 __all__ = ["AlignmentConfig", "DpoKeys", "OrpoKeys", "PeftKeys", "SftKeys"]
 

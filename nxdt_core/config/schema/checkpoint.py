@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from nxdt_core.config.duration import Duration
-from nxdt_core.config.marks import NoEffect, PositiveInt, Range
+from nxdt_core.config.annotations import NoEffect, PositiveInt, Range
+from nxdt_core.config.fields.duration import Duration
 
 __all__ = ["CheckpointConfig", "SignSection", "StorageSection"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxdt_core.config.marks import NonNegativeInt, PositiveInt
+from nxdt_core.config.annotations import NonNegativeInt, PositiveInt
 
 __all__ = ["DataConfig", "TokenizerSection"]
 

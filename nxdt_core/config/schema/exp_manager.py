@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.duration import Duration
-from nxdt_core.config.marks import (
+from nxdt_core.config.annotations import (
     AliasOf,
     DefaultsTo,
     Fraction,
@@ -19,6 +18,7 @@ from nxdt_core.config.marks import (
     NonNegativeInt,
     PositiveInt,
 )
+from nxdt_core.config.fields.duration import Duration
 
 __all__ = ["CheckpointCallbackParams", "EarlyStoppingParams", "EmaConfig", "ExpManagerConfig"]
 

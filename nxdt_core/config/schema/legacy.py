@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from nxdt_core.config.marks import NoEffect, XlaOnly
+from nxdt_core.config.annotations import NoEffect, XlaOnly
 
 __all__ = ["LEGACY", "PROGRAM"]
 

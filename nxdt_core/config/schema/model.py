@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from nxdt_core.config.marks import AliasOf, DefaultsTo, NoEffect, NonNegativeFloat, PositiveInt, XlaOnly
+from nxdt_core.config.annotations import AliasOf, DefaultsTo, NoEffect, NonNegativeFloat, PositiveInt, XlaOnly
 
 __all__ = ["FusionsConfig", "ModelConfig", "OptimConfig", "ParamGroupConfig", "SchedConfig"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from nxdt_core.config.marks import PositiveInt, XlaOnly
+from nxdt_core.config.annotations import PositiveInt, XlaOnly
 from nxdt_core.config.schema.alignment import AlignmentConfig
 from nxdt_core.config.schema.checkpoint import CheckpointConfig
 from nxdt_core.config.schema.data import DataConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nxdt_core.config.marks import PositiveInt
-from nxdt_core.errors import WorldDoesNotDivide
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.config.annotations import PositiveInt
+from nxdt_core.errors.launch import WorldDoesNotDivide
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 
 __all__ = ["DistributedStrategyConfig"]
 

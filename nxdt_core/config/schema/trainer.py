@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.duration import Duration
-from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, XlaOnly
+from nxdt_core.config.annotations import (
+    Fraction,
+    NoEffect,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    XlaOnly,
+)
+from nxdt_core.config.fields.duration import Duration
 
 __all__ = ["TrainerConfig"]
 

@@ -5,8 +5,8 @@ from nxdt_core.config.validate.combinations import find_impossible
 from nxdt_core.config.validate.conflicts import find_conflicts
 from nxdt_core.config.validate.durations import find_wrong_durations
 from nxdt_core.config.validate.effects import find_notes
-from nxdt_core.config.validate.parts import find_overfull_curve
 from nxdt_core.config.validate.recompute import find_unknown_recompute
+from nxdt_core.config.validate.schedule_phases import find_overfull_curve
 from nxdt_core.config.validate.unsupported import find_unsupported
 
 __all__ = [

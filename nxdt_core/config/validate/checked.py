@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.config.node import Node, Origin, Place
+from nxdt_core.config.sources.node import Node, Origin, Place
 
 __all__ = ["Checked"]
 

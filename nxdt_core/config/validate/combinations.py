@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from nxdt_core.config.validate.checked import Checked
-from nxdt_core.config.validate.ending import ENDING_RULES
 from nxdt_core.config.validate.layout import LAYOUT_RULES
+from nxdt_core.config.validate.run_length import ENDING_RULES
 from nxdt_core.config.validate.stages import STAGE_RULES
 from nxdt_core.config.validate.torch_version import TORCH_RULES
-from nxdt_core.errors import ImpossibleCombination
+from nxdt_core.errors.configuration import ImpossibleCombination
 
 __all__ = ["RULES", "find_impossible"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from nxdt_core.config.alignment import Pair
-from nxdt_core.config.hidden.messages import describe_node
-from nxdt_core.config.interpolation import UNRESOLVED
-from nxdt_core.config.node import Node, to_plain
-from nxdt_core.errors import ConflictingKeys
+from nxdt_core.config.resolve.alignment import Pair
+from nxdt_core.config.resolve.interpolation import UNRESOLVED
+from nxdt_core.config.secrets.messages import describe_node
+from nxdt_core.config.sources.node import Node, to_plain
+from nxdt_core.errors.configuration import ConflictingKeys
 
 __all__ = ["find_conflicts"]
 

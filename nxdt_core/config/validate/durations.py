@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.config.duration import FORMS, seconds_of
-from nxdt_core.config.hidden.messages import describe_node
+from nxdt_core.config.fields.duration import FORMS, seconds_of
+from nxdt_core.config.secrets.messages import describe_node
 from nxdt_core.config.validate.checked import Checked
-from nxdt_core.errors import WrongValue
+from nxdt_core.errors.configuration import WrongValue
 
 __all__ = ["find_wrong_durations"]
 
@@ -15,7 +15,7 @@ _KEYS = ("checkpoint.train_time_interval", "trainer.max_time")
 
 
 def find_wrong_durations(checked: Checked) -> Iterator[WrongValue]:
-    """Values that :func:`nxdt_core.config.duration.seconds_of` does not read."""
+    """Values that :func:`nxdt_core.config.fields.duration.seconds_of` does not read."""
     for key in _KEYS:
         value = checked.values.get(key)
         if value is None:

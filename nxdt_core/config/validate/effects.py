@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from nxdt_core.config.keys import REQUIRED, Key, keys_of
-from nxdt_core.config.marks import NoEffect, XlaOnly
-from nxdt_core.config.node import from_plain, join, to_plain
+from nxdt_core.config.annotations import NoEffect, XlaOnly
+from nxdt_core.config.fields.component_slots import Composition
+from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.slots import Composition
+from nxdt_core.config.sources.node import from_plain, join, to_plain
 from nxdt_core.config.validate.checked import Checked
-from nxdt_core.config.validate.idle import find_idle
+from nxdt_core.config.validate.unused import find_idle
 
 __all__ = ["find_notes"]
 

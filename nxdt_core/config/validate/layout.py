@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.shuffle import shuffle_fits
 from nxdt_core.config.validate.sizes import BATCH, CP, EP, MICRO_BATCH, PP, REPLICAS, TP, WORLD, mesh_sizes
-from nxdt_core.errors import ImpossibleCombination
+from nxdt_core.errors.configuration import ImpossibleCombination
 
 __all__ = ["LAYOUT_RULES"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from nxdt_core.api import ModelComponent
-from nxdt_core.config.slots import Composition
+from nxdt_core.config.fields.component_slots import Composition
 from nxdt_core.config.validate.checked import Checked
-from nxdt_core.errors import WrongValue
+from nxdt_core.errors.configuration import WrongValue
 
 __all__ = ["find_unknown_recompute"]
 

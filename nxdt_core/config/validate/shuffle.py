@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.sizes import CP, MICRO_BATCH, REPLICAS, TP, WORLD, mesh_sizes
-from nxdt_core.errors import ImpossibleCombination
+from nxdt_core.errors.configuration import ImpossibleCombination
 
 __all__ = ["find_idle_shuffle", "shuffle_fits"]
 

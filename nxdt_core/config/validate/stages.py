@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.sizes import BATCH, MICRO_BATCH, PP, VPP, mesh_sizes, micro_batches
-from nxdt_core.errors import ImpossibleCombination
+from nxdt_core.errors.configuration import ImpossibleCombination
 
 __all__ = ["STAGE_RULES"]
 

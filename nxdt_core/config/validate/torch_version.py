@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.sizes import TP, mesh_sizes
-from nxdt_core.errors import ImpossibleCombination
-from nxdt_core.kernel.requirement import admits
+from nxdt_core.errors.configuration import ImpossibleCombination
+from nxdt_core.kernel.discovery.requirement import admits
 
 __all__ = ["TORCH_RULES"]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.config.hidden.messages import describe_node
-from nxdt_core.config.shapes import describe_value
+from nxdt_core.config.fields.types import describe_value
+from nxdt_core.config.secrets.messages import describe_node
 from nxdt_core.config.validate.checked import Checked
-from nxdt_core.errors import NotSupported
+from nxdt_core.errors.configuration import NotSupported
 
 __all__ = ["RULES", "Unsupported", "find_unsupported"]
 

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdt_core.devices import profile_of
-from nxdt_core.errors import (
+from nxdt_core.distributed.collectives import gather_along
+from nxdt_core.errors.layouts import (
     AttentionCoreMissing,
     AttentionCoreUnknown,
     ContextSequenceDoesNotDivide,
     RingNeedsPointToPoint,
 )
-from nxdt_core.nn.attention import AttentionSemantics
+from nxdt_core.nn.attention.grouped_query import AttentionSemantics
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.parallel.collectives import gather_along
 from nxdt_core.parallel.context.attention.kernel import dense_heads
 from nxdt_core.parallel.context.documents import documents_over
 from nxdt_core.parallel.context.operator import ContextMethod, shared_attention

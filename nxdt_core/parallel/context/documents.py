@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nxdt_core.parallel.collectives import gather_along
+from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.parallel.context.zigzag import in_order
 
 __all__ = ["DocumentChunks", "DocumentsOfBatches", "Relation", "documents_named", "documents_over"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from nxdt_core.parallel.collectives import scatter_sum_along
+from nxdt_core.distributed.collectives import scatter_sum_along
 from nxdt_core.parallel.context.attention.block import GradientSums, Merged
 from nxdt_core.parallel.context.attention.kernel import Gradients, accumulation_dtype
 from nxdt_core.parallel.context.blocks import Sharing, local_blocks, prefix_blocks

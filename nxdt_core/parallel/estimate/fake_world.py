@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nxdt_core.devices import HOST
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 
 __all__ = ["fake_mesh"]
 

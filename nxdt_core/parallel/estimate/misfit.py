@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from nxdt_core.errors import NxdtError, ShardNotComputed
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.nn.patterns import matches
 from nxdt_core.protocols.plan import ParallelPlan
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.errors import ModelReadsValues
-from nxdt_core.nn.loss import vocabulary_loss
+from nxdt_core.errors.models import ModelReadsValues
+from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
+from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
 from nxdt_core.nn.patterns import matches
-from nxdt_core.nn.token_losses import losses_wanted, token_labels
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.memory import Storage
 from nxdt_core.parallel.estimate.misfit import misfits_named

@@ -12,8 +12,8 @@ from nxdt_core.parallel.estimate.memory import Storage
 from nxdt_core.parallel.estimate.rank import MeasuredRank
 from nxdt_core.parallel.estimate.weights import ParameterCounts
 from nxdt_core.parallel.estimate.workload import Workload
-from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.pipeline_schedules import rank_of_stage
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
 
 __all__ = ["sent_in_a_step"]
 

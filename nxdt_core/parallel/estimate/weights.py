@@ -15,8 +15,8 @@ from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.placement import local_of, sharded_over
 from nxdt_core.parallel.rounding.adam import AdamUpdates
 from nxdt_core.parallel.rounding.updates import in_buckets
-from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import OptimizerFactory
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["ParameterCounts", "count_parameters", "count_unique", "needs_stand_ins", "optimizer_bytes_per_element"]

@@ -10,9 +10,9 @@ import torch
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, traits_of
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["Workload"]

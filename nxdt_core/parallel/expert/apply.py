@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from nxdt_core.errors import ExpertsDoNotDivide, ModelWithoutExperts, ShardDoesNotDivide, TensorPlanUnusable
+from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
+from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.nn.updates import Update
 from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.nn.dispatch import LocalDispatcher, Placement, collect, spread
-from nxdt_core.parallel.collectives import all_to_all
+from nxdt_core.distributed.collectives import all_to_all
+from nxdt_core.nn.moe.dispatch import LocalDispatcher, Placement, collect, spread
 from nxdt_core.parallel.tensor.layers import sum_over_ranks
 
 __all__ = ["AllToAllDispatcher"]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdt_core.distributed.collectives import all_to_all
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.parallel.collectives import all_to_all
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.plan import ParallelPlan
 

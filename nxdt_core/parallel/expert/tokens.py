@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nxdt_core.nn.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
-from nxdt_core.parallel.collectives import gather_along
+from nxdt_core.distributed.collectives import gather_along
+from nxdt_core.nn.moe.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
 from nxdt_core.parallel.context.zigzag import chunks_of, in_order
 from nxdt_core.parallel.mesh import ParallelMesh
 
@@ -21,7 +21,7 @@ class ZigZagTokens:
 
     group: dist.ProcessGroup
     copies: int = 1
-    """As in :class:`~nxdt_core.nn.token_shards.TokenShards`."""
+    """As in :class:`~nxdt_core.nn.moe.token_shards.TokenShards`."""
     segments: int = 2
 
     @property

@@ -19,8 +19,8 @@ from nxdt_core.parallel.pipeline.stage_forward import StageLinks, broadcast_from
 from nxdt_core.parallel.pipeline.stock_stage import run_schedule
 from nxdt_core.parallel.pipeline.stream import ForwardArguments, HiddenLike, MicroBatchStream
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.mesh import Schedule
-from nxdt_core.protocols.pipeline_schedules import check_micro_batches, rank_of_stage
+from nxdt_core.protocols.parallel.mesh import Schedule
+from nxdt_core.protocols.parallel.pipeline_schedules import check_micro_batches, rank_of_stage
 
 __all__ = ["PipelineRunner"]
 
@@ -51,7 +51,7 @@ class PipelineRunner:
 
         Args:
             stage_modules: of this rank, in the order of ``stage_indices``; under FSDP2 the root of each is wrapped.
-            stage_indices: see :func:`nxdt_core.protocols.pipeline_schedules.stages_of_rank`.
+            stage_indices: see :func:`nxdt_core.protocols.parallel.pipeline_schedules.stages_of_rank`.
             mesh: its ``pp`` is above 1. FSDP2 gradients are reduced as its ``zero_stage`` says: up to 1 once after
                 the last micro-batch, from 2 after each one's backward.
             schedule: order of micro-batches.

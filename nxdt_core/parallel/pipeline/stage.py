@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from nxdt_core.nn.masks import rows_of_batch
-from nxdt_core.nn.token_losses import token_labels
+from nxdt_core.nn.loss.token_losses import token_labels
+from nxdt_core.nn.random.dropout_masks import rows_of_batch
 from nxdt_core.parallel.pipeline.stock_stage import StockStage
 from nxdt_core.parallel.pipeline.stream import MicroBatchStream
 from nxdt_core.torch_versions import fsdp_parameter_groups

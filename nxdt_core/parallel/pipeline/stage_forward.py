@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.nn.token_losses import token_labels
+from nxdt_core.nn.loss.token_losses import token_labels
 from nxdt_core.parallel.pipeline.stream import MicroBatchStream
 from nxdt_core.protocols.batch import Batch
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from nxdt_core.errors import (
+from nxdt_core.errors.layouts import (
     LayersDoNotDivide,
     PipelineCutsDoNotFit,
     PipelinePlanMissing,
     TiedParametersCutApart,
     UnknownPipelineCut,
 )
-from nxdt_core.protocols.pipeline_schedules import stages_of_rank
+from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 
 __all__ = ["cut_stage", "stage_layers", "stages_of_rank"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.nn.rounding import KEY_WORDS, noise, rounded
+from nxdt_core.nn.random.rounding import KEY_WORDS, noise, rounded
 from nxdt_core.parallel.rounding.kernels import BlockKernel, Numbers, apart
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.protocols.optimizer import ParameterShard

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nxdt_core.devices import profile_of
-from nxdt_core.nn.positions import rows_of
-from nxdt_core.nn.rounding import element_numbers
+from nxdt_core.nn.random.positions import rows_of
+from nxdt_core.nn.random.rounding import element_numbers
 from nxdt_core.protocols.optimizer import ParameterShard
 
 __all__ = ["SMALL_ELEMENTS", "BlockKernel", "Numbers", "apart", "can_compile"]
@@ -48,7 +48,7 @@ class Numbers:
     gap: int
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return one for each of ``elements``; see :func:`nxdt_core.nn.rounding.element_numbers`."""
+        """Return one for each of ``elements``; see :func:`nxdt_core.nn.random.rounding.element_numbers`."""
         return element_numbers(self.first, elements.numel(), skipped=self.skipped, columns=self.columns, gap=self.gap)
 
 

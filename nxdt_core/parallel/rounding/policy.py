@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from nxdt_core.devices import HOST
-from nxdt_core.nn.rounding import rounding_key
+from nxdt_core.nn.random.rounding import rounding_key
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["StochasticRounding", "masters_rounded", "updates_rounded"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from nxdt_core.nn.rounding import noise, rounded
+from nxdt_core.nn.random.rounding import noise, rounded
 from nxdt_core.parallel.rounding.adam import AdamUpdates
 from nxdt_core.parallel.rounding.kernels import BlockKernel, Numbers, apart
 from nxdt_core.parallel.rounding.policy import StochasticRounding

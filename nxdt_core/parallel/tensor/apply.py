@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from nxdt_core.errors import TensorPlanUnusable
+from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.placement import sharded_over

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxdt_core.errors import HeadsDoNotDivide
+from nxdt_core.errors.launch import HeadsDoNotDivide
 from nxdt_core.parallel.tensor.padding import PaddedDim
 from nxdt_core.protocols.plan import AttentionHeads
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional
 
+from nxdt_core.distributed.collectives import copy_to_group, gather_along, reduce_from_group, scatter_sum_along
 from nxdt_core.nn.updates import updated_linear
-from nxdt_core.parallel.collectives import copy_to_group, gather_along, reduce_from_group, scatter_sum_along
 from nxdt_core.parallel.tensor.padding import PaddedDim
 
 __all__ = [

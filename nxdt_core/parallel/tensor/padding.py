@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nxdt_core.parallel.placement import piece_of
-from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.parallel.piece import Box, Piece
 
 __all__ = ["PaddedDim", "padded_parameters", "real_part"]
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from nxdt_core.errors import ShardDoesNotDivide, TensorPlanUnusable
-from nxdt_core.nn.dropout import Dropout
+from nxdt_core.distributed.collectives import reduce_from_group
+from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.nn.random.dropout import Dropout
 from nxdt_core.nn.updates import Update, UpdatedEmbedding, UpdatedLinear
-from nxdt_core.parallel.collectives import reduce_from_group
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.heads import HeadLayout
 from nxdt_core.parallel.tensor.layers import (

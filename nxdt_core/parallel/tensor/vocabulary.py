@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.nn.logit_rows import row_cross_entropies
-from nxdt_core.nn.loss import row_weights, whole_vocabulary_cross_entropies
+from nxdt_core.nn.loss.cross_entropy import row_weights, whole_vocabulary_cross_entropies
+from nxdt_core.nn.loss.logit_rows import row_cross_entropies
 from nxdt_core.parallel.tensor.vocabulary_layers import rows_here
 from nxdt_core.torch_versions import all_gather_single
 
@@ -21,7 +21,7 @@ __all__ = ["over_ranks", "vocabulary_parallel_cross_entropies"]
 
 
 def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As :func:`nxdt_core.nn.loss.cross_entropies`, and equal on all ranks.
+    """As :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies`, and equal on all ranks.
 
     Args:
         logits: [..., vocab], a DTensor with ``Shard(-1)`` on a one-dimensional mesh, cut evenly; whole logits (a plain

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from nxdt_core.errors import SequenceDoesNotDivide
+from nxdt_core.errors.launch import SequenceDoesNotDivide
 from nxdt_core.nn.updates import updated_linear
 from nxdt_core.parallel.tensor.layers import local_part, sum_over_ranks
 

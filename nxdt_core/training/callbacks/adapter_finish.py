@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytorch_lightning as pl
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 
 if TYPE_CHECKING:
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["AdapterFinish"]
 
@@ -26,5 +26,5 @@ class AdapterFinish(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
         """Call the adapter."""
-        for adapter in assemble.adapters(self._config):
+        for adapter in build.adapters(self._config):
             adapter.finish(self._standing(pl_module), self._config, pl_module.engine.ranks)

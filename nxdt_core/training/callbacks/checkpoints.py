@@ -10,21 +10,21 @@ import pytorch_lightning as pl
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest, Ownership, Retention, SaveReport
-from nxdt_core.checkpoint.manifest import Keep
+from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.duration import seconds_of
+from nxdt_core.config.fields.duration import seconds_of
 from nxdt_core.kernel.contexts import CheckpointContext
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.save_figures import SaveFigures
-from nxdt_core.training.hf_form import HFForm
-from nxdt_core.training.managed_save import ManagedSave
+from nxdt_core.training.lightning.managed_save import ManagedSave
 from nxdt_core.training.primitives import SaveFacts
+from nxdt_core.training.weights.hf_form import HFForm
 
 if TYPE_CHECKING:
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["CheckpointSaver"]
 
@@ -88,7 +88,7 @@ class CheckpointSaver(pl.Callback):
             before_commit=None if self._ownership is None else self._ownership.check,
             after_commit=self._prune,
             on_saved=lambda report: self._tell(pl_module, report),
-            signer=assemble.signer(pl_module.config),
+            signer=build.signer(pl_module.config),
         )
         if pl_module.resumed is not None:
             self._resumed_step = pl_module.resumed.step
@@ -167,7 +167,7 @@ class CheckpointSaver(pl.Callback):
         fencing = 0 if self._ownership is None else self._ownership.fencing
         about, begun = SaveFacts(metrics=self._metrics_now(trainer), keep=keep, fencing=fencing), time.monotonic()
         managed = ManagedSave(manager=self._manager_made, about=about)
-        trainer.save_checkpoint(assemble.step_uri(self._storage, step), storage_options=managed)
+        trainer.save_checkpoint(build.step_uri(self._storage, step), storage_options=managed)
         if not managed.begun:
             self._console.say(f"step {step}: no checkpoint, the one before is still being written")
             self._saved_at = time.monotonic()
@@ -200,14 +200,14 @@ class CheckpointSaver(pl.Callback):
         manifest = module.saved = report.manifest
         self._figures.saved(report)
         self._console.say(
-            f"step {manifest.step}: checkpoint saved to {assemble.step_uri(self._storage, manifest.step)} ({report})"
+            f"step {manifest.step}: checkpoint saved to {build.step_uri(self._storage, manifest.step)} ({report})"
         )
         self._hooks.nxdt_checkpoint_saved(self._context(manifest, module))
 
     def _context(self, manifest: Manifest, module: NxdtModule) -> CheckpointContext:
         return CheckpointContext(
             step=manifest.step,
-            uri=assemble.step_uri(self._storage, manifest.step),
+            uri=build.step_uri(self._storage, manifest.step),
             size_bytes=manifest.size_bytes,
             consumed_samples=manifest.facts.consumed_samples,
             metrics=manifest.facts.metrics,

@@ -11,7 +11,7 @@ from nxdt_core.parallel.compile import CompileClock
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["CompileTime"]
 

@@ -8,11 +8,11 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import EarlyStopping
 
 from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
-from nxdt_core.errors import MetricNotLogged
+from nxdt_core.errors.training import MetricNotLogged
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["EarlyStop"]
 

@@ -12,7 +12,7 @@ from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.signals import StopSignals
 
 if TYPE_CHECKING:
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["LifecycleHooks"]
 

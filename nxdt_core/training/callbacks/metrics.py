@@ -16,11 +16,11 @@ from nxdt_core.nn.flops import TokenFlops
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.validation_figures import UNNAMED, ValidationFigures, scalars
-from nxdt_core.training.figure_files import FigureFiles
+from nxdt_core.training.run.metric_files import FigureFiles
 
 if TYPE_CHECKING:
-    from nxdt_core.training.datamodule import NxdtDataModule
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.datamodule import NxdtDataModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["METRICS_FILE", "VALIDATION_FILE", "MetricsWriter"]
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _FAILED_LOGGER = "%s gets no more metrics, which %s still has: at step %d it failed with %s"
 
 METRICS_FILE = "metrics.jsonl"
-"""One JSON object per logged training step, each step once; see :mod:`nxdt_core.training.figure_files`."""
+"""One JSON object per logged training step, each step once; see :mod:`nxdt_core.training.run.metric_files`."""
 VALIDATION_FILE = "validation.jsonl"
 """One JSON object per validation."""
 

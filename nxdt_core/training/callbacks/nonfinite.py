@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 
 from nxdt_core.devices import profile_of
-from nxdt_core.errors import StepNotFinite
+from nxdt_core.errors.training import StepNotFinite
 
 if TYPE_CHECKING:
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["NonFiniteGuard"]
 

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 from nxdt_core.progress import PROGRESS
 
 if TYPE_CHECKING:
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["ProgressReports"]
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
 
-from nxdt_core.checkpoint.averages import has_average
+from nxdt_core.checkpoint.format.averages import has_average
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:
-    from nxdt_core.training.module import NxdtModule
+    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["ResumeNotes"]
 

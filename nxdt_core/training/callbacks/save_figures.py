@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from nxdt_core.checkpoint import Manifest, SaveReport
-from nxdt_core.training.figure_files import FigureFiles
+from nxdt_core.training.run.metric_files import FigureFiles
 from nxdt_core.training.step_times import StepTimes
 
 __all__ = ["SAVES_FILE", "SaveFigures"]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytorch_lightning as pl
 
-from nxdt_core.errors import CannotWriteRunDirectory
+from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:
-    from nxdt_core.protocols.ranks import RankAgreement
+    from nxdt_core.protocols.parallel.ranks import RankAgreement
 
 __all__ = ["StopSignals", "Supervisor"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 from tests.parallel.matrix.layouts import Layout, Numbers
 from tests.parallel.matrix.parity import TOLERANCES, differences, missing
 from tests.parallel.matrix.shares import Shares, complaints
@@ -28,7 +28,7 @@ def held_in_excess(layout: Layout, numbers: Numbers, reports: Sequence[Report], 
     config = configuration(layout.one_process, numbers)
     shares = Shares(
         layout=layout,
-        plan=assemble.model_builder(config).plan(),
+        plan=build.model_builder(config).plan(),
         shapes={name: tuple(weight.shape) for name, weight in reference.weights.items()},
         layers=config.selected("model").config.num_layers,
     )

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.engine import ParallelModel, ParallelOptimizer
-from nxdt_core.training import assemble, primitives
+from nxdt_core.protocols.parallel.engine import ParallelModel, ParallelOptimizer
+from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import MICRO_BATCHES, ROWS, SEQ, VOCAB, global_batch, share
 from tests.parallel.matrix.held import Held, gradient_bytes, live_bytes, optimizer_bytes, watched, weight_bytes
@@ -102,7 +102,7 @@ def train(
 ) -> Report:
     """Train ``layout`` on this rank. A function of a pool of ``layout.world`` ranks."""
     config = configuration(layout, numbers, model, adapter)
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     before = live_bytes()
     model = primitives.initialize_parallel_model(config, engine)
@@ -124,7 +124,7 @@ def train(
         figures=run.figures,
         gradients=gradients,
         weights={name: whole(parameter) for name, parameter in model.named_parameters()},
-        tied_copies=_tied_copies(model, assemble.model_builder(config).plan().tied),
+        tied_copies=_tied_copies(model, build.model_builder(config).plan().tied),
         held=Held(
             weights=weight_bytes(model.named_parameters()),
             gradients=sizes,
@@ -150,7 +150,7 @@ class _Run:
         self, config: ResolvedConfig, model: ParallelModel, optimizer: ParallelOptimizer, batches: list[Batch]
     ) -> None:
         self._model, self._optimizer, self._batches = model, optimizer, batches
-        self._objective, self._schedule = assemble.objective(config), assemble.schedule(config)
+        self._objective, self._schedule = build.objective(config), build.schedule(config)
         self._state = TrainState()
         self.losses: list[float] = []
         self.norms: list[float] = []

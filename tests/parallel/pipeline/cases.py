@@ -12,9 +12,9 @@ from nxdt_plugin_llama.config import LlamaConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.nn.aux_loss import add_aux_loss, aux_loss_scale
-from nxdt_core.nn.init import draw, rule_for
-from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.nn.moe.aux_loss import add_aux_loss, aux_loss_scale
+from nxdt_core.nn.random.init import draw, rule_for
 from nxdt_core.parallel.data import apply_data_parallel
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline.runner import PipelineRunner
@@ -23,7 +23,7 @@ from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, ti
 from nxdt_core.parallel.placement import local_of, piece_of
 from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.testing.ranks import process_group
 

@@ -10,15 +10,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
-from nxdt_core.nn.loss import vocabulary_loss
+from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.placement import local_of, piece_of
 from nxdt_core.parallel.tensor import apply
 from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 from tests.parallel.tensor.models import SEQ, VOCAB, Biased, biased_plan, llama

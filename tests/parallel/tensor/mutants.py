@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from nxdt_core.nn import loss
+from nxdt_core.nn.loss import cross_entropy as loss
 from nxdt_core.parallel.tensor import apply, layers, vocabulary_layers
 
 

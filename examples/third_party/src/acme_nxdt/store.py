@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from nxdt_core.errors import BadStorageKey
+from nxdt_core.errors.checkpoints import BadStorageKey
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
 
 _TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, data BLOB NOT NULL, modified REAL NOT NULL)"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.devices import profile_of
-from nxdt_core.nn.window import block_rows
+from nxdt_core.nn.attention.window import block_rows
 from nxdt_core.parallel.context.attention.composed import ComposedKernel
 from nxdt_core.parallel.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
 from nxdt_core.parallel.context.attention.kernel import AttentionKernel, Scoring, accumulation_dtype, dense_heads

@@ -13,11 +13,11 @@ from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
 from nxdt_plugin_lora.targets import tables_of
 
-from nxdt_core.checkpoint.hf import save_hf
+from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.training import assemble, primitives
+from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.training import build, primitives
 
 _SIZES = {
     "num_layers": 2,
@@ -60,7 +60,7 @@ class Run:
     @property
     def builder(self) -> ModelBuilder:
         """Of the base."""
-        return assemble.model_builder(self.config)
+        return build.model_builder(self.config)
 
     @property
     def lora(self) -> LoraConfig:
@@ -114,11 +114,11 @@ def start():
                 **more,
             }
         )
-        engine = assemble.engine(config)
+        engine = build.engine(config)
         engines.append(engine)
         engine.start()
         built = primitives.initialize_parallel_model(config, engine)
-        for adapter_ in assemble.adapters(config):
+        for adapter_ in build.adapters(config):
             adapter_.begin(built, config, engine)
         return Run(config=config, engine=engine, model=built)
 

@@ -15,9 +15,9 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import TrustedKeys
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.errors import AdapterOfAnotherBase
-from nxdt_core.training.generate import generate
-from nxdt_core.training.run import train
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.inference.generate import generate
+from nxdt_core.training.run.train import train
 from tests.checkpoint.signed import load_trusted, write_key
 
 RUN = {

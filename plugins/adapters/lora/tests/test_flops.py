@@ -3,7 +3,7 @@
 import pytest
 
 from nxdt_core.nn.flops import token_flops
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 
 LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 40
 HEAD = 60 * 32
@@ -19,7 +19,7 @@ HEAD = 60 * 32
 )
 def test_strict_counts_frozen_weights_without_their_gradients(start, adapter, trained, added):
     run = start("llama", adapter)
-    found = token_flops(run.builder, 16, assemble.adapters(run.config))
+    found = token_flops(run.builder, 16, build.adapters(run.config))
     weights = 2 * LAYER + HEAD
     assert found.palm == 6 * weights + 12 * 2 * 32 * 16
     assert found.strict == pytest.approx(4 * (weights - trained) + 6 * (trained + added) + 12 * 2 * 32 * 17 / 2)

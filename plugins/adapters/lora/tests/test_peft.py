@@ -15,11 +15,13 @@ from nxdt_plugin_lora.peft_config import shortened
 from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS, write_peft
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.hf import save_hf
-from nxdt_core.errors import AdapterOfAnotherBase, NxdtError, WeightsDoNotFit
+from nxdt_core.checkpoint.hf.directory import save_hf
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.training import primitives
-from nxdt_core.training.frozen import base_digest
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.weights.frozen import base_digest
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")

@@ -6,9 +6,9 @@ from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound, TargetSav
 
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 
 LAYER = "layers.0"
 LINEAR = [
@@ -137,7 +137,7 @@ def test_tensor_parallel_ranks_drop_alike_what_they_hold_alike(start):
     salts = []
     for rank in (0, 1):
         with fake_mesh(MeshSizes(tp=2), rank=rank) as mesh:
-            adapters = assemble.adapters(run.config)
+            adapters = build.adapters(run.config)
             laid = lay_out(run.builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32"), adapters).modules[0]
             layer = laid.get_submodule("layers.0.attention")
             salts.append([getattr(layer, name).update.dropout.salt for name in ("q_proj", "o_proj")])

@@ -13,7 +13,7 @@ from nxdt_plugin_s3.storage import S3Storage
 
 from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.storage import check_writable
-from nxdt_core.errors import BadStorageKey, BadStorageUri, StorageDenied, StorageError, StorageFull
+from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, StorageDenied, StorageError, StorageFull
 from nxdt_core.testing.s3_server import BUCKET, ENVIRONMENT, READER, refuse_s3
 
 

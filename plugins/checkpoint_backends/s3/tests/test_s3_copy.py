@@ -15,10 +15,11 @@ import pytest
 import torch
 from nxdt_plugin_s3.storage import S3Storage
 
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, save_checkpoint, verify
 from nxdt_core.checkpoint.copying import copy_checkpoint
-from nxdt_core.errors import CheckpointDamaged, CheckpointNotSigned
+from nxdt_core.errors.checkpoints import CheckpointDamaged
+from nxdt_core.errors.signing import CheckpointNotSigned
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.testing.s3_server import S3Server
 from tests.checkpoint.signed import load_trusted, make_key

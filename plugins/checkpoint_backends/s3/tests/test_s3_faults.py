@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nxdt_core.errors import StorageError
+from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.testing.http_faults import (
     flip_answer_bit,
     flip_request_bit,

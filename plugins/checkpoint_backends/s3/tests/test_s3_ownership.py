@@ -10,9 +10,9 @@ from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
 
 from nxdt_core.checkpoint import Ownership, list_checkpoints
-from nxdt_core.checkpoint.owner import this_process
-from nxdt_core.checkpoint.ownership import own
-from nxdt_core.errors import OwnershipLost, StoreInUse
+from nxdt_core.checkpoint.ownership.owner import this_process
+from nxdt_core.checkpoint.ownership.store_owner import own
+from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 
 EXPIRY_S = 3.0
 

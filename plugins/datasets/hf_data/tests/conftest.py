@@ -10,7 +10,7 @@ import pytest
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
 from nxdt_plugin_hf_data.loader import HfDataloader
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataloader import DataContext
 
 KJV = Path(__file__).parents[2] / "text/src/nxdt_plugin_text/data/kjv.txt"

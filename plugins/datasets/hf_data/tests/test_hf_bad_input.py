@@ -13,8 +13,9 @@ import pytest
 import zstandard
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
 
-from nxdt_core.data.records import read_records
-from nxdt_core.errors import ArrowUnreadable, DataFileChanged, NxdtError, TooFewTokens
+from nxdt_core.data.files.records import read_records
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.data import ArrowUnreadable, DataFileChanged, TooFewTokens
 
 GOOD = [[*range(8)]] * 40
 

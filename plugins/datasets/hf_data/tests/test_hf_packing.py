@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from nxdt_plugin_hf_data.errors import CacheUnwritable, PaddedDocuments
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokens import tokenize
-from nxdt_core.errors import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
+from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import DataContext
 

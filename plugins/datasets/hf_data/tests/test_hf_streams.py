@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from nxdt_plugin_hf_data.errors import RowsDiffer, RowTooLong
 
-from nxdt_core.errors import TooFewTokens
+from nxdt_core.errors.data import TooFewTokens
 from nxdt_core.protocols.dataloader import IterableDataset
 from nxdt_core.testing.steps import take_steps
 

@@ -11,8 +11,8 @@ from nxdt_plugin_megatron_data.preprocess import blocks
 from nxdt_plugin_megatron_data.preprocess.blocks import Place, read_blocks
 from nxdt_plugin_megatron_data.preprocess.records import Recipe, RecordEncoder
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.errors import DataFileUnreadable
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.errors.data import DataFileUnreadable
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
 

@@ -6,7 +6,7 @@ import pytest
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.loader import MegatronDataloader
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataloader import DataContext
 from nxdt_core.testing.dataset_contract import DatasetContract
 

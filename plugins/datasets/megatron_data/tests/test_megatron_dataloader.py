@@ -20,7 +20,7 @@ from nxdt_plugin_megatron_data.note import Note, note_path
 from nxdt_plugin_megatron_data.prefixes import short_names
 
 from nxdt_core import config
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset
 from nxdt_core.testing.steps import take_steps

@@ -13,7 +13,7 @@ from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from nxdt_plugin_megatron_data.writer import IndexedWriter
 
-from nxdt_core.errors import DataFileChanged
+from nxdt_core.errors.data import DataFileChanged
 
 CODES = {"<u1": 1, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
 

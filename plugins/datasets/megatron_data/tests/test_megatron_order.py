@@ -11,7 +11,7 @@ from nxdt_core import config
 from nxdt_core.config.migration import migrate
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.kernel import Kernel
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 
 COUNT, BATCH, MICRO, RANKS = 200, 8, 2, 2
 
@@ -77,7 +77,7 @@ def loaded(request, by_hand, tmp_path):
 
 def steps_of(loaded):
     """The tokens of each step over all ranks, in the order of the run."""
-    dataset = assemble.dataloader(loaded, assemble.tokenizer(loaded)).split("train")
+    dataset = build.dataloader(loaded, build.tokenizer(loaded)).split("train")
     data = loaded.run.data
     loaders = [
         GlobalBatchLoader(

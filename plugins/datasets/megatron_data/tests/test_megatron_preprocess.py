@@ -27,7 +27,7 @@ from nxdt_plugin_megatron_data.preprocess.errors import WorkerDied
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nxdt_core.config.paths import resolve_path
+from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.testing.terminal import on_terminal
 

@@ -13,7 +13,7 @@ import pytest
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
-from nxdt_core.training import assemble, train
+from nxdt_core.training import build, train
 
 RECIPE = "recipe:gpt-indexed-tiny"
 SMALL = (
@@ -63,7 +63,7 @@ def test_a_run_that_is_killed_goes_on_over_two_ranks_with_the_same_samples(blend
         assert run.poll() is None, "it ended by itself"
         os.killpg(run.pid, signal.SIGKILL)
     config = load(RECIPE, [*SMALL, blend, f"exp_manager.exp_dir={killed}"])
-    reached = checkpoint.latest(assemble.storage(config), warn=print).step
+    reached = checkpoint.latest(build.storage(config), warn=print).step
     steps = reached + 9
     done = subprocess.run(
         [*NXDT, *words, f"trainer.max_steps={steps}", "trainer.devices=2"],

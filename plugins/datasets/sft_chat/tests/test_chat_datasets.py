@@ -17,15 +17,15 @@ from nxdt_plugin_sft_chat.errors import (
 )
 from nxdt_plugin_sft_chat.loader import ChatDataloader
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.errors import (
-    DataNeedsTokenizer,
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.errors.chats import (
     NotAChatTokenizer,
     SpecialTokenInText,
     TemplateMissing,
     TemplateNeedsToken,
     TemplateUnknown,
 )
+from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import Dataloader, MapDataset, ReportingDataset
 from nxdt_core.testing.steps import take_steps

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nxdt_core.builtins.tokenizer_config import MegatronTokenizerConfig
-from nxdt_core.builtins.tokenizer_megatron import MegatronTokenizer
-from nxdt_core.data.chat_templates import shipped_template
+from nxdt_core.builtins.tokenizers.config import MegatronTokenizerConfig
+from nxdt_core.builtins.tokenizers.megatron import MegatronTokenizer
+from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.protocols.batch import IGNORE_INDEX
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

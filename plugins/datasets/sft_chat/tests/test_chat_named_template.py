@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.cli import main
-from nxdt_core.data.chat_templates import shipped_template
+from nxdt_core.data.chat.templates import shipped_template
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 TALK = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This."}]

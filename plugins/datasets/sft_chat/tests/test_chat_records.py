@@ -7,21 +7,10 @@ import json
 
 import pytest
 
-from nxdt_core.data.chat_records import read_record
-from nxdt_core.data.records import Place, read_records
-from nxdt_core.errors import (
-    ArrowUnreadable,
-    BadJsonFile,
-    BadJsonLine,
-    BadMessage,
-    DataFileNotFound,
-    EmptyTurn,
-    NoRecords,
-    RolesOutOfOrder,
-    TextNotUtf8,
-    UnknownRecord,
-    UnknownRole,
-)
+from nxdt_core.data.chat.records import read_record
+from nxdt_core.data.files.records import Place, read_records
+from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, UnknownRecord, UnknownRole
+from nxdt_core.errors.data import ArrowUnreadable, BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords, TextNotUtf8
 
 SYSTEM = {"role": "system", "content": "s"}
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}

@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from nxdt_core.data.chat_records import read_record
-from nxdt_core.data.records import Place
-from nxdt_core.errors import BadMessage, FieldsUnused
+from nxdt_core.data.chat.records import read_record
+from nxdt_core.data.files.records import Place
+from nxdt_core.errors.chats import BadMessage, FieldsUnused
 
 USER, ANSWER = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}
 TALK = {"messages": [USER, ANSWER]}

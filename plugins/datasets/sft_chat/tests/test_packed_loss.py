@@ -9,7 +9,7 @@ from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load as load_config
 from nxdt_core.data.collate import collate
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def model():
     pytest.importorskip("nxdt_plugin_llama", reason="nxdt-plugin-llama is not installed")
     config = load_config("recipe:llama-tiny-sft", ["model.num_layers=2"])
     torch.manual_seed(1)
-    built = assemble.model_builder(config).build().double()
+    built = build.model_builder(config).build().double()
     for module in built.modules():
         reset = getattr(module, "reset_buffers", None)
         if reset is not None:

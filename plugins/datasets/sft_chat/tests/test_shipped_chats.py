@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.data.chat_templates import shipped_template
+from nxdt_core.data.chat.templates import shipped_template
 
 PACKAGE = Path(str(files("nxdt_plugin_sft_chat")))
 

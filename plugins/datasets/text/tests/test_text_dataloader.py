@@ -8,8 +8,8 @@ import torch
 from nxdt_plugin_text.config import TextConfig
 from nxdt_plugin_text.loader import TextDataloader
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.errors import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset
 from nxdt_core.testing.steps import take_steps

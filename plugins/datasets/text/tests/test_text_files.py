@@ -11,8 +11,8 @@ import pytest
 import zstandard
 from nxdt_plugin_text.files import documents
 
-from nxdt_core.data.files import expand, read_bytes
-from nxdt_core.errors import (
+from nxdt_core.data.files.paths import expand, read_bytes
+from nxdt_core.errors.data import (
     BadJsonLine,
     DataFileNotFound,
     DataFileUnreadable,
@@ -169,7 +169,7 @@ def test_a_pattern_without_matches_is_named(tmp_path, pattern):
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_a_small_file_that_expands_without_end_is_refused(tmp_path, monkeypatch, ending):
-    monkeypatch.setattr("nxdt_core.data.files.EXPANDS_TO_BYTES", 1 << 20)
+    monkeypatch.setattr("nxdt_core.data.files.paths.EXPANDS_TO_BYTES", 1 << 20)
     path = written(tmp_path / f"a.txt{ending}", PACK[ending](b"a" * (1 << 25)))
     with pytest.raises(DataFileUnreadable, match=r"expands to more than 200 times its size and 1 MiB"):
         read_bytes(path)

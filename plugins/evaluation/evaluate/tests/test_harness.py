@@ -11,10 +11,10 @@ import pytest
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.paths import resolve_path
-from nxdt_core.training.export import export_hf
-from nxdt_core.training.loaded import load_model
-from nxdt_core.training.run import train
+from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.inference.load import load_model
+from nxdt_core.training.run.train import train
+from nxdt_core.training.weights.export import export_hf
 from tests.training.small import SMALL
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra lm-eval)")

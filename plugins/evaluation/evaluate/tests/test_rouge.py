@@ -13,9 +13,9 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.paths import resolve_path
+from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.errors import NxdtError
-from nxdt_core.training.run import train
+from nxdt_core.training.run.train import train
 from tests.training.small import SMALL
 
 

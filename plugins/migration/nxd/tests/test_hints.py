@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core import config
-from nxdt_core.errors import ConfigError
+from nxdt_core.errors.configuration import ConfigError
 
 FILES = Path(__file__).parent / "files"
 EXAMPLES = FILES.parents[4] / "tests/config/nxdt"

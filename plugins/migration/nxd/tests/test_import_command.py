@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf_keys import sources
+from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import load
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 from plugins.migration.nxd.tests.nxd_writer import Written
 
 pytest.importorskip("nxdt_plugin_llama", reason="nxdt-plugin-llama is not installed")
@@ -18,7 +18,7 @@ MODEL = ("recipe:llama-tiny", "model.num_layers=2", "model.num_attention_heads=4
 @pytest.fixture
 def damaged(tmp_path):
     """A checkpoint of bfloat16 weights with float32 masters, without the state of one rank."""
-    found = sources(assemble.model_builder(load(MODEL[0], MODEL[1:])))
+    found = sources(build.model_builder(load(MODEL[0], MODEL[1:])))
     state = {source.hf_names[0]: torch.randn(source.shape) for source in found}
     cut = Written(heads=4, kv_heads=2, tp=2, weights=torch.bfloat16)
     directory = cut.write(tmp_path / "run--step=7-consumed_samples=56.ckpt", state, 2)

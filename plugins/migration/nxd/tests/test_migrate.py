@@ -15,8 +15,8 @@ from nxdt_plugin_migrate.errors import MigrationRefused, NoDecoder
 from nxdt_core import config
 from nxdt_core.builtins.schedules.annealing import cosine_annealing
 from nxdt_core.builtins.schedules.config import CosineAnnealingConfig
-from nxdt_core.config.yaml_source import parse_yaml
-from nxdt_core.errors import ConfigError
+from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.lr_scheduler import ScheduleHorizon
 
 HERE = Path(__file__).parent

@@ -20,9 +20,9 @@ from nxdt_plugin_migrate.errors import (
     NeuronxUnreadable,
 )
 
-from nxdt_core.checkpoint.formats import open_checkpoint
-from nxdt_core.checkpoint.hf_keys import sources
-from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.checkpoint.formats.installed import open_checkpoint
+from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import ModelBuilder
 from plugins.migration.nxd.tests.nxd_writer import Written

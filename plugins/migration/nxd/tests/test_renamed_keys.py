@@ -14,7 +14,7 @@ from nxdt_plugin_migrate.config.renamed_keys import (
 )
 
 from nxdt_core import config
-from nxdt_core.errors import NotSupported, UnknownKey
+from nxdt_core.errors.configuration import NotSupported, UnknownKey
 from nxdt_core.kernel import Kernel
 
 SECTIONS = {"model.tokenizer", "model.data"}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf_keys import sources
-from nxdt_core.training import assemble, train
-from nxdt_core.training.importing import import_checkpoint
+from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.training import build, train
+from nxdt_core.training.weights.importing import import_checkpoint
 from plugins.migration.nxd.tests.nxd_writer import Written
 from tests.training.small import SMALL
 
@@ -16,14 +16,14 @@ STILL = ("model.optim.lr=0.0", "model.optim.sched.min_lr=0.0")
 @pytest.fixture
 def expected(small_run):
     """Random weights by our names."""
-    found = sources(assemble.model_builder(small_run(*SIZES)))
+    found = sources(build.model_builder(small_run(*SIZES)))
     return {source.name: torch.randn(source.shape) / 10 for source in found}
 
 
 @pytest.fixture
 def saved(small_run, tmp_path, expected):
     """They as a checkpoint of step 7, cut over two by two ranks."""
-    found = sources(assemble.model_builder(small_run(*SIZES)))
+    found = sources(build.model_builder(small_run(*SIZES)))
     state = {source.hf_names[0]: expected[source.name] for source in found}
     return Written(heads=4, kv_heads=2, tp=2, pp=2, xser=True).write(tmp_path / "tag.ckpt", state, 2)
 

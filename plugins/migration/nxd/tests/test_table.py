@@ -12,11 +12,11 @@ from nxdt_plugin_migrate.config.aliases import core_keys, legacy_keys
 from nxdt_plugin_migrate.config.table import schema_page, schema_table, value_table
 
 from nxdt_core import config
-from nxdt_core.config.keys import keys_of
-from nxdt_core.config.select import usable_class
-from nxdt_core.config.shapes import Choice, Items, OneOf, Scalar, Shape, Table
-from nxdt_core.config.slots import SLOTS
-from nxdt_core.errors import ConfigError
+from nxdt_core.config.fields.component_slots import SLOTS
+from nxdt_core.config.fields.keys import keys_of
+from nxdt_core.config.fields.types import Choice, Items, OneOf, Scalar, Shape, Table
+from nxdt_core.config.resolve.select import usable_class
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
 
 KEYS = Path(__file__).parents[4] / "tests/config/nxdt/keys.txt"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxdt_core.errors import BadModelConfig
-from nxdt_core.nn.init import initialize
+from nxdt_core.errors.models import BadModelConfig
+from nxdt_core.nn.random.init import initialize
 
 KINDS = {
     "gpt2": {},

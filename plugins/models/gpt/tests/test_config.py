@@ -10,7 +10,7 @@ from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.errors import NoHuggingFaceForm
 
 from nxdt_core.config import load
-from nxdt_core.errors import HFFileDamaged, HFUnsupported
+from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4}
 ROPE = {"position_embedding_type": "rope"}

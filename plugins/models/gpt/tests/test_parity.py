@@ -12,9 +12,9 @@ from nxdt_plugin_gpt.builder import GPTBuilder
 from nxdt_plugin_gpt.config import GPTConfig
 from safetensors.torch import load_file, save_file
 
-from nxdt_core.checkpoint.hf import load_hf, read_hf_config, save_hf
-from nxdt_core.checkpoint.hf_keys import sources
-from nxdt_core.nn.init import initialize
+from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.nn.random.init import initialize
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 

@@ -14,7 +14,7 @@ from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.modeling import CausalLM
 
 from nxdt_core.devices import HOST
-from nxdt_core.nn.init import initialize
+from nxdt_core.nn.random.init import initialize
 
 SPARSE = ("qwen3-moe", "olmoe", "glm4-moe")
 BALANCED = ("qwen3-moe", "olmoe")

@@ -10,9 +10,9 @@ from nxdt_plugin_hf.command import sharding
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.sharding import measure_sharding
 
-from nxdt_core.checkpoint.hf_keys import sources
-from nxdt_core.nn.init import initialize
+from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.nn.patterns import matches
+from nxdt_core.nn.random.init import initialize
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 
 

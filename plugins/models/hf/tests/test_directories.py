@@ -13,8 +13,8 @@ from nxdt_plugin_hf.builder import HFBuilder
 from nxdt_plugin_hf.config import HFModelConfig
 from safetensors.torch import load_file, save_file
 
-from nxdt_core.checkpoint.hf import load_hf, read_hf_config, save_hf
-from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.errors.models import WeightsDoNotFit
 
 IDS = torch.arange(20)[None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nxdt_core.nn.aux_loss import aux_loss_scale
+from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 
 LENGTH = 40  # more than the windows of 16
 

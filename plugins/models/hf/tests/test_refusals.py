@@ -13,7 +13,9 @@ from nxdt_plugin_hf.builder import HFBuilder
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.sharding import measure_sharding
 
-from nxdt_core.errors import BadModelConfig, LayoutRefused, NxdtError
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.layouts import LayoutRefused
+from nxdt_core.errors.models import BadModelConfig
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -155,7 +157,7 @@ def test_dropout_is_what_it_was_but_not_beside_a_window():
     with torch.device("meta"):
         model = builder.build()
     assert {type(part).__module__ for part in model.modules() if "Dropout" in type(part).__name__} == {
-        "nxdt_core.nn.dropout"
+        "nxdt_core.nn.random.dropout"
     }
     with pytest.raises(NxdtError, match="set attention_dropout to 0"):
         made(model_type="phi3", attention_dropout=0.2, sliding_window=4, pad_token_id=None)

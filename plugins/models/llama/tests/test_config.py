@@ -8,7 +8,7 @@ import sys
 import pytest
 from nxdt_plugin_llama.config import LlamaConfig, RopeScalingConfig
 
-from nxdt_core.errors import HFFileDamaged, HFUnsupported
+from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "ffn_hidden_size": 80, "num_attention_heads": 4, "vocab_size": 96}
 

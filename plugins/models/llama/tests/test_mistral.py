@@ -10,9 +10,10 @@ import torch
 from nxdt_plugin_llama.builder import MistralBuilder
 from nxdt_plugin_llama.config import MistralConfig
 
-from nxdt_core.checkpoint.hf import load_hf, read_hf_config, save_hf
+from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.config import load
-from nxdt_core.errors import HFUnsupported, NxdtError
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.models import HFUnsupported
 
 TOKENS = 150
 

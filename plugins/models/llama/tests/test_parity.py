@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf import load_hf, read_hf_config, save_hf
-from nxdt_core.nn.init import initialize
+from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.nn.random.init import initialize
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 

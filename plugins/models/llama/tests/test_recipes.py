@@ -6,7 +6,7 @@ import pytest
 
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
-from nxdt_core.training import assemble
+from nxdt_core.training import build
 
 
 def test_the_tiny_recipe_can_be_cut_in_any_layout_of_8_processes():
@@ -24,7 +24,7 @@ def test_the_tiny_recipe_can_be_cut_in_any_layout_of_8_processes():
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b"])
 def test_training_a_llama_3_recipe_says_what_must_be_set(name):
     with pytest.raises(NxdtError, match=r"data\.tokenizer\.model"):
-        assemble.tokenizer(load(f"recipe:{name}"))
+        build.tokenizer(load(f"recipe:{name}"))
     config = load(f"recipe:{name}", ["data.tokenizer.library=byte", "data.tokenizer.model=null"])
     with pytest.raises(NxdtError, match=r"data\.train_files"):
-        assemble.dataloader(config, assemble.tokenizer(config)).split("train")
+        build.dataloader(config, build.tokenizer(config)).split("train")

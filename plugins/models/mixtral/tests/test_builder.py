@@ -6,8 +6,8 @@ import pytest
 import torch
 from nxdt_plugin_mixtral.errors import NoHFForm
 
-from nxdt_core.errors import BadModelConfig
-from nxdt_core.nn.init import initialize
+from nxdt_core.errors.models import BadModelConfig
+from nxdt_core.nn.random.init import initialize
 
 
 def test_layers_without_experts_have_a_feed_forward_block(builder):

@@ -10,7 +10,8 @@ import pytest
 from nxdt_plugin_mixtral.config import MixtralConfig, MoEConfig
 
 from nxdt_core.config import load
-from nxdt_core.errors import HFFileDamaged, HFUnsupported, NxdtError
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "ffn_hidden_size": 80, "num_attention_heads": 4, "vocab_size": 96}
 

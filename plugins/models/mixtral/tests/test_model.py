@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.nn.aux_loss import aux_loss_scale
-from nxdt_core.nn.init import initialize
-from nxdt_core.nn.loss import cross_entropy_sum
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.nn.moe.aux_loss import aux_loss_scale
+from nxdt_core.nn.random.init import initialize
 from nxdt_core.parallel.dropout import salt_dropouts
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf import load_hf, read_hf_config, save_hf
-from nxdt_core.nn.aux_loss import aux_loss_scale
+from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

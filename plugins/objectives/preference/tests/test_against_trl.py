@@ -12,8 +12,8 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.collate import collate
 from nxdt_core.data.references import Referenced
 from nxdt_core.protocols.dataloader import MapDataset
-from nxdt_core.training import assemble, primitives
-from nxdt_core.training.reference import compute_log_probs
+from nxdt_core.training import build, primitives
+from nxdt_core.training.weights.reference import compute_log_probs
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is pinned in constraints.txt")
 datasets = pytest.importorskip("datasets")
@@ -34,7 +34,7 @@ PACKING = pytest.mark.parametrize("packing", [False, True], ids=["padded", "pack
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A policy and a reference in the layout of Hugging Face, with the same tokenizer."""
-    from nxdt_core.config.paths import resolve_path
+    from nxdt_core.config.sources.paths import resolve_path
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_path(TOKENIZER))
     found = {}
@@ -80,7 +80,7 @@ def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str
             "objective": objective,
         }
     )
-    engine = assemble.engine(config)
+    engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     dataset = pairs_of(config)
@@ -91,13 +91,13 @@ def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str
         dataset = Referenced(dataset, log_probs, model="reference")
     primitives.load_foreign(models["policy"], config=config, engine=engine, model=model)
     batch = collate([dataset[index] for index in range(len(dataset))])
-    found = model.run_eval([batch], assemble.objective(config))
+    found = model.run_eval([batch], build.objective(config))
     engine.shutdown()
     return {"loss": float(found.loss), **{name: float(value) for name, value in found.metrics.items()}}
 
 
 def pairs_of(config: ResolvedConfig) -> MapDataset:
-    found = assemble.dataloader(config, assemble.tokenizer(config)).split("train")
+    found = build.dataloader(config, build.tokenizer(config)).split("train")
     assert isinstance(found, MapDataset)
     return found
 

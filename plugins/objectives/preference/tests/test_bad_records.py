@@ -11,11 +11,11 @@ from nxdt_plugin_preference.config import DpoConfig, PreferenceConfig
 from nxdt_plugin_preference.dpo import Dpo
 from nxdt_plugin_preference.loader import PreferenceDataloader
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.config import check
-from nxdt_core.config.paths import resolve_path
+from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.collate import collate
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Sample

@@ -8,7 +8,7 @@ import pytest
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceDataloader
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataloader import DataContext
 from nxdt_core.testing.dataset_contract import DatasetContract
 

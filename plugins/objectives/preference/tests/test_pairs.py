@@ -14,13 +14,13 @@ from nxdt_plugin_preference.loader import PreferenceDataloader
 from nxdt_plugin_preference.orpo import Orpo
 from nxdt_plugin_preference.rendering import Pair
 
-from nxdt_core.builtins.tokenizer_byte import ByteTokenizer
-from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
-from nxdt_core.config.paths import resolve_path
-from nxdt_core.data.chat_templates import shipped_template
+from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.collate import blank_like, collate
-from nxdt_core.errors import FieldsUnused
+from nxdt_core.errors.chats import FieldsUnused
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import DataContext
 

@@ -11,7 +11,7 @@ import pytest
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
 from nxdt_core.testing.distributions import write_distribution
-from nxdt_core.training.run import train
+from nxdt_core.training.run.train import train
 
 HINGE = """
 from nxdt_core.api import ObjectiveComponent, hookimpl

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.nn.experts import SwiGLUExperts
+from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.updates import UpdatedEmbedding, UpdatedLinear
-from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
 from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import LayerNotAdaptable
 from nxdt_plugin_lora.loading import check_options, load_adapter

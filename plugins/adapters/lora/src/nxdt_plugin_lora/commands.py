@@ -9,7 +9,7 @@ import click
 
 from nxdt_core.cli.checkpoint.ranks import on_all_ranks
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
-from nxdt_core.cli.table import human_size
+from nxdt_core.cli.terminal.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import Fraction, NoEffect, NonNegativeFloat, PositiveInt
 
 __all__ = ["ALL_LINEAR", "Biases", "LoraConfig"]
 

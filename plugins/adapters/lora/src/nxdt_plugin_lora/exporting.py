@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.checkpoint import locate
-from nxdt_core.checkpoint.formats import format_of
-from nxdt_core.checkpoint.hf_keys import sources
-from nxdt_core.errors import HFNotWritable
+from nxdt_core.checkpoint.formats.installed import format_of
+from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.training import assemble
-from nxdt_core.training.saved_config import saved_values
+from nxdt_core.training import build
+from nxdt_core.training.weights.saved_config import saved_values
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoPeftForm
 from nxdt_plugin_lora.peft_config import peft_config
@@ -62,7 +62,7 @@ def export_lora(source: str, target: str, *, base_model: str | None = None) -> E
         raise HFNotWritable(directory=target)
     saved = open_saved(*locate(source))
     base = base_model or _began_with(saved)
-    config, tensors = describe(assemble.model_builder(saved.config), saved.lora, saved.trained, base=base)
+    config, tensors = describe(build.model_builder(saved.config), saved.lora, saved.trained, base=base)
     if config["lora_dropout"] != saved.lora.lora_dropout:
         _log.warning(
             "adapter_config.json says lora_dropout 0: peft opens no experts with another one, nor layers of their names"

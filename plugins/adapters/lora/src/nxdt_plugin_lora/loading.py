@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.layout import step_name
+from nxdt_core.checkpoint.collective import together
+from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.pieces import piece_of
 from nxdt_core.checkpoint.signing import refuse_foreign
-from nxdt_core.checkpoint.together import together
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors import AdapterOfAnotherBase, WeightsDoNotFit
-from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
-from nxdt_core.protocols.piece import Box
-from nxdt_core.training import assemble
-from nxdt_core.training.frozen import base_digest, without_base
-from nxdt_core.training.saved_config import saved_values
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.training import build
+from nxdt_core.training.weights.frozen import base_digest, without_base
+from nxdt_core.training.weights.saved_config import saved_values
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_lora.peft_config import differences, unread
@@ -43,7 +44,7 @@ def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, 
     assert own.lora_save_dir is not None
     directory = Path(own.lora_save_dir, "" if own.lora_load_tag is None else str(own.lora_load_tag))
     if is_peft(directory):
-        refuse_foreign(assemble.trusted_keys(config), directory)
+        refuse_foreign(build.trusted_keys(config), directory)
         _load_peft(directory, own, model, config, engine)
     else:
         _load_checkpoint(own, model, config, engine)
@@ -69,10 +70,10 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
     if own.lora_load_tag is not None:
         tag = str(own.lora_load_tag)
         uri = f"{uri.rstrip('/')}/{step_name(int(tag)) if tag.isdigit() else tag}"
-    storage, step = assemble.locate(config, uri)
-    trusted = assemble.trusted_keys(config)
+    storage, step = build.locate(config, uri)
+    trusted = build.trusted_keys(config)
     manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=engine.ranks, trusted=trusted)
-    where = assemble.step_uri(storage, manifest.step)
+    where = build.step_uri(storage, manifest.step)
     check_options(own, saved_values(manifest, ["adapter"], where=where).get("adapter", {}), where)
     if manifest.facts.base and manifest.facts.base != base_digest(model, engine.ranks):
         raise AdapterOfAnotherBase(where=where, base="this run")
@@ -95,7 +96,7 @@ def _load_peft(
 
     def fill() -> None:
         _check_peft_options(own, directory)
-        builder = assemble.model_builder(config)
+        builder = build.model_builder(config)
         found, base = read_peft(directory, peft_tensors(builder, shapes, tables_of(builder)), shapes)
         if base and base != digest:
             raise AdapterOfAnotherBase(where=str(directory), base="this run")

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from nxdt_core.checkpoint import Signer, TrustedKeys
-from nxdt_core.checkpoint.files import AttemptWriter
-from nxdt_core.checkpoint.layout import state_name
-from nxdt_core.checkpoint.save import save_listed
-from nxdt_core.checkpoint.shards import write_listed
-from nxdt_core.checkpoint.share import encode_state
-from nxdt_core.checkpoint.tensor_index import TensorPart
-from nxdt_core.checkpoint.together import rank_of
+from nxdt_core.checkpoint.collective import rank_of
+from nxdt_core.checkpoint.format.digested_files import AttemptWriter
+from nxdt_core.checkpoint.format.file_names import state_name
+from nxdt_core.checkpoint.format.shards import write_listed
+from nxdt_core.checkpoint.format.tensor_index import TensorPart
+from nxdt_core.checkpoint.write.rank_data import encode_state
+from nxdt_core.checkpoint.write.save import save_listed
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.piece import Box, Held, Listing, Place
-from nxdt_core.protocols.ranks import RankAgreement
-from nxdt_core.training import assemble
-from nxdt_core.training.importing import check_empty
+from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.weights.importing import check_empty
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import MergeUnties
 from nxdt_plugin_lora.peft_names import base_of
@@ -110,7 +110,7 @@ def merge_lora(
     )
     return Merged(
         source=saved.uri,
-        target=assemble.step_uri(target, manifest.step),
+        target=build.step_uri(target, manifest.step),
         step=manifest.step,
         merged=len(saved.updated),
         size_bytes=manifest.size_bytes,
@@ -141,7 +141,7 @@ def merged_weight(
 def _write(
     writer: AttemptWriter, saved: SavedLora, held: Mapping[str, Held], ranks: RankAgreement | None
 ) -> dict[Place, TensorPart]:
-    updated, tables = saved.updated, tables_of(assemble.model_builder(saved.config))
+    updated, tables = saved.updated, tables_of(build.model_builder(saved.config))
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
         for name in names:
@@ -161,6 +161,6 @@ def _write(
 
 
 def _check_ties(saved: SavedLora) -> None:
-    for owner, user in assemble.model_builder(saved.config).plan().tied:
+    for owner, user in build.model_builder(saved.config).plan().tied:
         if {owner, user} & saved.updated.keys():
             raise MergeUnties(owner=owner, user=user)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from nxdt_core.checkpoint.hf_keys import Source
+from nxdt_core.checkpoint.hf.key_map import Source
 from nxdt_plugin_lora.errors import NoPeftForm
 
 __all__ = ["check_pairs", "taken_for_experts"]

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nxdt_core.checkpoint.hf_json import read_json
+from nxdt_core.checkpoint.hf.json_files import read_json
 from nxdt_core.devices import HOST
-from nxdt_core.errors import WeightsDoNotFit
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
 from nxdt_plugin_lora.peft_config import MERGE
 from nxdt_plugin_lora.peft_names import PeftTensor

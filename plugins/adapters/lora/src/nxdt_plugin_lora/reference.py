@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.parallel.placement import piece_of
-from nxdt_core.protocols.engine import ParallelEngine, ParallelModel
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.training import assemble
+from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.training import build
 from nxdt_plugin_lora.errors import BaseIsNoReference
 from nxdt_plugin_lora.updates import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
 
@@ -19,7 +19,7 @@ def check_reference(model: ParallelModel, config: ResolvedConfig, engine: Parall
     Raises:
         BaseIsNoReference: it does, and they are not.
     """
-    if traits_of(assemble.objective(config)).reference == "step" and changes_base(model, engine):
+    if traits_of(build.objective(config)).reference == "step" and changes_base(model, engine):
         raise BaseIsNoReference(objective=config.run.objective.name)
 
 

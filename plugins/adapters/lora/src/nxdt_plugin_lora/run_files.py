@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.together import on_first_rank
+from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.ranks import RankAgreement
-from nxdt_core.training import assemble
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.training import build
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merge_lora
 from nxdt_plugin_lora.peft_config import peft_config
@@ -43,9 +43,9 @@ def write_options(section: Mapping[str, Any], run_dir: Path) -> None:
 def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
     """Merge the checkpoint at ``uri`` into the store beside its own, unless it was already; an older merged step
     goes. Both are reached as ``checkpoint.storage`` of ``config`` says. Collective."""
-    storage, step = assemble.locate(config, uri)
+    storage, step = build.locate(config, uri)
     assert step is not None
-    place, _ = assemble.locate(config, f"{storage.uri}{MERGED}")
+    place, _ = build.locate(config, f"{storage.uri}{MERGED}")
 
     def is_merged() -> bool:
         merged = {status.step for status in checkpoint.list_checkpoints(place) if status.state == "committed"}
@@ -60,8 +60,8 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
         place,
         ranks=ranks,
         beside=True,
-        signer=assemble.signer(config),
-        trusted=assemble.trusted_keys(config),
+        signer=build.signer(config),
+        trusted=build.trusted_keys(config),
     )
     if ranks.rank == 0:
         _log.warning("merged model: %s", merged.target)

@@ -12,9 +12,9 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.training import assemble
-from nxdt_core.training.base_weights import BaseWeights, base_weights
-from nxdt_core.training.saved_config import saved_config
+from nxdt_core.training import build
+from nxdt_core.training.weights.base import BaseWeights, base_weights
+from nxdt_core.training.weights.saved_config import saved_config
 from nxdt_plugin_lora.adapter import LoraAdapter
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoAdapterHere
@@ -40,7 +40,7 @@ class SavedLora:
     @property
     def uri(self) -> str:
         """Its address."""
-        return assemble.step_uri(self.storage, self.manifest.step)
+        return build.step_uri(self.storage, self.manifest.step)
 
     @property
     def updated(self) -> Mapping[str, Mapping[str, str]]:
@@ -82,12 +82,12 @@ def open_saved(
         CheckpointNotFound, SavedConfigUnusable: it cannot be opened.
     """
     manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
-    uri = assemble.step_uri(storage, manifest.step)
+    uri = build.step_uri(storage, manifest.step)
     config = saved_config(manifest, where=uri)
     chosen = config.components["adapter"]
     if chosen is None or not isinstance(chosen.config, LoraConfig) or not chosen.config.enable_lora:
         raise NoAdapterHere(where=uri)
-    builder = assemble.model_builder(config)
+    builder = build.model_builder(config)
     with torch.device("meta"):
         model = builder.build()
         LoraAdapter(chosen.config).apply(model, builder.plan())

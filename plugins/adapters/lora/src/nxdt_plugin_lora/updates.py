@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.dropout import Dropout
-from nxdt_core.nn.experts import grouped_linear
+from nxdt_core.nn.moe.experts import grouped_linear
+from nxdt_core.nn.random.dropout import Dropout
 from nxdt_core.nn.updates import Update
 
 __all__ = ["DoraEmbeddingUpdate", "DoraUpdate", "EmbeddingUpdate", "ExpertsUpdate", "LowRankUpdate"]
@@ -133,7 +133,7 @@ class ExpertsUpdate(Update):
     def forward(
         self, rows: torch.Tensor, product: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None
     ) -> torch.Tensor:
-        """``rows``, ``counts`` and the result as of :func:`nxdt_core.nn.experts.grouped_linear`."""
+        """``rows``, ``counts`` and the result as of :func:`nxdt_core.nn.moe.experts.grouped_linear`."""
         narrow = grouped_linear(self.dropout(rows), self.local(self.lora_A), counts)
         return product + self.scaling * grouped_linear(narrow, self.local(self.lora_B), counts)
 

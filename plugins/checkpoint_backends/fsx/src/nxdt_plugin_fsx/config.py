@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from nxdt_core.builtins.storage_config import LocalStorageConfig
-from nxdt_core.config.marks import PositiveInt, Range
+from nxdt_core.builtins.storage.config import LocalStorageConfig
+from nxdt_core.config.annotations import PositiveInt, Range
 
 __all__ = ["FsxStorageConfig"]
 

@@ -5,7 +5,7 @@ All are told as warnings: none of them keeps a checkpoint from being whole.
 
 from __future__ import annotations
 
-from nxdt_core.errors import StorageError
+from nxdt_core.errors.checkpoints import StorageError
 
 __all__ = ["ArchivingFailed", "LfsFailed", "LfsMissing", "NotLustre", "StripingFailed"]
 

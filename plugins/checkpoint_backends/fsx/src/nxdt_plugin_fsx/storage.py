@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from nxdt_core.builtins.storage_local import LocalStorage
-from nxdt_core.checkpoint.layout import SECTIONS, step_of
-from nxdt_core.errors import StorageError
+from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.checkpoint.format.file_names import SECTIONS, step_of
+from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.file_lock import FileLock
 from nxdt_core.mounts import mount_of
 from nxdt_plugin_fsx.config import FsxStorageConfig

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from nxdt_core.errors import BadStorageKey
+from nxdt_core.errors.checkpoints import BadStorageKey
 from nxdt_plugin_s3.errors import S3BadAddress
 
 __all__ = ["Address"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from nxdt_core.config.marks import PositiveInt, Range
+from nxdt_core.config.annotations import PositiveInt, Range
 
 __all__ = ["S3StorageConfig"]
 

@@ -5,7 +5,7 @@ Each is a kind of the core's error that it is closest to. None of them carries a
 
 from __future__ import annotations
 
-from nxdt_core.errors import BadStorageUri, StorageDenied, StorageError, StorageFull
+from nxdt_core.errors.checkpoints import BadStorageUri, StorageDenied, StorageError, StorageFull
 
 __all__ = [
     "S3AccessDenied",

@@ -13,7 +13,7 @@ from typing import Any
 from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
 
-from nxdt_core.errors import StorageError
+from nxdt_core.errors.checkpoints import StorageError
 from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.errors import (
     S3AccessDenied,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 
 __all__ = ["HfDataConfig", "SourceConfig"]
 

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
+from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream
-from nxdt_core.data.watched import WatchedFiles
-from nxdt_core.errors import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
+from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.dataloader import DataContext, MapDataset, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_hf_data.columns import TokenColumns

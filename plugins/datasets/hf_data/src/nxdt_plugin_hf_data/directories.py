@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from nxdt_core.data.compressed import COMPRESSED
 from nxdt_core.data.digest import digest, file_digest
-from nxdt_core.data.files import JSON_LINES, near
-from nxdt_core.data.watched import WatchedFiles
-from nxdt_core.errors import DataFileNotFound, DataFileUnreadable
+from nxdt_core.data.files.changes import WatchedFiles
+from nxdt_core.data.files.compressed import COMPRESSED
+from nxdt_core.data.files.paths import JSON_LINES, near
+from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing
 

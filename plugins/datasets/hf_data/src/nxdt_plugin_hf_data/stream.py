@@ -19,10 +19,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.permutation import Permutation
 from nxdt_core.data.tokens import encode_documents
-from nxdt_core.data.watched import WatchedFiles
-from nxdt_core.errors import DataFileUnreadable, TooFewTokens
+from nxdt_core.errors.data import DataFileUnreadable, TooFewTokens
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.columns import TokenColumns, is_tokenised, text_column, token_columns

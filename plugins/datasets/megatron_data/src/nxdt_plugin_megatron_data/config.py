@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from nxdt_core.config.marks import NoEffect
+from nxdt_core.config.annotations import NoEffect
 from nxdt_plugin_megatron_data.prefixes import find_faults, read_shares
 
 __all__ = ["MegatronDataConfig"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nxdt_core.errors import DataFileNotFound, NxdtError
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.data import DataFileNotFound
 
 __all__ = [
     "BadIndexFile",

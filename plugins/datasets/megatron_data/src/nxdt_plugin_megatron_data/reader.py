@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.watched import WatchedFiles
-from nxdt_core.errors import DataFileChanged, DataFileUnreadable
+from nxdt_core.data.files.changes import WatchedFiles
+from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
 from nxdt_plugin_megatron_data.format import DTYPES, HEADER, MAGIC, VERSION, bin_path, idx_path
 

@@ -9,9 +9,9 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.chat import ReservedTokens, Span
-from nxdt_core.data.conversation import ROLES, Conversation
-from nxdt_core.data.records import Place
+from nxdt_core.data.chat.conversation import ROLES, Conversation
+from nxdt_core.data.chat.rendering import ReservedTokens, Span
+from nxdt_core.data.files.records import Place
 from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
 from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.rendering import Rendered, Renderer

@@ -6,17 +6,18 @@ import logging
 from collections.abc import Sequence
 from typing import cast
 
-from nxdt_core.data.array_cache import cached_arrays
 from nxdt_core.data.bins import drawn_bins
-from nxdt_core.data.chat import runner_of
-from nxdt_core.data.chat_records import read_record
-from nxdt_core.data.chat_templates import template_names
+from nxdt_core.data.chat.records import read_record
+from nxdt_core.data.chat.rendering import runner_of
+from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.digest import digest
+from nxdt_core.data.files.array_cache import cached_arrays
+from nxdt_core.data.files.records import Record, read_records
+from nxdt_core.data.files.unused_fields import UnusedFields, describe_unused
 from nxdt_core.data.permutation import draw
-from nxdt_core.data.records import Record, read_records
 from nxdt_core.data.tokens import padding_id
-from nxdt_core.data.unused_fields import UnusedFields, describe_unused
-from nxdt_core.errors import DataNeedsTokenizer, NotAChatTokenizer, TemplateMissing
+from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
+from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_sft_chat.chats import Chats, gather

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nxdt_core.data.chat import Span, TemplateRunner
-from nxdt_core.data.conversation import Conversation, Message
-from nxdt_core.data.ignored import ignored_fields
-from nxdt_core.errors import TemplateRefuses
+from nxdt_core.data.chat.conversation import Conversation, Message
+from nxdt_core.data.chat.ignored_parts import ignored_fields
+from nxdt_core.data.chat.rendering import Span, TemplateRunner
+from nxdt_core.errors.chats import TemplateRefuses
 from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
 
 __all__ = ["Rendered", "Renderer"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nxdt_core.config.marks import Fraction
+from nxdt_core.config.annotations import Fraction
 
 __all__ = ["TextConfig"]
 

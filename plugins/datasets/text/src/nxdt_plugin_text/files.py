@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.data.compressed import bare_name
-from nxdt_core.data.files import JSON_TEXTS, decode, json_objects
-from nxdt_core.errors import EmptyTextFile, JsonTextMissing
+from nxdt_core.data.files.compressed import bare_name
+from nxdt_core.data.files.paths import JSON_TEXTS, decode, json_objects
+from nxdt_core.errors.data import EmptyTextFile, JsonTextMissing
 
 __all__ = ["documents"]
 
@@ -18,7 +18,7 @@ def documents(path: Path, content: bytes, *, text_key: str, separator: str | Non
 
     Args:
         path: names the file in errors; its suffix tells the format.
-        content: what :func:`nxdt_core.data.files.read_bytes` gave.
+        content: what :func:`nxdt_core.data.files.paths.read_bytes` gave.
         text_key: key of the text in JSONL.
         separator: between documents of plain text; None for one document.
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files import expand, read_bytes
+from nxdt_core.data.files.paths import expand, read_bytes
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream, tokenize
-from nxdt_core.errors import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
+from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_text.config import TextConfig

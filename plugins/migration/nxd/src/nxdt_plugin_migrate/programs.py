@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nxdt_core.config.node import Origin, from_plain
+from nxdt_core.config.sources.node import Origin, from_plain
 from nxdt_core.protocols.config_migration import KeyMeaning, MigratedConfig
 from nxdt_plugin_migrate.config.aliases import legacy_keys
 from nxdt_plugin_migrate.config.recognise import framework_of

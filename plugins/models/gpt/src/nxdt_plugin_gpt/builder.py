@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from nxdt_core.errors import BadModelConfig
+from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan

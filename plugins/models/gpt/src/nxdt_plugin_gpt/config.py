@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.marks import Fraction, NoEffect, NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import Fraction, NoEffect, NonNegativeFloat, PositiveInt
 from nxdt_plugin_gpt.hf import config_from_hf, names_in_hf
 
 __all__ = ["Activation", "BlockType", "GPTConfig", "Normalization"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nxdt_core.nn.dropout import Dropout
+from nxdt_core.nn.random.dropout import Dropout
 from nxdt_plugin_gpt.config import GPTConfig
 
 __all__ = ["GPTEmbedding"]

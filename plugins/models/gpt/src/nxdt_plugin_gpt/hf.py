@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.errors import HFFileDamaged, HFUnsupported
+from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.errors import NoHuggingFaceForm
 from nxdt_plugin_gpt.hf_family import HFFamily

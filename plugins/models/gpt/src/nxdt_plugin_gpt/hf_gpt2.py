@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.errors import HFUnsupported
+from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.dropout import Dropout
+from nxdt_core.nn.random.dropout import Dropout
 from nxdt_plugin_gpt.config import Activation, GPTConfig
 from nxdt_plugin_gpt.norms import norm_of
 

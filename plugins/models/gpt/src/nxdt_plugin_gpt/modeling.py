@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nxdt_core.nn.documents import DocumentMasks
+from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.rotary import LinearScaling, RotaryEmbedding
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.embedding import GPTEmbedding

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.hf_floats import read_floats
-from nxdt_core.config.hf_values import architectures_of
+from nxdt_core.config.huggingface.floats import read_floats
+from nxdt_core.config.huggingface.values import architectures_of
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register
 from nxdt_plugin_hf.buffers import as_frozen_parameters
 from nxdt_plugin_hf.errors import (

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.attention import AttentionSemantics, CausalAttention
-from nxdt_core.nn.documents import DocumentMasks
-from nxdt_core.nn.dropout import CausalAttentionWithDropout
+from nxdt_core.nn.attention.documents import DocumentMasks
+from nxdt_core.nn.attention.grouped_query import AttentionSemantics, CausalAttention
+from nxdt_core.nn.random.dropout import CausalAttentionWithDropout
 from nxdt_core.nn.scoped import Scoped
 
 __all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "register", "tracing"]

@@ -28,12 +28,12 @@ def sharding(source: str, overrides: tuple[str, ...]) -> None:
     config = load(source, (*overrides, "model.name=hf"))
     tp = config.run.distributed_strategy.tensor_model_parallel_size
 
-    from nxdt_core.training import assemble  # imports torch: only a configuration that is right pays for it
+    from nxdt_core.training import build  # imports torch: only a configuration that is right pays for it
     from nxdt_plugin_hf.builder import HFBuilder
     from nxdt_plugin_hf.sharding import measure_sharding
     from nxdt_plugin_hf.tracing import pattern_of
 
-    builder = assemble.model_builder(config)
+    builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)
     found = measure_sharding(builder, tp)
 

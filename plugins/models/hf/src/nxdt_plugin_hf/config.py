@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.config.marks import PositiveInt
+from nxdt_core.config.annotations import PositiveInt
 
 __all__ = ["HFModelConfig"]
 

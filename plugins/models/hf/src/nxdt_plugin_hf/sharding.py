@@ -11,7 +11,7 @@ from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.placement import local_of
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_hf.builder import HFBuilder
 

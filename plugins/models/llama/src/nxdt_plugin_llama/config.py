@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.marks import AliasOf, NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import AliasOf, NonNegativeFloat, PositiveInt
 from nxdt_plugin_llama.hf import LLAMA, MISTRAL, config_from_hf
 
 __all__ = ["LlamaConfig", "MistralConfig", "RopeScalingConfig", "RopeType"]

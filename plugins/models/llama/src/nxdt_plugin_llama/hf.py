@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.hf_values import HFValues, number_of, rope_of
-from nxdt_core.errors import HFUnsupported
+from nxdt_core.config.huggingface.values import HFValues, number_of, rope_of
+from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nxdt_core.nn.attention import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.attention.documents import DocumentMasks
+from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.nn.decoder import RotaryDecoder
-from nxdt_core.nn.documents import DocumentMasks
 from nxdt_core.nn.mlp import SwiGLU
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, RotaryScaling

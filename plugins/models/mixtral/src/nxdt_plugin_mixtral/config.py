@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from nxdt_core.config.marks import AliasOf, NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import AliasOf, NonNegativeFloat, PositiveInt
 from nxdt_plugin_mixtral.hf import VALUES, config_from_hf
 from nxdt_plugin_mixtral.moe import MoEConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.hf_values import HFValues, number_of, rope_of
-from nxdt_core.errors import HFUnsupported
+from nxdt_core.config.huggingface.values import HFValues, number_of, rope_of
+from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_mixtral.errors import NoHFForm
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nxdt_core.nn.attention import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.attention.documents import DocumentMasks
+from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.nn.decoder import RotaryDecoder
-from nxdt_core.nn.documents import DocumentMasks
-from nxdt_core.nn.experts import SwiGLUExperts
 from nxdt_core.nn.mlp import SwiGLU
-from nxdt_core.nn.moe import MixtureOfExperts
+from nxdt_core.nn.moe.experts import SwiGLUExperts
+from nxdt_core.nn.moe.layer import MixtureOfExperts
+from nxdt_core.nn.moe.router import TopKRouter
+from nxdt_core.nn.moe.sinkhorn import SinkhornRouter
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.rotary import RotaryEmbedding
-from nxdt_core.nn.router import TopKRouter
-from nxdt_core.nn.sinkhorn import SinkhornRouter
 from nxdt_plugin_mixtral.config import MixtralConfig
 
 __all__ = ["Mixtral", "MixtralDecoderLayer"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 
 __all__ = ["MoEConfig"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nxdt_core.config.marks import NonNegativeFloat, PositiveInt
-from nxdt_core.data.chat_keys import ChatKeys
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.data.chat.keys import ChatKeys
 
 __all__ = ["DpoConfig", "OrpoConfig", "PreferenceConfig", "TruncationMode"]
 

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from nxdt_core.nn.loss import cross_entropies
-from nxdt_core.nn.sequence_sums import sequence_shards
+from nxdt_core.nn.loss.cross_entropy import cross_entropies
+from nxdt_core.nn.moe.sequence_sums import sequence_shards
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
 from nxdt_plugin_preference.config import DpoConfig

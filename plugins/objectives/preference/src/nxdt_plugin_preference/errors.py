@@ -146,7 +146,7 @@ class ReferenceMissing(NxdtError):
 
     code = "NXDT-A020"
     happened = "The objective 'dpo' got a batch without log-probabilities of the reference."
-    remedy = "In a loop of your own, wrap the dataset with nxdt_core.training.reference before the first step."
+    remedy = "In a loop of your own, wrap the dataset with nxdt_core.training.weights.reference before the first step."
 
 
 class RowsNotPaired(NxdtError):

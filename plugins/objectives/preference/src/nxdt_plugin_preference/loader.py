@@ -10,11 +10,11 @@ import numpy as np
 
 from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.digest import digest
+from nxdt_core.data.files.records import Record, read_records
+from nxdt_core.data.files.unused_fields import UnusedFields, describe_unused
 from nxdt_core.data.permutation import draw
-from nxdt_core.data.records import Record, read_records
 from nxdt_core.data.tokens import padding_id
-from nxdt_core.data.unused_fields import UnusedFields, describe_unused
-from nxdt_core.errors import DataNeedsTokenizer
+from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataloader import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig
@@ -56,7 +56,7 @@ class PreferenceDataloader:
         """The pairs of a split; None where no files and no share are named for it.
 
         Raises:
-            NxdtError: of the files, as of :func:`~nxdt_core.data.records.read_records`.
+            NxdtError: of the files, as of :func:`~nxdt_core.data.files.records.read_records`.
             NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable: of messages.
             AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference,
             BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn, TemplateRefuses, AnswersInseparable,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.nn.sequence_sums import sequence_shards
+from nxdt_core.nn.moe.sequence_sums import sequence_shards
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_plugin_preference.errors import RowsNotPaired
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.data.chat_calls import read_tools
-from nxdt_core.data.chat_records import read_message, unused_fields, with_system
-from nxdt_core.data.conversation import Conversation, Message, check_order
-from nxdt_core.data.records import Place
-from nxdt_core.data.unused_fields import unread
+from nxdt_core.data.chat.conversation import Conversation, Message, check_order
+from nxdt_core.data.chat.records import read_message, unused_fields, with_system
+from nxdt_core.data.chat.tool_calls import read_tools
+from nxdt_core.data.files.records import Place
+from nxdt_core.data.files.unused_fields import unread
 from nxdt_core.errors.base import listing
 from nxdt_plugin_preference.errors import (
     AnswerEmpty,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nxdt_core.data.chat import ReservedTokens, runner_of
-from nxdt_core.data.chat_keys import ChatKeys
-from nxdt_core.data.chat_templates import template_names
-from nxdt_core.data.conversation import Conversation
+from nxdt_core.data.chat.conversation import Conversation
+from nxdt_core.data.chat.ignored_parts import ignored_fields
+from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.rendering import ReservedTokens, runner_of
+from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.digest import digest
-from nxdt_core.data.ignored import ignored_fields
-from nxdt_core.errors import NotAChatTokenizer, TemplateMissing, TemplateRefuses
+from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
 from nxdt_plugin_preference.records import Preference, Turns

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from nxdt_core.data.compressed import UNREADABLE, bare_name, decompressed
-from nxdt_core.data.files import JSON_TEXTS
-from nxdt_core.errors import DataFileUnreadable
+from nxdt_core.data.files.compressed import UNREADABLE, bare_name, decompressed
+from nxdt_core.data.files.paths import JSON_TEXTS
+from nxdt_core.errors.data import DataFileUnreadable
 
 __all__ = ["Block", "Place", "is_json", "read_blocks"]
 

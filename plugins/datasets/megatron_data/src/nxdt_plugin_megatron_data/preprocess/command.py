@@ -96,7 +96,7 @@ def preprocess(
     it are decompressed. Records without text are counted, and the first ones named. A run that was killed goes on
     where it stopped when the same command is given again.
     """
-    from nxdt_core.data.files import expand
+    from nxdt_core.data.files.paths import expand
     from nxdt_plugin_megatron_data.preprocess.records import Recipe
     from nxdt_plugin_megatron_data.preprocess.run import Job
     from nxdt_plugin_megatron_data.preprocess.run import preprocess as run

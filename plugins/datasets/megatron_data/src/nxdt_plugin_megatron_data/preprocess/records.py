@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.encodings import iconv_name
+from nxdt_core.data.files.encodings import iconv_name
 from nxdt_core.data.tokens import encode_documents
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.format import dtype_for

@@ -15,9 +15,9 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from nxdt_core.data.digest import digest, file_digest
-from nxdt_core.data.encodings import check_wide
-from nxdt_core.data.files import read_bytes
-from nxdt_core.errors import DataFileUnreadable
+from nxdt_core.data.files.encodings import check_wide
+from nxdt_core.data.files.paths import read_bytes
+from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path

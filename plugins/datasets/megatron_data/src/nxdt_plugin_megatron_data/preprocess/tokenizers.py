@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from nxdt_core.builtins.tokenizer_files import holds_ranks
-from nxdt_core.config.location import Locator
-from nxdt_core.config.node import Node
-from nxdt_core.config.overrides import COMMAND_LINE, apply_overrides
-from nxdt_core.config.paths import expand_home
-from nxdt_core.config.reading import read_part
-from nxdt_core.errors import ConfigError, ConfigProblem
+from nxdt_core.builtins.tokenizers.files import holds_ranks
+from nxdt_core.config.resolve.bind import read_part
+from nxdt_core.config.resolve.path_values import Locator
+from nxdt_core.config.sources.node import Node
+from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
+from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.tokenizer import Tokenizer
 

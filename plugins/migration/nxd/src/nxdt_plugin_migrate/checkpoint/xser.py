@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.tensor_index import ITEM_BYTES
+from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.devices import HOST
 from nxdt_plugin_migrate.checkpoint.leaf import Leaf
 from nxdt_plugin_migrate.checkpoint.unpickle import TensorReference, read_pt

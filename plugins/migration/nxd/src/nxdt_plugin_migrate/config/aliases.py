@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from nxdt_core.config.alignment import SECTION, TARGETS, target_of
-from nxdt_core.config.keys import Key, keys_of
-from nxdt_core.config.marks import AliasOf, NoEffect, XlaOnly
-from nxdt_core.config.node import join
+from nxdt_core.config.annotations import AliasOf, NoEffect, XlaOnly
+from nxdt_core.config.fields.component_slots import SLOTS
+from nxdt_core.config.fields.keys import Key, keys_of
+from nxdt_core.config.resolve.alignment import SECTION, TARGETS, target_of
 from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.slots import SLOTS
+from nxdt_core.config.sources.node import join
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 from nxdt_plugin_migrate.config.document import Document

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nxdt_core.config.load import check
-from nxdt_core.config.node import to_plain
-from nxdt_core.config.paths import expand_home
-from nxdt_core.config.yaml_source import parse_yaml
-from nxdt_core.errors import ConfigProblem, NotSupported, UnknownKey
+from nxdt_core.config.sources.node import to_plain
+from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.errors.configuration import ConfigProblem, NotSupported, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.config_migration import Verdict
 from nxdt_plugin_migrate.config.document import Document

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from nxdt_core.config.files import read_source
-from nxdt_core.config.keys import section_paths
-from nxdt_core.config.node import Node, to_plain
+from nxdt_core.config.fields.keys import section_paths
+from nxdt_core.config.fields.types import describe_value
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.shapes import describe_value
-from nxdt_core.errors import ConfigError, ConfigProblem, WrongValue
+from nxdt_core.config.sources.files import read_source
+from nxdt_core.config.sources.node import Node, to_plain
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, WrongValue
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.config_migration import MigratedConfig
 from nxdt_plugin_migrate.config.architectures import require_decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nxdt_core.api import ModelComponent
-from nxdt_core.config.alignment import data_of
+from nxdt_core.config.resolve.alignment import data_of
 from nxdt_core.kernel import Kernel
 from nxdt_plugin_migrate.config.aliases import drop_dead_keys, rename_aliases
 from nxdt_plugin_migrate.config.document import Document

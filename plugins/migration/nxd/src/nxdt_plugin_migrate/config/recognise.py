@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nxdt_core.config.node import Node
+from nxdt_core.config.sources.node import Node
 from nxdt_plugin_migrate.errors import MigrationRefused
 
 __all__ = ["FRAMEWORKS", "framework_of", "refuse_others", "require"]

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nxdt_core.config.alignment import SECTION, TARGETS, target_of
-from nxdt_core.config.extensions import FLAGS
-from nxdt_core.config.keys import Key, keys_of
-from nxdt_core.config.marks import AliasOf, NoEffect, XlaOnly
-from nxdt_core.config.node import join
-from nxdt_core.config.select import usable_class
-from nxdt_core.config.slots import SLOTS
+from nxdt_core.config.annotations import AliasOf, NoEffect, XlaOnly
+from nxdt_core.config.fields.component_slots import SLOTS
+from nxdt_core.config.fields.extensions import FLAGS
+from nxdt_core.config.fields.keys import Key, keys_of
+from nxdt_core.config.resolve.alignment import SECTION, TARGETS, target_of
+from nxdt_core.config.resolve.select import usable_class
+from nxdt_core.config.sources.node import join
 from nxdt_core.config.validate.unsupported import RULES
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel, RegisteredComponent

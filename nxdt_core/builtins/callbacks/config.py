@@ -1,0 +1,33 @@
+"""The keys of built-in callbacks, beside ``name`` in an entry of ``trainer.callbacks``. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+__all__ = ["GenerationsConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationsConfig:
+    """``name: generations``."""
+
+    prompts: tuple[str, ...] = ()
+    """Texts that the model goes on from at each validation."""
+    chat: bool = False
+    """Make each a user's turn, by the tokenizer's chat template."""
+    max_new_tokens: PositiveInt = 64
+    """End, where the model does not end by itself."""
+    temperature: NonNegativeFloat = 0.0
+    """0 takes the likeliest token each time; 1 samples as the model says."""
+    top_k: PositiveInt | None = None
+    """Sample among so many likeliest tokens only."""
+    seed: NonNegativeInt = 0
+    """Of the samples, the same at each validation."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """What cannot work, as (key, message)."""
+        if not self.prompts or not all(self.prompts):
+            yield "prompts", "there is none, or an empty one; give texts to go on from"

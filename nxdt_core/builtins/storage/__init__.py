@@ -1,0 +1,1 @@
+"""The built-in storage backend: a local or mounted directory."""

@@ -1,0 +1,124 @@
+"""The section ``data.tokenizer`` of each built-in tokenizer. No torch, no tokenizer library.
+
+The keys are those of NxD Training. ``delimiter``, of its tabular tokenizer, is unknown to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from nxdt_core.config.annotations import NoEffect
+
+__all__ = [
+    "ByteTokenizerConfig",
+    "HuggingFaceTokenizerConfig",
+    "MegatronTokenizerConfig",
+    "SentencePieceTokenizerConfig",
+    "TiktokenTokenizerConfig",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteTokenizerConfig:
+    """``library: byte`` has nothing to set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceTokenizerConfig:
+    """``library: huggingface``: one of ``model``, ``type``, or ``vocab_file`` with ``merge_file``."""
+
+    model: Path | None = None
+    """A ``tokenizer.json``, or a directory as ``save_pretrained`` writes it."""
+    type: str | None = None
+    """Name of a pretrained tokenizer on the Hugging Face hub, or a path as in ``model`` (there, a relative path
+    starts at the working directory)."""
+    vocab_file: Path | None = None
+    """``vocab.json`` of a byte-level BPE tokenizer such as GPT-2's; goes with ``merge_file``."""
+    merge_file: Path | None = None
+    """``merges.txt`` of the same tokenizer."""
+    use_fast: bool = True
+    """Only ``true``: the slow tokenizers written in Python are not supported."""
+    bos_token: str | None = None
+    """Begin-of-text token, such as ``"<s>"``; null takes what the tokenizer's files say."""
+    eos_token: str | None = None
+    """End-of-text token; null takes what the tokenizer's files say."""
+    pad_token: str | None = None
+    """Padding token; null takes what the tokenizer's files say."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """What cannot work whatever the files hold, as (key, message)."""
+        sources = [key for key in ("model", "type", "vocab_file") if getattr(self, key) is not None]
+        if (self.vocab_file is None) != (self.merge_file is None):
+            yield "merge_file" if self.merge_file is None else "vocab_file", "vocab_file and merge_file go together"
+        elif not sources:
+            yield "model", "no tokenizer is named; give a tokenizer.json or a directory, or a hub name under 'type'"
+        if len(sources) > 1:
+            yield sources[1], f"{' and '.join(sources)} each name a tokenizer; keep one"
+        if not self.use_fast:
+            yield "use_fast", "only fast tokenizers are supported; take the key out or set it to true"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronTokenizerConfig:
+    """``library: megatron``: the byte-level BPE tokenizer of GPT-2, from the two files that Megatron-LM takes."""
+
+    type: Literal["GPT2BPETokenizer"] = "GPT2BPETokenizer"
+    """Megatron-LM's name of the tokenizer."""
+    vocab_file: Path
+    """``vocab.json``."""
+    merge_file: Path
+    """``merges.txt``."""
+    bos_token: str | None = None
+    """Begin-of-text token; null takes ``<|endoftext|>``, where the vocabulary has it."""
+    eos_token: str | None = None
+    """End-of-text token; null takes ``<|endoftext|>``, where the vocabulary has it."""
+    pad_token: str | None = None
+    """Padding token; null: none."""
+    use_fast: Annotated[bool, NoEffect("both kinds of GPT-2's tokenizer give the same ids")] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentencePieceTokenizerConfig:
+    """``library: sentencepiece``."""
+
+    model: Path
+    """The ``.model`` file that SentencePiece's trainer wrote."""
+    sentencepiece_legacy: bool = False
+    """Append tokens to the vocabulary: those that the keys below name and the model lacks, as NeMo's legacy mode does.
+    Texts may spell them out, and what stands between them is tokenised by itself."""
+    special_tokens: tuple[str, ...] = ()
+    """Further tokens to append, in this order, behind ``bos_token``, ``eos_token`` and ``pad_token``."""
+    bos_token: str | None = None
+    """Begin-of-text token; null takes the model's."""
+    eos_token: str | None = None
+    """End-of-text token; null takes the model's."""
+    pad_token: str | None = None
+    """Padding token; null takes the model's."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """What cannot work whatever the model holds, as (key, message)."""
+        if self.special_tokens and not self.sentencepiece_legacy:
+            yield "special_tokens", "only sentencepiece_legacy: true appends tokens; set it, or take the key out"
+        if "" in (*self.special_tokens, self.bos_token, self.eos_token, self.pad_token):
+            yield "special_tokens", "a token cannot be empty"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiktokenTokenizerConfig:
+    """``library: tiktoken``: byte-level BPE from a file of ranks, such as Llama 3's ``tokenizer.model``."""
+
+    model: Path
+    """A file whose lines are a token in base64 and its rank."""
+    pattern: str | None = None
+    """Regular expression that cuts texts into words; null takes that of Llama 3."""
+    special_tokens: tuple[str, ...] | None = None
+    """Tokens behind those of the file, in this order; null takes the 256 of Llama 3.1."""
+    bos_token: str | None = None
+    """Begin-of-text token; null takes ``<|begin_of_text|>``, where it is a special token."""
+    eos_token: str | None = None
+    """End-of-text token; null takes ``<|end_of_text|>``, where it is a special token."""
+    pad_token: str | None = None
+    """Padding token; null takes ``<|finetune_right_pad_id|>``, where it is a special token."""

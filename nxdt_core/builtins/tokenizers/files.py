@@ -1,0 +1,55 @@
+"""What the file-based tokenizers share: finding the library and the files, or saying what is missing."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound, TokenizerLibraryMissing
+
+__all__ = ["holds_ranks", "import_library", "not_found", "read_file"]
+
+_RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+
+def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
+    """The imported ``package``.
+
+    Raises:
+        TokenizerLibraryMissing: it cannot be imported; names the pip command of nxdt-core's ``extra``.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise TokenizerLibraryMissing(tokenizer=tokenizer, package=package, extra=extra, reason=str(error)) from error
+
+
+def not_found(path: Path, *, key: str, wanted: str) -> TokenizerFileNotFound:
+    """The error that ``path`` is not there, with names that lie beside it and look alike."""
+    beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=3)
+    candidates = tuple(str(path.parent / name) for name in near)
+    return TokenizerFileNotFound(key=key, path=str(path), wanted=wanted, candidates=candidates)
+
+
+def read_file(path: Path, *, key: str, wanted: str) -> bytes:
+    """Content of a tokenizer's file.
+
+    Raises:
+        TokenizerFileNotFound: there is none; ``wanted`` says of what kind it would be.
+        BadTokenizerFile: it cannot be read.
+    """
+    if not path.is_file():
+        raise not_found(path, key=key, wanted=wanted)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadTokenizerFile(path=str(path), wanted="readable file", reason=error.strerror or str(error)) from error
+
+
+def holds_ranks(content: bytes) -> bool:
+    """Whether a file begins as those of tiktoken do: a token in base64, and its rank."""
+    return _RANK.match(content) is not None

@@ -1,0 +1,62 @@
+"""What ranks do together succeeds on all of them or fails on all of them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.checkpoints import CheckpointRankFailed
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+
+__all__ = ["on_first_rank", "rank_of", "together"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[T]):
+    value: T | None
+    error: NxdtError | None = None
+
+
+def rank_of(ranks: RankAgreement | None) -> int:
+    """This process among all; 0 where it is alone."""
+    return 0 if ranks is None else ranks.rank
+
+
+def together(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> list[T]:
+    """Call ``work`` on every rank; on every rank return what all of them returned, by rank.
+
+    A rank on which it raised raises that. The others raise the same where it is an error for users, else
+    :class:`CheckpointRankFailed`: the traceback of a bug is told by the rank that has it.
+
+    Args:
+        ranks: all of them call this; None for a process that is alone.
+        work: what it returns travels between ranks.
+        where: what is worked on, for the message.
+    """
+    if ranks is None:
+        return [work()]
+    own: Exception | None = None
+    try:
+        outcome = _Outcome(work())
+    except NxdtError as error:
+        own, outcome = error, _Outcome(None, error)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        own, outcome = error, _Outcome(None, CheckpointRankFailed(where=where, reason=reason, rank=ranks.rank))
+    outcomes = ranks.all_gather_object(outcome)
+    if own is not None:
+        raise own
+    for each in outcomes:
+        if each.error is not None:
+            raise each.error
+    return [cast(T, each.value) for each in outcomes]
+
+
+def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:
+    """What ``work`` returns on rank 0, where alone it is called; what it raises is raised on all, as by
+    :func:`together`."""
+    return cast(T, together(ranks, lambda: work() if rank_of(ranks) == 0 else None, where=where)[0])

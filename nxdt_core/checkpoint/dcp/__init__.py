@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints through ``torch.distributed.checkpoint``."""

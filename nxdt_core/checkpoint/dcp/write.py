@@ -1,0 +1,188 @@
+"""The door for other programs, outwards: ``dcp.save`` writes checkpoints that every command here reads.
+
+::
+
+    dcp.save(model.state_dict(), storage_writer=NxdtWriter(open_storage("runs/a/checkpoints"), step=100))
+
+Shards with digests are written by all ranks, and the coordinator commits them by one manifest. Tensors only: what torch
+would pickle is refused with its key named. There is one section and no state of ranks, so that weights can be started
+from, and a run cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from nxdt_core.checkpoint.format.digested_files import AttemptWriter
+from nxdt_core.checkpoint.format.digests import FAST, Algorithm
+from nxdt_core.checkpoint.format.file_names import attempt_prefix, new_attempt, step_name, step_prefix
+from nxdt_core.checkpoint.format.manifest import CheckpointFacts, FileEntry, Manifest
+from nxdt_core.checkpoint.format.shards import write_pieces
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
+from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.checkpoint.pieces import dtype_name, piece_of
+from nxdt_core.checkpoint.signing import Signer
+from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step
+from nxdt_core.errors.checkpoints import UnsavableState
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.parallel.piece import Box, Piece
+
+__all__ = ["NxdtWriter"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What the coordinator tells one rank."""
+
+    attempt: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where one item lies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    part: TensorPart
+    file: FileEntry
+
+
+class NxdtWriter(StorageWriter):
+    """Writes a state dict of tensors as one section of a checkpoint. One save each.
+
+    Files of a save that failed are cleared by the next save of the step.
+
+    Args:
+        storage: where to; every rank reaches it.
+        step: the number of optimizer steps done. A step that is committed already is replaced.
+        facts: what goes into the manifest beside; that of the coordinator counts.
+        section: ``model``, or ``optim``.
+        signer: signs the manifest, on the coordinator; given on all ranks or on none.
+    """
+
+    def __init__(
+        self,
+        storage: CheckpointStorage,
+        step: int,
+        *,
+        facts: CheckpointFacts | None = None,
+        section: str = "model",
+        signer: Signer | None = None,
+    ) -> None:
+        self._storage = storage
+        self._step = step
+        self._facts = facts or CheckpointFacts()
+        self._section = section
+        self._signer = signer
+        self._digests: Algorithm = FAST if signer is None else signer.digests
+        self._where = f"{storage.uri}/{step_name(step)}"
+        self._attempt = ""
+        self._replaces: bytes | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: the place was named when this was made."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what torch would pickle.
+
+        Raises:
+            UnsavableState: an item is no tensor.
+        """
+        for item in plan.items:
+            if item.tensor_data is None:
+                raise UnsavableState(where=item.index.fqn, reason="it is no tensor")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give all ranks the name of one attempt. Called on the coordinator alone, as :meth:`finish` is."""
+        with explained_os_errors(self._where):
+            self._replaces = prepare_step(self._storage, self._step)
+        self._attempt = new_attempt()
+        return [replace(plan, storage_data=_Turn(self._attempt, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards; done when it returns.
+
+        Raises:
+            TensorStateUnsupported: a tensor has no plain bytes.
+            StorageError: the store failed.
+        """
+        turn: _Turn = plan.storage_data
+        items = {f"{item.index.fqn}@{number}": item for number, item in enumerate(plan.items)}
+        pieces = {key: _piece(item, planner) for key, item in items.items()}
+        with explained_os_errors(self._where):
+            writer = AttemptWriter(self._storage, attempt_prefix(self._step, turn.attempt), self._digests)
+            parts = write_pieces(writer, self._section, pieces, rank=turn.rank)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                WriteResult(
+                    index=items[key].index,
+                    size_in_bytes=pieces[key].tensor.nbytes,
+                    storage_data=_Written(
+                        dtype_name(pieces[key].tensor), pieces[key].shape, part, writer.entries[part.file]
+                    ),
+                )
+                for key, part in parts.items()
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit what all ranks wrote.
+
+        Raises:
+            CheckpointConflict: another run committed the same step meanwhile.
+            StorageError: the store failed.
+        """
+        written: dict[str, list[_Written]] = defaultdict(list)
+        for result in (result for each in results for result in each):
+            written[result.index.fqn].append(result.storage_data)
+        manifest = Manifest(
+            step=self._step,
+            attempt=self._attempt,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            facts=self._facts,
+            files={item.part.file: item.file for items in written.values() for item in items},
+            tensors={self._section: {name: _entry(items) for name, items in written.items()}},
+            digests=self._digests,
+        )
+        with explained_os_errors(self._where):
+            commit(self._storage, manifest, self._replaces, signer=self._signer)
+            clear_other_attempts(self._storage, manifest)
+            self._storage.after_commit(step_prefix(self._step))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never chosen by an address alone."""
+        return False
+
+
+def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
+    tensor = planner.resolve_data(item)
+    assert item.tensor_data is not None
+    assert isinstance(tensor, torch.Tensor)
+    chunk = item.tensor_data.chunk
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return piece_of(item.index.fqn, Piece(tensor, tuple(item.tensor_data.size), box))
+
+
+def _entry(items: Sequence[_Written]) -> TensorEntry:
+    parts = sorted((item.part for item in items), key=lambda part: part.offsets)
+    return TensorEntry(dtype=items[0].dtype, shape=items[0].shape, parts=tuple(parts))

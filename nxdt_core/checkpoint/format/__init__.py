@@ -1,0 +1,1 @@
+"""The checkpoint format: manifest, index, shards, digests and signatures."""

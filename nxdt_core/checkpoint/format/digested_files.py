@@ -1,0 +1,228 @@
+"""Files with digests beside them: written in one stream, read by ranges whose blocks are verified. Torch-free."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import BinaryIO
+
+from nxdt_core.checkpoint.format.digests import FAST, Algorithm, BlockDigests, DigestingWriter, block_digest, digest
+from nxdt_core.checkpoint.format.file_names import digests_name
+from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest
+from nxdt_core.errors.checkpoints import CheckpointDamaged
+from nxdt_core.progress import PROGRESS
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+__all__ = ["AttemptWriter", "VerifiedFile", "Wanted", "check_size", "read_whole"]
+
+_MOST_DIGESTS_BYTES = 64 * 2**20
+"""Digests of 15 TB; what claims more is forged, and must not have the memory that it asks for."""
+
+
+class AttemptWriter:
+    """Writes the data files of one attempt and remembers their entries for the manifest.
+
+    Args:
+        storage: where to.
+        prefix: of the attempt.
+        digests: algorithm of the digests: that of the manifest.
+    """
+
+    def __init__(self, storage: CheckpointStorage, prefix: str, digests: Algorithm = FAST) -> None:
+        self._storage = storage
+        self._prefix = prefix
+        self._algorithm: Algorithm = digests
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[DigestingWriter]:
+        """Stream the file ``name``; its digests are written when the block ends without an exception."""
+        with ThreadPoolExecutor(1) as helper, self._storage.open_write(self._prefix + name) as stream:
+            writer = DigestingWriter(stream, helper, self._algorithm)
+            yield writer
+        digests = writer.finish()
+        encoded = digests.encode()
+        with self._storage.open_write(self._prefix + digests_name(name)) as stream:
+            stream.write(encoded)
+        self.entries[name] = FileEntry(
+            size_bytes=digests.size_bytes,
+            digests_bytes=len(encoded),
+            digests_digest=digest(encoded, self._algorithm),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A range of a file and the memory that it shall fill."""
+
+    start: int
+    into: memoryview
+    """Writable, of bytes; its length is the range's."""
+
+    @property
+    def end(self) -> int:
+        """First byte after the range."""
+        return self.start + len(self.into)
+
+
+class VerifiedFile:
+    """One data file of a committed checkpoint; no byte leaves it unverified.
+
+    Raises:
+        CheckpointDamaged: from every method, when the file or its digests are missing, have another size than the
+            manifest says or differ from their digests; the error names the file.
+    """
+
+    def __init__(self, storage: CheckpointStorage, manifest: Manifest, name: str) -> None:
+        self._file = storage, manifest, name
+        self._storage = storage
+        self._key = manifest.prefix + name
+        self._where = f"{storage.uri}/{self._key}"
+        self._digests_where = digests_name(self._where)
+        if name not in manifest.files:
+            raise CheckpointDamaged(where=self._where, reason="the manifest does not list it")
+        self._entry = manifest.files[name]
+        self._algorithm: Algorithm = manifest.digests
+        self.digests_file = self._read_digests_file()
+        """The bytes of the file of its digests."""
+        self._digests = self._decode_digests()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file, as the manifest says."""
+        return self._entry.size_bytes
+
+    def verify(self) -> None:
+        """Read the whole file and compare every block with its digest."""
+        for _ in self.blocks():
+            pass
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The whole file in order, block after block; each is verified, and overwritten by the next."""
+        check_size(*self._file)
+        for _, block in self._visit(0, len(self._digests.blocks)):
+            yield block
+
+    def read(self, ranges: Sequence[Wanted]) -> None:
+        """Fill all ``ranges``. A block that any of them touches is read once, also where many touch it."""
+        check_size(*self._file)
+        wanted = sorted((each for each in ranges if len(each.into)), key=lambda each: each.start)
+        if any(each.start < 0 or each.end > self._entry.size_bytes for each in wanted):
+            raise self.damaged("the manifest names bytes beyond its end")
+        if any(left.end > right.start for left, right in pairwise(wanted)):
+            raise self.damaged("the manifest names the same bytes twice")
+        for first, last in _runs(wanted, self._digests.block_bytes):
+            for offset, block in self._visit(first, last):
+                _scatter(block, offset, wanted)
+
+    def _visit(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
+        """Read the blocks ``[first, last)`` in one stream; each with its offset, once it equals its digest."""
+        block_bytes, size = self._digests.block_bytes, self._entry.size_bytes
+        start, end = first * block_bytes, min(last * block_bytes, size)
+        buffer = memoryview(bytearray(min(block_bytes, end - start)))
+        try:
+            with self._storage.open_read(self._key, start, end - start) as stream:
+                for number in range(first, last):
+                    offset = number * block_bytes
+                    block = buffer[: min(block_bytes, size - offset)]
+                    if not _fill(stream, block):
+                        raise self.damaged("it is shorter than its digests say")
+                    if block_digest(block, self._digests.algorithm) != self._digests.blocks[number]:
+                        raise self.damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
+                    PROGRESS.advance()
+                    yield offset, block
+        except FileNotFoundError as error:
+            raise self.damaged("it is missing") from error
+
+    def _read_digests_file(self) -> bytes:
+        where, entry = self._digests_where, self._entry
+        if not 0 <= entry.digests_bytes <= _MOST_DIGESTS_BYTES:
+            raise CheckpointDamaged(where=where, reason=f"the manifest gives it {entry.digests_bytes} bytes")
+        try:
+            with self._storage.open_read(digests_name(self._key)) as stream:
+                data = stream.read(entry.digests_bytes + 1)
+        except FileNotFoundError as error:
+            raise CheckpointDamaged(where=where, reason="it is missing") from error
+        if len(data) != entry.digests_bytes or digest(data, self._algorithm) != entry.digests_digest:
+            raise CheckpointDamaged(where=where, reason="it differs from its digest in the manifest")
+        return data
+
+    def _decode_digests(self) -> BlockDigests:
+        where = self._digests_where
+        try:
+            digests = BlockDigests.decode(self.digests_file)
+        except ValueError as error:
+            raise CheckpointDamaged(where=where, reason=str(error)) from error
+        if digests.size_bytes != self._entry.size_bytes:
+            raise CheckpointDamaged(where=where, reason="it and the manifest give different sizes")
+        if digests.algorithm != self._algorithm:
+            reason = f"its digests are {digests.algorithm}, those of the manifest {self._algorithm}"
+            raise CheckpointDamaged(where=where, reason=reason)
+        return digests
+
+    def damaged(self, reason: str) -> CheckpointDamaged:
+        """The error that names this file."""
+        return CheckpointDamaged(where=self._where, reason=reason)
+
+
+def check_size(storage: CheckpointStorage, manifest: Manifest, name: str) -> None:
+    """Compare the size of the data file ``name`` with the manifest's, without reading it.
+
+    Raises:
+        CheckpointDamaged: it is missing, or has another.
+    """
+    where, entry = f"{storage.uri}/{manifest.prefix}{name}", manifest.files[name]
+    found = storage.stat(manifest.prefix + name)
+    if found is None:
+        raise CheckpointDamaged(where=where, reason="it is missing")
+    if found.size_bytes != entry.size_bytes:
+        raise CheckpointDamaged(where=where, reason=f"it has {found.size_bytes} bytes instead of {entry.size_bytes}")
+
+
+def read_whole(storage: CheckpointStorage, manifest: Manifest, name: str) -> bytes:
+    """All bytes of the data file ``name``, verified; for small files."""
+    file = VerifiedFile(storage, manifest, name)
+    check_size(storage, manifest, name)  # before memory is taken
+    data = bytearray(manifest.files[name].size_bytes)
+    file.read([Wanted(0, memoryview(data))])
+    return bytes(data)
+
+
+def _runs(wanted: Sequence[Wanted], block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Maximal runs ``[first, last)`` of neighbouring blocks that the ranges, sorted by start, touch."""
+    first = last = 0
+    for each in wanted:
+        begin, end = each.start // block_bytes, -(-each.end // block_bytes)
+        if begin > last and last > first:
+            yield first, last
+            first = begin
+        elif last == first:
+            first = begin
+        last = max(last, end)
+    if last > first:
+        yield first, last
+
+
+def _fill(stream: BinaryIO, block: memoryview) -> bool:
+    """Fill ``block`` from ``stream``, whose reads may be short; False where the stream ends before."""
+    done = 0
+    while done < len(block):
+        data = stream.read(len(block) - done)
+        if not data:
+            return False
+        block[done : done + len(data)] = data
+        done += len(data)
+    return True
+
+
+def _scatter(block: memoryview, offset: int, wanted: Sequence[Wanted]) -> None:
+    """Copy from ``block``, which lies at ``offset`` of its file, into every range that it overlaps."""
+    for each in wanted[bisect_left(wanted, offset, key=lambda range_: range_.end) :]:
+        if each.start >= offset + len(block):
+            break
+        begin, end = max(each.start, offset), min(each.end, offset + len(block))
+        each.into[begin - each.start : end - each.start] = block[begin - offset : end - offset]

@@ -1,0 +1,244 @@
+"""The manifest: the one file whose existence commits a checkpoint, and all that is known of it without a tensor.
+
+It is JSON that carries a digest of itself. Any changed byte, also one that leaves the JSON valid, makes it damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from typing import Any, Literal, get_args
+
+from nxdt_core.checkpoint.format import file_names
+from nxdt_core.checkpoint.format.digests import FAST, STRONG, Algorithm, digest
+from nxdt_core.checkpoint.format.state_tree import decode_tree, encode_tree
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry, check_places, decode_index, encode_index
+from nxdt_core.checkpoint.hf.source import HFSource
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew
+
+__all__ = [
+    "CheckpointFacts",
+    "FileEntry",
+    "Keep",
+    "Manifest",
+    "decode_manifest",
+    "encode_facts",
+    "encode_manifest",
+    "state_tensors",
+]
+
+_FORMATS: Mapping[int, Algorithm] = {1: FAST, 2: STRONG}
+"""Version of the layout and of this file → algorithm of its digests; a reader refuses another version. The digest of
+the manifest itself is the fast one in both, so that a reader that knows version 1 alone can tell a newer one."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
+
+
+Keep = Literal["regular", "permanent", "ephemeral"]
+"""``regular``: as the policy says. ``permanent``: for good. ``ephemeral``: until a newer one is committed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """What a run says of itself beside its state. Everything is JSON-able."""
+
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration."""
+    plugin_fingerprint: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Size by dimension of the mesh that wrote it; any other mesh can load it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Version by distribution."""
+    updates: int = 0
+    """Optimizer steps so far that can have changed the weights: the learning rate was above zero, the loss finite."""
+    keep: Keep = "regular"
+    """How retention treats it."""
+    fencing: int = 0
+    """Number of the ownership under which it was saved, greater for every later owner; 0: nobody owned the store."""
+    base: str = ""
+    """Digest of the frozen weights below an adapter; empty without one."""
+    without_base: bool = False
+    """Whether it leaves them out."""
+    hf: Mapping[str, Any] = field(default_factory=dict)
+    """What the Hugging Face directory that the weights came from says of using the model
+    (:meth:`nxdt_core.checkpoint.hf.source.HFSource.facts`); empty where they came from elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One data file; its digests by block lie beside it."""
+
+    size_bytes: int
+    digests_bytes: int
+    """Size of the file of its digests."""
+    digests_digest: str
+    """Digest of the file of its digests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One committed checkpoint. File names are relative to its attempt's directory."""
+
+    step: int
+    attempt: str
+    created: str
+    """Time of the save in UTC, ISO 8601."""
+    facts: CheckpointFacts
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    """Section (``model``, ``optim``, ``state``) → tensor name → where it lies."""
+    digests: Algorithm = FAST
+    """Algorithm of the digests of all files."""
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of its files begin with."""
+        return file_names.attempt_prefix(self.step, self.attempt)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its files, without the manifest itself."""
+        return sum(entry.size_bytes + entry.digests_bytes for entry in self.files.values())
+
+
+def encode_facts(facts: CheckpointFacts) -> dict[str, Any]:
+    """The facts as JSON-able keys of the manifest.
+
+    Raises:
+        UnsavableState: something in them is not JSON-able.
+    """
+    return {item.name: encode_tree(getattr(facts, item.name), at=item.name) for item in fields(facts)}
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of ``manifest.json``."""
+    table: dict[str, Any] = {
+        "format": next(number for number, digests in _FORMATS.items() if digests == manifest.digests),
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "created": manifest.created,
+        **encode_facts(manifest.facts),
+        "files": {name: asdict(entry) for name, entry in manifest.files.items()},
+        "tensors": {section: encode_index(index) for section, index in manifest.tensors.items()},
+    }
+    return _dump({**table, "digest": digest(_dump(table))})
+
+
+def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
+    """The inverse of :func:`encode_manifest`, for the manifest that lies at ``where`` under ``step``.
+
+    Raises:
+        CheckpointDamaged: a byte differs from what was written, or it is no manifest of ``step``.
+        CheckpointTooNew: a later version of nxdt-core wrote it.
+    """
+    try:
+        table = json.loads(data)
+        stored = table.pop("digest")
+        unchanged = digest(_dump(table)) == stored and _dump({**table, "digest": stored}) == data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(where=where, reason="it is no manifest") from error
+    if not unchanged:
+        raise CheckpointDamaged(where=where, reason="it differs from its digest")
+    if table.get("format") not in list(_FORMATS):  # it may be unhashable
+        known = " and ".join(map(str, _FORMATS))
+        raise CheckpointTooNew(where=where, reason=f"its format is {table.get('format')!r}, known are {known}")
+    try:
+        manifest = _from_table(table)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(where=where, reason=f"it is no manifest ({error})") from error
+    if manifest.step != step:
+        raise CheckpointDamaged(where=where, reason=f"it is the manifest of step {manifest.step}")
+    return manifest
+
+
+def state_tensors(manifest: Manifest, name: str) -> list[str]:
+    """Names of the tensors in the state that the file ``name`` holds, which is one of :func:`file_names.state_name`."""
+    own = name.removeprefix("state/").removesuffix(".json")
+    return [tensor for tensor in manifest.tensors.get("state", {}) if tensor.startswith(f"{own}/")]
+
+
+def _from_table(table: Mapping[str, Any]) -> Manifest:
+    # Facts that a later version adds are missing in what this one wrote, and have defaults.
+    known = [item.name for item in fields(CheckpointFacts) if item.name in table]
+    facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in known})
+    _check_facts(facts)
+    files = {_plain(name): _file_entry(name, row) for name, row in table["files"].items()}
+    digests = _FORMATS[table["format"]]
+    for name, entry in files.items():
+        _require(entry.digests_digest.startswith(f"{digests}:"), f"files.{name}.digests_digest")
+    tensors = {section: decode_index(index) for section, index in table["tensors"].items()}
+    check_places(tensors, {name: entry.size_bytes for name, entry in files.items()})
+    return Manifest(
+        step=_count(table["step"], "step"),
+        attempt=_plain(table["attempt"]),
+        created=_time(table["created"]),
+        facts=facts,
+        files=files,
+        tensors=tensors,
+        digests=digests,
+    )
+
+
+def _check_facts(facts: CheckpointFacts) -> None:
+    """Check types and ranges: what reads a manifest takes them for granted."""
+    for name in ("consumed_samples", "consumed_tokens", "updates", "fencing"):
+        _count(getattr(facts, name), name)
+    for name in ("plugin_fingerprint", "base"):
+        _require(type(getattr(facts, name)) is str, name)
+    for name, kinds in (
+        ("config", object),
+        ("hf", object),
+        ("versions", str),
+        ("mesh", int),
+        ("metrics", (int, float)),
+    ):
+        mapping = getattr(facts, name)
+        _require(isinstance(mapping, dict), name)
+        for key, value in mapping.items():
+            _require(type(key) is str and isinstance(value, kinds), f"{name}.{key}")
+    _require(facts.keep in get_args(Keep), "keep")
+    _require(type(facts.without_base) is bool, "without_base")
+    HFSource.of_facts(facts.hf)
+
+
+def _file_entry(name: str, row: Mapping[str, Any]) -> FileEntry:
+    _require(type(row["digests_digest"]) is str, f"files.{name}.digests_digest")
+    return FileEntry(
+        size_bytes=_count(row["size_bytes"], f"files.{name}.size_bytes"),
+        digests_bytes=_count(row["digests_bytes"], f"files.{name}.digests_bytes"),
+        digests_digest=row["digests_digest"],
+    )
+
+
+def _count(value: object, name: str) -> int:
+    _require(type(value) is int and 0 <= value < 2**63, name)
+    assert isinstance(value, int)
+    return value
+
+
+def _time(value: object) -> str:
+    if type(value) is not str or datetime.fromisoformat(value).isoformat(timespec="seconds") != value:
+        raise ValueError("the value of 'created' is no time")
+    return value
+
+
+def _require(sound: bool, name: str) -> None:
+    if not sound:
+        raise ValueError(f"the value of {name!r} is not of its type")
+
+
+def _plain(name: str) -> str:
+    """The name, unless it could lead out of the checkpoint's directory, in any store."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a file in it")
+    return name
+
+
+def _dump(table: Mapping[str, Any]) -> bytes:
+    return json.dumps(table, separators=(",", ":"), allow_nan=False).encode()

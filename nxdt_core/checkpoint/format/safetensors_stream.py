@@ -1,0 +1,102 @@
+"""The safetensors format, written as a stream: where each tensor lies is known before the first of them is.
+
+A file is 8 bytes of length, a JSON header, then the elements of each tensor, row-major and little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES
+from nxdt_core.devices import HOST
+
+__all__ = ["SafetensorsLayout", "TensorSpec", "Writable", "bytes_of", "grouped"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its elements."""
+
+    dtype: str
+    """``float32`` and the like."""
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Writable(Protocol):
+    """What takes bytes."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Write all of ``data``."""
+        ...
+
+
+class SafetensorsLayout:
+    """One file, laid out for tensors of known dtypes and shapes."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        # Widest elements first: then every tensor is aligned to its element, as readers that map the file need it.
+        self._specs = dict(sorted(specs.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]))
+        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        ends, end = [0], 0
+        for name, spec in self._specs.items():
+            end += spec.size_bytes
+            dtype = SAFETENSORS_NAMES[spec.dtype]
+            table[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [ends[-1], end]}
+            ends.append(end)
+        encoded = json.dumps(table, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        self._header = len(encoded).to_bytes(8, "little") + encoded
+        self.starts = {name: len(self._header) + start for name, start in zip(self._specs, ends, strict=False)}
+        """By name: byte of the file at which its elements begin."""
+        self.size_bytes = len(self._header) + end
+        """Of the whole file."""
+
+    @property
+    def names(self) -> list[str]:
+        """In the order of the file."""
+        return list(self._specs)
+
+    def write(self, stream: Writable, tensors: Iterable[torch.Tensor]) -> None:
+        """Write the file; ``tensors`` come in the order of :attr:`names`, and each is forgotten once it is written.
+
+        Raises:
+            ValueError: a tensor is not what was laid out.
+        """
+        stream.write(self._header)
+        due = iter(tensors)
+        for name, spec in self._specs.items():
+            tensor = next(due)  # not by zip, whose last tuple would hold one more
+            if (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (spec.dtype, spec.shape):
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} instead of {spec}")
+            stream.write(bytes_of(tensor.detach().resolve_neg().to(HOST).contiguous()))
+            del tensor
+
+
+def grouped(specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[dict[str, TensorSpec]]:
+    """What goes into each file, in order, filled up to ``max_bytes``; a larger tensor has one to itself."""
+    group: dict[str, TensorSpec] = {}
+    filled = 0
+    for name, spec in specs.items():
+        if group and filled + spec.size_bytes > max_bytes:
+            yield group
+            group, filled = {}, 0
+        group[name] = spec
+        filled += spec.size_bytes
+    if group:
+        yield group
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,71 @@
+"""Tensors into shards: files in the safetensors format, which the safetensors library reads as well.
+
+Tensors are streamed: beside those that the caller holds no more than one of them is in memory (none, if it is
+contiguous and on the host).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from nxdt_core.checkpoint.format.digested_files import AttemptWriter
+from nxdt_core.checkpoint.format.file_names import shard_name
+from nxdt_core.checkpoint.format.safetensors_stream import SafetensorsLayout, TensorSpec, grouped
+from nxdt_core.checkpoint.format.tensor_index import TensorPart
+from nxdt_core.checkpoint.pieces import dtype_name
+from nxdt_core.protocols.parallel.piece import Held, Piece
+
+__all__ = ["write_listed", "write_pieces"]
+
+SHARD_BYTES = 4 * 2**30
+"""A shard is closed when the next tensor would make it larger; many files can be moved at once, one cannot."""
+
+
+def write_pieces(
+    writer: AttemptWriter,
+    section: str,
+    pieces: Mapping[str, Piece],
+    *,
+    rank: int,
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, TensorPart]:
+    """Write what ``rank`` has to write of ``section`` as shards of its own.
+
+    Returns:
+        Where each piece lies, for the manifest.
+    """
+    held = {
+        name: Held(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box) for name, piece in pieces.items()
+    }
+    return write_listed(
+        writer,
+        section,
+        held,
+        lambda names: (pieces[name].tensor for name in names),
+        rank=rank,
+        shard_bytes=shard_bytes,
+    )
+
+
+def write_listed(
+    writer: AttemptWriter,
+    section: str,
+    held: Mapping[str, Held],
+    read: Callable[[Sequence[str]], Iterable[torch.Tensor]],
+    *,
+    rank: int,
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, TensorPart]:
+    """As :func:`write_pieces`, for tensors that ``read`` gives by their names, in that order, once they are due."""
+    specs = {name: TensorSpec(each.dtype, each.box.shape) for name, each in held.items()}
+    parts: dict[str, TensorPart] = {}
+    for number, group in enumerate(grouped(specs, shard_bytes)):
+        file, layout = shard_name(section, rank, number), SafetensorsLayout(group)
+        with writer.file(file) as stream:
+            layout.write(stream, read(layout.names))
+        for name, start in layout.starts.items():
+            box = held[name].box
+            parts[name] = TensorPart(file=file, start=start, offsets=box.offsets, shape=box.shape)
+    return parts

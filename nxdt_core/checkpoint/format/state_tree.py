@@ -1,0 +1,127 @@
+"""State that is not a tensor, as JSON that gives back exactly what was put in. Torch-free.
+
+``None``, ``bool``, ``int``, ``float``, ``str``, lists and dicts with string keys are themselves. What JSON lacks is
+tagged, ``{"$": kind, …}``: tuples, infinities and NaN, dicts with integer keys (or with the key ``$``), and tensors,
+which lie in a shard and are referred to by name. Anything else is refused with its place in the tree named: a class
+that would have to be constructed is a class that a file could make construct itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nxdt_core.errors.checkpoints import CheckpointDamaged, UnsavableState
+
+__all__ = ["decode_state", "decode_tree", "encode_tree"]
+
+_TAG = "$"
+_DEEPEST = 200
+"""Levels of nesting; json and this module recurse."""
+
+
+def _no_tensors(at: str, value: object) -> str | None:
+    return None
+
+
+def encode_tree(tree: object, *, at: str = "", put_tensor: Callable[[str, object], str | None] = _no_tensors) -> Any:
+    """The JSON-able form of ``tree``.
+
+    Args:
+        tree: the value to encode.
+        at: where it stands, for messages and for the names of tensors; each level adds ``/`` and its key or index.
+        put_tensor: called with the place and value of a leaf that is not JSON; stores a tensor and returns the name
+            to refer to it, or None where the value is no tensor.
+
+    Raises:
+        UnsavableState: a leaf is neither; its ``where`` is the place.
+    """
+    return _encode(tree, at, put_tensor, 0)
+
+
+def decode_tree(form: Any, tensors: Mapping[str, Any] | None = None) -> Any:
+    """The inverse of :func:`encode_tree`; ``tensors`` by the names that ``put_tensor`` gave.
+
+    Raises:
+        ValueError: ``form`` is not what :func:`encode_tree` returns.
+    """
+    try:
+        return _decode(form, tensors or {})
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"malformed state tree: {error!r}") from error
+
+
+def decode_state(data: bytes, tensors: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The state tree of a rank from the bytes of its file at ``where``; ``tensors`` as of :func:`decode_tree`.
+
+    Raises:
+        CheckpointDamaged: it is no state.
+    """
+    try:
+        state = decode_tree(json.loads(data), tensors)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(where=where, reason=f"it is no state ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(where=where, reason="it is no state")
+    return state
+
+
+def _encode(value: Any, at: str, put_tensor: Callable[[str, object], str | None], depth: int) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if depth == _DEEPEST:
+        raise UnsavableState(
+            where=at or "/", reason=f"it is nested deeper than {_DEEPEST} levels, perhaps within itself"
+        )
+    if type(value) in (list, tuple):
+        items = [_encode(item, f"{at}/{i}", put_tensor, depth + 1) for i, item in enumerate(value)]
+        return items if type(value) is list else {_TAG: "tuple", "items": items}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, at, put_tensor, depth)
+    name = put_tensor(at, value)
+    if name is None:
+        kind = type(value)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        raise UnsavableState(where=at or "/", reason=f"it is a {module}{kind.__qualname__}")
+    return {_TAG: "tensor", "name": name}
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], at: str, put_tensor: Callable[[str, object], str | None], depth: int
+) -> Any:
+    for key in value:
+        if type(key) not in (str, int):
+            raise UnsavableState(where=at or "/", reason=f"it has the key {key!r}, neither a string nor an integer")
+    pairs = [(key, _encode(item, _below(at, key), put_tensor, depth + 1)) for key, item in value.items()]
+    if all(type(key) is str for key in value) and _TAG not in value:
+        return dict(pairs)
+    return {_TAG: "dict", "items": [list(pair) for pair in pairs]}
+
+
+def _below(at: str, key: str | int) -> str:
+    """The place of ``key``; escaped as in RFC 6901, so that two places never have one name."""
+    return f"{at}/{str(key).replace('~', '~0').replace('/', '~1')}"
+
+
+def _decode(form: Any, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(form, list):
+        return [_decode(item, tensors) for item in form]
+    if not isinstance(form, dict):
+        return form
+    match form.get(_TAG):
+        case None:
+            return {key: _decode(item, tensors) for key, item in form.items()}
+        case "tuple":
+            return tuple(_decode(item, tensors) for item in form["items"])
+        case "float":
+            return float(form["value"])
+        case "dict":
+            return {key: _decode(item, tensors) for key, item in form["items"]}
+        case "tensor":
+            return tensors[form["name"]]
+        case other:
+            raise ValueError(f"unknown tag {other!r}")

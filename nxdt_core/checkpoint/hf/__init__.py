@@ -1,0 +1,1 @@
+"""Hugging Face directories: weights, key map and settings, read and written."""

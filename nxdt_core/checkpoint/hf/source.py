@@ -1,0 +1,156 @@
+"""What a Hugging Face directory says of using its model, kept with the weights that came from it.
+
+Weights and sizes are the builder's business. Here are stop tokens, ``generation_config.json`` and the names of files
+that no export writes. A checkpoint keeps them in its manifest (``CheckpointFacts.hf``). Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.checkpoint.hf.json_files import CONFIG, GENERATION_CONFIG, read_json, read_optional_json
+from nxdt_core.errors.models import HFFileDamaged
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+
+__all__ = ["SPECIAL", "HFSource", "read_hf_source"]
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of ``config.json`` and ``generation_config.json`` that hold one token id, a list of them, or null."""
+
+_WRITTEN = (
+    *(CONFIG, GENERATION_CONFIG, "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that an export writes itself, of the builder's weights or of the run's tokenizer."""
+_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
+"""The same weights in other formats."""
+_MOST_FILES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFSource:
+    """One directory. Everything is JSON-able."""
+
+    path: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Content of ``config.json``."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """Content of ``generation_config.json``; empty without one."""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """Id (in decimal digits) of a special token → its text, as far as ``tokenizer.json`` says."""
+    left_out: tuple[str, ...] = ()
+    """Files that no export writes, such as a licence."""
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> HFSource | None:
+        """Return what :meth:`facts` gave; None for the empty mapping of weights that came from elsewhere.
+
+        Keys that a later version adds are left out.
+
+        Raises:
+            ValueError: a value is missing or of another type.
+        """
+        if not facts:
+            return None
+        found: dict[str, Any] = {each.name: facts.get(each.name) for each in fields(cls)}
+        kinds = {"path": str, "config": dict, "generation": dict, "tokens": dict, "left_out": list}
+        wrong = [name for name, kind in kinds.items() if not isinstance(found[name], kind)] or [
+            f"{name}.{key}"
+            for name in ("config", "generation")
+            for key in SPECIAL
+            if not _are_ids(found[name].get(key))
+        ]
+        if wrong:
+            raise ValueError(f"the value of 'hf.{wrong[0]}' is not of its type")
+        return cls(**{**found, "left_out": tuple(found["left_out"])})
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self) | {"left_out": [*self.left_out]}
+
+    def special(self, key: str) -> tuple[int, ...]:
+        """Return the ids of a key of :data:`SPECIAL`; ``generation_config.json`` wins over ``config.json``."""
+        return _ids(self.generation.get(key, self.config.get(key)))
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end what the model writes, by either file."""
+        key = "eos_token_id"
+        return tuple(dict.fromkeys((*_ids(self.generation.get(key)), *_ids(self.config.get(key)))))
+
+    def stops_of(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+        """Return :attr:`stop_ids` where they mean the same under ``tokenizer``, else nothing."""
+        return self.stop_ids if self.fits(tokenizer) else ()
+
+    def fits(self, tokenizer: Tokenizer | None) -> bool:
+        """Return whether the special ids of the directory mean the same tokens under ``tokenizer``."""
+        if tokenizer is None:
+            return True
+        ids = {id_ for key in SPECIAL for id_ in (*self.special(key), *_ids(self.config.get(key))) if id_ >= 0}
+        return all(id_ < tokenizer.vocab_size and self._same_text(id_, tokenizer) for id_ in ids)
+
+    def _same_text(self, id_: int, tokenizer: Tokenizer) -> bool:
+        text = self.tokens.get(str(id_))
+        return text is None or (isinstance(tokenizer, ChatTokenizer) and tokenizer.spell([id_]) == text)
+
+
+def read_hf_source(directory: Path) -> HFSource:
+    """Read what a Hugging Face directory says of using its model.
+
+    Raises:
+        HFFileMissing: the directory has no ``config.json``.
+        HFFileDamaged: a file does not hold a JSON object, or a token id is not an integer.
+    """
+    config, generation = read_json(directory, CONFIG), read_optional_json(directory, GENERATION_CONFIG)
+    ids: set[int] = set()
+    for file, content in ((CONFIG, config), (GENERATION_CONFIG, generation)):
+        for key in SPECIAL:
+            _check(content.get(key), key, directory / file)
+            ids.update(_ids(content.get(key)))
+    return HFSource(
+        path=str(directory.absolute()),
+        config=config,
+        generation=generation,
+        tokens=dict(_texts(directory, ids)),
+        left_out=tuple(_others(directory))[:_MOST_FILES],
+    )
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return the ids of a value that :func:`_check` has accepted."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _are_ids(value: object) -> bool:
+    """Return whether a value is a token id, a list of them or None."""
+    return value is None or all(type(each) is int for each in (value if isinstance(value, list) else [value]))
+
+
+def _check(value: object, key: str, path: Path) -> None:
+    if not _are_ids(value):
+        reason = f"{key} must be a token id, a list of token ids or null, and is {value!r}"
+        raise HFFileDamaged(path=str(path), reason=reason)
+
+
+def _texts(directory: Path, ids: Iterable[int]) -> Iterator[tuple[str, str]]:
+    added = read_optional_json(directory, "tokenizer.json").get("added_tokens")
+    wanted = set(ids)
+    for token in added if isinstance(added, list) else ():
+        if not isinstance(token, dict) or type(token.get("id")) is not int:
+            continue
+        if token["id"] in wanted and isinstance(token.get("content"), str):
+            yield str(token["id"]), token["content"]
+
+
+def _others(directory: Path) -> Iterator[str]:
+    for path in sorted(directory.iterdir()):
+        name = path.name
+        if not name.startswith(".") and not any(fnmatchcase(name, known) for known in (*_WRITTEN, *_WEIGHTS)):
+            yield f"{name}/" if path.is_dir() else name

@@ -1,0 +1,158 @@
+"""The weights of a Hugging Face directory: mapped safetensors files, read tensor by tensor. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nxdt_core.checkpoint.format.tensor_index import DTYPES
+from nxdt_core.checkpoint.hf.json_files import read_json
+from nxdt_core.checkpoint.hf.key_map import Source
+from nxdt_core.devices import HOST
+from nxdt_core.errors.exchange import WeightsPickled
+from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit
+from nxdt_core.nn.patterns import matches_any
+
+__all__ = ["INDEX", "WEIGHTS", "HFWeights"]
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin.index.json", "pytorch_model*.bin", "consolidated*.pth")
+
+
+class HFWeights:
+    """The weights in a directory; a context, which keeps the files open.
+
+    A directory of a base model alone, such as the released GPT-2, leaves out of its names the first word of those of
+    the whole model: ``h.0.ln_1.weight`` there is ``transformer.h.0.ln_1.weight`` here.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        self._located: dict[str, tuple[Path, Any]] = {}
+        """By name: the file that holds the tensor, and the same, opened."""
+        self._index: dict[str, str] = {}
+        """By name: the file that should hold it; empty without an index."""
+
+    def __enter__(self) -> Self:
+        try:
+            for file in self._files():
+                self._open(file)
+            self._check_index()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def check(self, wanted: Sequence[Source], ignored: Sequence[str]) -> None:
+        """Compare names and shapes with what is wanted; tensors that match ``ignored`` may be there beside.
+
+        Raises:
+            WeightsDoNotFit: they differ.
+        """
+        shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
+        missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
+        ignored = [*ignored, *map(_without_first_word, ignored)]
+        used = {self._file_name(name) for name in shapes}
+        extra = sorted(name for name in self._located.keys() - used if not matches_any(ignored, name))
+        wrong = [
+            f"{name}: {found} instead of {shape}"
+            for name, shape in shapes.items()
+            if name not in missing and (found := tuple(self._slice(name).get_shape())) != shape
+        ]
+        if missing or extra or wrong:
+            directory = str(self._directory)
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong, directory=directory, says_sizes=True)
+
+    def dtype_of(self, source: Source) -> torch.dtype:
+        """That of the parameter as :meth:`read` gives it.
+
+        Raises:
+            HFFileDamaged: a tensor has a dtype that torch or a checkpoint does not have.
+        """
+        return functools.reduce(torch.promote_types, (self._dtype(name) for name in source.hf_names))
+
+    def read(self, source: Source) -> torch.Tensor:
+        """One parameter, on the host."""
+        return source.read(self._get)
+
+    def _files(self) -> list[str]:
+        if (self._directory / INDEX).is_file():
+            index = read_json(self._directory, INDEX).get("weight_map")
+            if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+                raise HFFileDamaged(
+                    path=str(self._directory / INDEX), reason="it has no 'weight_map' of names to files"
+                )
+            self._index = {name: Path(file).name for name, file in index.items()}  # files beside it, never elsewhere
+            return sorted(set(self._index.values()))
+        pickles = sorted(path.name for pattern in _PICKLES for path in self._directory.glob(pattern))
+        if pickles and not (self._directory / WEIGHTS).exists():
+            raise WeightsPickled(path=str(self._directory), file=pickles[0])
+        return [WEIGHTS]
+
+    def _open(self, file: str) -> None:
+        path = self._directory / file
+        try:
+            exists = path.is_file()
+        except OSError as error:  # a name that is too long
+            raise HFFileDamaged(path=str(self._directory / INDEX), reason=str(error)) from error
+        if not exists:
+            raise HFFileMissing(directory=str(self._directory), wanted=f"'{file}'")
+        try:
+            handle = self._stack.enter_context(safe_open(path, framework="pt", device=HOST.type))
+        except (SafetensorError, OSError) as error:
+            raise HFFileDamaged(path=str(path), reason=str(error)) from error
+        for name in handle.keys():  # noqa: SIM118 - no mapping
+            if name not in self._located or self._index.get(name) == file:
+                self._located[name] = (path, handle)
+
+    def _check_index(self) -> None:
+        """See that each tensor is where the index says: one that is elsewhere may be of other weights.
+
+        Raises:
+            HFFileDamaged: one is in another file alone.
+        """
+        for name, file in self._index.items():
+            found = self._located.get(name)
+            if found is not None and found[0].name != file:
+                reason = f"it says that '{name}' is in '{file}', and that is in '{found[0].name}'"
+                raise HFFileDamaged(path=str(self._directory / INDEX), reason=reason)
+
+    def _file_name(self, name: str) -> str:
+        """What the files call the tensor that the whole model calls ``name``."""
+        return name if name in self._located else _without_first_word(name)
+
+    def _slice(self, name: str) -> Any:
+        name = self._file_name(name)
+        return self._located[name][1].get_slice(name)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        found = self._slice(name).get_dtype()
+        if found not in DTYPES:
+            path = str(self._located[self._file_name(name)][0])
+            raise HFFileDamaged(path=path, reason=f"'{name}' has the unknown dtype {found!r}")
+        dtype: torch.dtype = getattr(torch, DTYPES[found])
+        return dtype
+
+    def _get(self, name: str) -> torch.Tensor:
+        name = self._file_name(name)
+        path, handle = self._located[name]
+        try:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise HFFileDamaged(path=str(path), reason=str(error)) from error
+        return tensor
+
+
+def _without_first_word(name: str) -> str:
+    return name.partition(".")[2]

@@ -1,0 +1,1 @@
+"""One run at a time saves to a store: file locks, leases and heartbeats."""

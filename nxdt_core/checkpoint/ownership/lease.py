@@ -1,0 +1,211 @@
+"""Owning a store by objects in it, where it has no locks. Torch-free.
+
+::
+
+    owner-00000007.json    who took it, made by put_if_absent: of several takers of a number, one gets it
+    owner-00000007.beat    a count that the owner raises while it lives; at its end it says so here
+
+The greatest number owns, and it never goes down: whoever takes the store makes the next number, then deletes the
+smaller ones. An owner whose count stands still for ``expiry_s``, by the clock of whoever watches it, is dead: machines'
+clocks need not agree. If it was only paused, it finds the greater number before it commits anything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import final
+
+from nxdt_core.checkpoint.os_errors import reason_of
+from nxdt_core.checkpoint.ownership.heartbeat import Heartbeat
+from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner
+from nxdt_core.checkpoint.read.committed import greatest_fencing, read_object
+from nxdt_core.errors.checkpoints import OwnershipLost, StorageError, StoreInUse
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+__all__ = ["Lease", "take_lease"]
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "owner-"
+_KEY = re.compile(_PREFIX + r"([0-9]{8,})\.(json|beat)")
+_BEATS = 6
+"""Signs of life within the time after which an owner without one counts as dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """The owner with the greatest number, as its objects tell."""
+
+    number: int
+    owner: Owner | None
+    """None where the object is not readable as one."""
+    beat: bytes
+
+    @property
+    def released(self) -> bool:
+        return self.beat == _RELEASED
+
+    @property
+    def name(self) -> str:
+        return "another run" if self.owner is None else str(self.owner)
+
+
+_RELEASED = json.dumps({"released": True}).encode()
+
+
+@final
+class Lease:
+    """A store that this process has taken; see :class:`nxdt_core.checkpoint.ownership.store_owner.Ownership`."""
+
+    def __init__(self, storage: CheckpointStorage, number: int, me: Owner, *, expiry_s: float) -> None:
+        self.fencing = number
+        self._storage = storage
+        self._me = me
+        self._pid = os.getpid()
+        self._count = 0
+        self._beat()
+        self._heartbeat: Heartbeat | None = Heartbeat(
+            self._beat, every_s=expiry_s / _BEATS, what=f"{storage.uri}/{_json_key(number)}"
+        )
+
+    def check(self) -> None:
+        """Raise where another process has taken the store since."""
+        if self._heartbeat is None:
+            raise OwnershipLost(where=self._storage.uri, reason="this run has given it back")
+        found = _standing(self._storage)
+        if found is None or found.owner != self._me:
+            other = "the object that says so was deleted" if found is None else f"{found.name} has taken it over"
+            why = "this process gave no sign of life for too long" if found else "see who deletes objects there"
+            raise OwnershipLost(where=self._storage.uri, reason=f"{other}; {why}")
+
+    def release(self) -> None:
+        """Let the next one have it at once. Never raises for the store: whoever comes next would only wait."""
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is None or os.getpid() != self._pid:
+            return
+        heartbeat.stop()
+        try:
+            _put(self._storage, _beat_key(self.fencing), _RELEASED)
+        except (OSError, StorageError) as error:
+            _log.warning("%s still says that this run owns it: %s", self._storage.uri, reason_of(error))
+
+    def _beat(self) -> None:
+        self._count += 1
+        _put(self._storage, _beat_key(self.fencing), json.dumps({"beat": self._count}).encode())
+
+
+def take_lease(storage: CheckpointStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> Lease:
+    """Take ``storage`` for ``me``.
+
+    At once where nobody has it, or its owner is known to be gone; else once that one has been silent for ``expiry_s``.
+
+    Raises:
+        StoreInUse: its owner lives.
+    """
+    watched: _Standing | None = None
+    since = 0.0
+    while True:
+        found = _standing(storage)
+        fate = "gone" if found is None or found.released else _fate(found, me)
+        if found is not None and fate == "running":
+            raise _in_use(storage, found, "it is running on this machine")
+        if found is not None and fate == "unknown":
+            if watched is None:
+                watched, since = found, time.monotonic()
+                say(f"waiting for up to {expiry_s:g} s for a sign of life of {found.name}, who has {storage.uri}")
+            elif found != watched:
+                moved = found.number == watched.number
+                raise _in_use(storage, found, "it has given a sign of life" if moved else "it has just taken it")
+        if fate == "gone" or time.monotonic() - since >= expiry_s:
+            lease = _claim(storage, me, above=0 if found is None else found.number, expiry_s=expiry_s)
+            if lease is not None:
+                return lease
+            continue  # another taker was faster: see who
+        time.sleep(min(1.0, expiry_s / (2 * _BEATS)))
+
+
+def _fate(found: _Standing, me: Owner) -> str:
+    return "unknown" if found.owner is None else me.fate_of(found.owner)
+
+
+def _in_use(storage: CheckpointStorage, found: _Standing, reason: str) -> StoreInUse:
+    return StoreInUse(where=storage.uri, owner=found.name, reason=reason)
+
+
+def _claim(storage: CheckpointStorage, me: Owner, *, above: int, expiry_s: float) -> Lease | None:
+    """Make the next number ``me``'s; None where another one has it, or a greater one.
+
+    A number that is greater than that of every manifest lets a commit tell a later owner's from an earlier one's,
+    also where checkpoints were copied from another store.
+    """
+    number = max(above, greatest_fencing(storage)) + 1
+    if not _put_mine(storage, number, me):
+        return None
+    try:
+        keys = _keys(storage)
+        # A smaller number is free again once the owner of a greater one has cleaned up.
+        lease = None if max(keys, default=0) > number else Lease(storage, number, me, expiry_s=expiry_s)
+    except BaseException:
+        _withdraw(storage, number)
+        raise
+    if lease is None:
+        _withdraw(storage, number)
+        return None
+    with suppress(OSError, StorageError):  # the next owner deletes what is left
+        storage.delete_many([key for other in keys if other < number for key in keys[other]])
+    return lease
+
+
+def _put_mine(storage: CheckpointStorage, number: int, me: Owner) -> bool:
+    """Whether the object of ``number`` is ``me``'s now. (The answer to its making may be lost, or to a first try.)"""
+    key, data = _json_key(number), me.encode()
+    try:
+        return storage.put_if_absent(key, data) or read_object(storage, key) == data
+    except (OSError, StorageError):
+        if read_object(storage, key) == data:
+            return True
+        raise
+
+
+def _withdraw(storage: CheckpointStorage, number: int) -> None:
+    with suppress(OSError, StorageError):
+        storage.delete_many([_json_key(number), _beat_key(number)])
+
+
+def _standing(storage: CheckpointStorage) -> _Standing | None:
+    taken = [number for number, keys in _keys(storage).items() if _json_key(number) in keys]
+    if not taken:
+        return None
+    number = max(taken)
+    data, beat = (read_object(storage, key) or b"" for key in (_json_key(number), _beat_key(number)))
+    return _Standing(number, decode_owner(data), beat)
+
+
+def _keys(storage: CheckpointStorage) -> dict[int, list[str]]:
+    """The keys of each number."""
+    found: dict[int, list[str]] = {}
+    for info in storage.list(_PREFIX):
+        match = _KEY.fullmatch(info.key)
+        if match:
+            found.setdefault(int(match[1]), []).append(info.key)
+    return found
+
+
+def _json_key(number: int) -> str:
+    return f"{_PREFIX}{number:08d}.json"
+
+
+def _beat_key(number: int) -> str:
+    return f"{_PREFIX}{number:08d}.beat"
+
+
+def _put(storage: CheckpointStorage, key: str, data: bytes) -> None:
+    with storage.open_write(key) as stream:
+        stream.write(data)

@@ -1,0 +1,1 @@
+"""Reading committed checkpoints: status, verification, loading and comparison."""

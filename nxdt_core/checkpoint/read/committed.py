@@ -1,0 +1,89 @@
+"""What is committed: reading manifests. Torch-free."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from nxdt_core.checkpoint.format.file_names import manifest_key, step_name, step_of
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest
+from nxdt_core.checkpoint.format.signature import Signature, read_signature
+from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.checkpoint.signing import TrustedKeys, check_signature
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+__all__ = ["committed_attempt", "greatest_fencing", "read_manifest", "read_object", "verify_signature"]
+
+
+def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Manifest:
+    """The manifest of the committed checkpoint of ``step``. Its files are verified when they are read.
+
+    Args:
+        storage: where it lies.
+        step: which one.
+        trusted: keys of which one must have signed it; None requires no signature.
+
+    Raises:
+        CheckpointNotTrusted: it lacks a valid signature of one of the keys.
+        CheckpointNotFound: nothing is committed under that step.
+        CheckpointDamaged: the manifest is not what was written.
+        CheckpointTooNew: a later version wrote it.
+    """
+    manifest, data = _read(storage, step)
+    if trusted is not None:
+        trusted.check(storage, manifest, data)
+    return manifest
+
+
+def verify_signature(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Signature | None:
+    """The signature of the committed checkpoint of ``step``, checked; None where it has none and none is required.
+
+    Raises:
+        SigningLibraryMissing: it is signed, and the library is not installed. Otherwise as :func:`read_manifest`; a
+            wrong signature is an error without ``trusted``, too.
+    """
+    where = f"{storage.uri}/{step_name(step)}"
+    with explained_os_errors(where):
+        manifest, data = _read(storage, step)
+        if trusted is not None:
+            return trusted.check(storage, manifest, data)
+        signature = read_signature(storage, manifest)
+        if signature is not None:
+            check_signature(signature, manifest, data, where=where)
+        return signature
+
+
+def _read(storage: CheckpointStorage, step: int) -> tuple[Manifest, bytes]:
+    data = read_object(storage, manifest_key(step))
+    if data is None:
+        where = f"{storage.uri}/{step_name(step)}"
+        raise CheckpointNotFound(where=where, reason="it does not exist, or its save was not finished")
+    return decode_manifest(data, step=step, where=f"{storage.uri}/{manifest_key(step)}"), data
+
+
+def read_object(storage: CheckpointStorage, key: str) -> bytes | None:
+    """All bytes of ``key``, or None where there is no such object."""
+    try:
+        with storage.open_read(key) as stream:
+            return stream.read()
+    except FileNotFoundError:
+        return None
+
+
+def committed_attempt(storage: CheckpointStorage, step: int) -> str | None:
+    """The attempt that a readable manifest of ``step`` names, or None."""
+    try:
+        return read_manifest(storage, step).attempt
+    except (CheckpointNotFound, CheckpointDamaged, CheckpointTooNew):
+        return None
+
+
+def greatest_fencing(storage: CheckpointStorage) -> int:
+    """The greatest number of an ownership that a readable manifest names; 0 where none does."""
+    greatest = 0
+    for info in storage.list("step-"):
+        step = step_of(info.key.partition("/")[0])
+        if step is not None and info.key == manifest_key(step):
+            with suppress(CheckpointNotFound, CheckpointDamaged, CheckpointTooNew):
+                greatest = max(greatest, read_manifest(storage, step).facts.fencing)
+    return greatest

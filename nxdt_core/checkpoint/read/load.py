@@ -1,0 +1,227 @@
+"""Loading: every byte that is used was compared with its digest; nothing is ever unpickled.
+
+Whole tensors onto the host, for one process that wants all of them; or into what a rank holds, in any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from nxdt_core.checkpoint.collective import together
+from nxdt_core.checkpoint.format.digested_files import read_whole
+from nxdt_core.checkpoint.format.file_names import state_name
+from nxdt_core.checkpoint.format.manifest import Manifest, state_tensors
+from nxdt_core.checkpoint.format.state_tree import decode_state
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry
+from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.checkpoint.pieces import empty_like, piece_of
+from nxdt_core.checkpoint.read.boxes import check_fits, fill
+from nxdt_core.checkpoint.read.compatibility import Unmatched, check_model, check_optimizer
+from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.parallel.engine import Replicas
+from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+
+__all__ = [
+    "load_model",
+    "load_model_into",
+    "load_optimizer",
+    "load_optimizer_like",
+    "load_state",
+    "read_tensors",
+    "saved_ranks",
+]
+
+
+def load_model(
+    storage: CheckpointStorage, manifest: Manifest, names: Iterable[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, whole and on the host; only ``names`` where given, and then only their bytes
+    are read.
+
+    Tensors that were tied when saved are one object.
+
+    Raises:
+        CheckpointDamaged: a file is not what was written; the error names it.
+        TensorNotInCheckpoint: one of ``names`` was not saved.
+    """
+    with explained_os_errors(f"{storage.uri}/{manifest.prefix}model"):
+        return read_tensors(storage, manifest, "model", names)
+
+
+def load_optimizer(
+    storage: CheckpointStorage, manifest: Manifest, names: Iterable[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """``<parameter name>/<state name>`` → tensor; otherwise as :func:`load_model`."""
+    with explained_os_errors(f"{storage.uri}/{manifest.prefix}optim"):
+        return read_tensors(storage, manifest, "optim", names)
+
+
+def load_model_into(
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor | Piece],
+    *,
+    ranks: RankAgreement | None = None,
+    replicas: Replicas | None = None,
+    strict: bool = True,
+) -> Unmatched:
+    """Fill parameters and buffers in place, each rank what it holds of them; the layout of the save does not matter.
+
+    Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        storage: where the checkpoint lies.
+        manifest: of the checkpoint.
+        tensors: of this rank by global name, DTensors or pieces where they are sharded.
+        ranks: of the run; None for a process that is alone.
+        replicas: ranks that share one reading; None where each reads what it holds.
+        strict: refuse where names differ; otherwise what the checkpoint lacks stays as it is.
+
+    Returns:
+        The names that differ, over all ranks.
+
+    Raises:
+        WeightsDoNotFit: shapes, or under ``strict`` names, are others than the checkpoint's, over all ranks; nothing
+            was read.
+        CheckpointDamaged: a file is not what was written; some tensors may be filled.
+    """
+    where = f"{storage.uri}/{manifest.prefix}model"
+    index = manifest.tensors.get("model", {})
+    unmatched = check_model(index, tensors, ranks, strict=strict)
+    present = {name: tensor for name, tensor in tensors.items() if name in index}
+    reads = replicas is None or replicas.reads
+    together(ranks, lambda: _fill(storage, manifest, index, present if reads else {}, where), where=where)
+    if replicas is not None:
+        replicas.spread(_local_tensors(present))
+    return unmatched
+
+
+def load_optimizer_like(
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    parameters: Mapping[str, torch.Tensor | Piece],
+    *,
+    ranks: RankAgreement | None = None,
+    replicas: Replicas | None = None,
+    strict: bool = True,
+) -> dict[str, torch.Tensor | Piece]:
+    """This rank's optimizer state: what has its parameter's shape is laid out as that, the rest whole on the host.
+
+    Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        storage: where the checkpoint lies.
+        manifest: of the checkpoint.
+        parameters: of this rank by global name, DTensors or pieces where they are sharded.
+        ranks: of the run; None for a process that is alone.
+        replicas: ranks that share one reading; None where each reads what it holds.
+        strict: refuse state of parameters that no rank has; otherwise it is left out.
+
+    Raises:
+        OptimizerStateDoesNotFit: there is such state.
+        CheckpointDamaged: a file is not what was written.
+    """
+    where = f"{storage.uri}/{manifest.prefix}optim"
+    index = manifest.tensors.get("optim", {})
+    if strict:
+        check_optimizer(index, parameters, ranks)
+    state: dict[str, torch.Tensor | Piece] = {}
+
+    def read() -> None:
+        own = {key: entry for key, entry in index.items() if key.rpartition("/")[0] in parameters}
+        check_fits(storage, manifest, own.values())
+        for key, entry in own.items():
+            state[key] = empty_like(parameters[key.rpartition("/")[0]], entry.shape, getattr(torch, entry.dtype))
+        _fill(storage, manifest, index, state if replicas is None or replicas.reads else {}, where)
+
+    together(ranks, read, where=where)
+    if replicas is not None:
+        replicas.spread(_local_tensors(state))
+    return state
+
+
+def load_state(
+    storage: CheckpointStorage, manifest: Manifest, *, rank: int = 0, ranks: RankAgreement | None = None
+) -> dict[str, Any]:
+    """The state tree that ``rank`` saved, equal in types and values.
+
+    Collective where ``ranks`` are given: it succeeds on all of them or fails on all.
+
+    Raises:
+        CheckpointDamaged: a file is not what was written; the error names it.
+    """
+    found: list[dict[str, Any]] = []
+    where = f"{storage.uri}/{manifest.prefix}{state_name(rank)}"
+    together(ranks, lambda: found.append(_state_of(storage, manifest, rank)), where=where)
+    return found[0]
+
+
+def saved_ranks(manifest: Manifest) -> int:
+    """Number of ranks that saved the checkpoint."""
+    count = 0
+    while state_name(count) in manifest.files:
+        count += 1
+    return count
+
+
+def read_tensors(
+    storage: CheckpointStorage, manifest: Manifest, section: str, names: Iterable[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The named tensors of ``section``, whole and on the host, all of them where ``names`` is None.
+
+    Only blocks that hold asked-for elements are read. Tensors that shared memory when saved are one object again.
+
+    Raises:
+        CheckpointDamaged: a file is not what was written.
+        TensorNotInCheckpoint: a name is not in the section.
+    """
+    index = manifest.tensors.get(section, {})
+    chosen = list(index) if names is None else list(names)
+    missing = tuple(name for name in chosen if name not in index)
+    if missing:
+        reason = f"no tensor {', '.join(missing[:8])} in its section {section!r}"
+        raise TensorNotInCheckpoint(where=f"{storage.uri}/{manifest.prefix}", reason=reason)
+    owner_of = {name: index[name].same_as or name for name in chosen}
+    owners = {owner: index[owner] for owner in owner_of.values()}
+    check_fits(storage, manifest, owners.values())
+    wanted: dict[str, Piece] = {}
+    for owner, entry in owners.items():
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
+    fill(storage, manifest, wanted, index)
+    return {name: wanted[owner].tensor for name, owner in owner_of.items()}
+
+
+def _local_tensors(tensors: Mapping[str, torch.Tensor | Piece]) -> list[torch.Tensor]:
+    return [piece_of(name, tensor).tensor for name, tensor in tensors.items()]
+
+
+def _fill(
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    index: Mapping[str, TensorEntry],
+    tensors: Mapping[str, torch.Tensor | Piece],
+    where: str,
+) -> None:
+    """Fill ``tensors``; those that were the same memory when saved one after the other, for no read takes a byte
+    twice."""
+    rest = {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+    with explained_os_errors(where):
+        while rest:
+            by_owner = {index[name].same_as or name: name for name in reversed(rest)}
+            entries = {name: index[owner] for owner, name in by_owner.items()}
+            fill(storage, manifest, {name: rest.pop(name) for name in entries}, entries)
+
+
+def _state_of(storage: CheckpointStorage, manifest: Manifest, rank: int) -> dict[str, Any]:
+    name = state_name(rank)
+    where = f"{storage.uri}/{manifest.prefix}{name}"
+    with explained_os_errors(where):
+        data = read_whole(storage, manifest, name)
+        tensors = read_tensors(storage, manifest, "state", state_tensors(manifest, name))
+    return decode_state(data, tensors, where=where)

@@ -1,0 +1,311 @@
+"""What a store holds and whether it is sound. Torch-free.
+
+Cheap: names, sizes and manifests (one listing and one small read a step). Deep: every byte against its digest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from nxdt_core.checkpoint.collective import on_first_rank, rank_of, together
+from nxdt_core.checkpoint.format.digested_files import VerifiedFile, read_whole
+from nxdt_core.checkpoint.format.file_names import (
+    digests_name,
+    is_state_name,
+    manifest_key,
+    signature_key,
+    step_name,
+    step_of,
+    step_prefix,
+)
+from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, state_tensors
+from nxdt_core.checkpoint.format.shard_headers import StoredTensor, check_header, tensors_by_file
+from nxdt_core.checkpoint.format.signature import claimed_signer
+from nxdt_core.checkpoint.format.state_tree import decode_state
+from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.checkpoint.read.committed import read_manifest
+from nxdt_core.checkpoint.signing import TrustedKeys
+from nxdt_core.checkpoint.threads import in_threads
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
+from nxdt_core.protocols.checkpoint_storage import ArchivingStorage, CheckpointStorage
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+
+__all__ = [
+    "CheckpointStatus",
+    "Depth",
+    "find_checkpoint",
+    "find_problems",
+    "latest",
+    "list_checkpoints",
+    "verify",
+    "with_archive_states",
+]
+
+State = Literal["committed", "unfinished", "damaged"]
+
+_THREADS = 4
+"""Files that a rank reads at the same time when it looks for the newest sound checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStatus:
+    """One step of a store."""
+
+    step: int
+    state: State
+    """``unfinished``: it has no manifest. ``damaged``: its manifest is no longer one, or files are missing or have
+    another size; changed bytes in files show only in :func:`verify`."""
+    uri: str
+    """Address of the step."""
+    size_bytes: int
+    """Of everything below the step's directory, leftovers of other attempts included."""
+    problem: str = ""
+    """What is wrong with it, naming the file."""
+    is_link: bool = False
+    """Whether a symbolic link or a file stands where the step's directory should be. It counts as damaged, and
+    :func:`nxdt_core.checkpoint.prune` leaves it alone: the data lies elsewhere."""
+    created: str = ""
+    """Time of the save in UTC, ISO 8601; empty where no manifest can be read."""
+    facts: CheckpointFacts | None = None
+    """What the run said of itself, where a manifest can be read."""
+    signed_by: str = ""
+    """Fingerprint of the key that its signature names, unchecked; empty where there is none that can be read."""
+    archive: str = ""
+    """How far the store has copied it elsewhere, in words; filled in by :func:`with_archive_states`."""
+
+
+def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> list[CheckpointStatus]:
+    """All steps that have a file in ``storage``, ascending, or ``step`` alone; an address that does not exist has
+    none."""
+    sizes: dict[int, dict[str, int]] = defaultdict(dict)
+    with explained_os_errors(storage.uri):
+        for info in storage.list("step-" if step is None else step_name(step)):
+            found = step_of(info.key.partition("/")[0])
+            if found is not None and step in (None, found):
+                sizes[found][info.key] = info.size_bytes
+        return [_status(storage, step, sizes[step]) for step in sorted(sizes)]
+
+
+def with_archive_states(storage: CheckpointStorage, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
+    """``found``, with what the store tells of its copies elsewhere, if it makes any; that may take long."""
+    if not isinstance(storage, ArchivingStorage):
+        return found
+    return [replace(status, archive=storage.archive_state(step_prefix(status.step))) for status in found]
+
+
+Depth = Literal["sizes", "digests", "bytes"]
+"""How closely to look. ``sizes``: the manifest, and names and sizes of all files. ``digests``: also the files of
+digests. ``bytes``: also every byte of every file."""
+
+
+def verify(storage: CheckpointStorage, step: int, *, deep: bool = True) -> list[str]:
+    """All that is wrong with the checkpoint of ``step``, a sentence each, naming the file; empty where it is good.
+
+    Args:
+        storage: where it lies.
+        step: which one.
+        deep: read every file and compare every block with its digest, instead of names and sizes only.
+    """
+    return find_problems(storage, step, "bytes" if deep else "sizes")
+
+
+def find_problems(
+    storage: CheckpointStorage,
+    step: int,
+    depth: Depth,
+    *,
+    threads: int = 1,
+    progress: Callable[[int], None] = lambda size_bytes: None,
+    share: tuple[int, int] = (0, 1),
+) -> list[str]:
+    """As :func:`verify`, to a chosen depth.
+
+    Args:
+        storage: where it lies.
+        step: which one.
+        depth: how closely to look.
+        threads: files that are read at the same time; each takes a block of memory.
+        progress: called from any thread with the number of bytes that were just compared.
+        share: (k, n) opens only every n-th file from the k-th on, by size.
+    """
+    with explained_os_errors(f"{storage.uri}/{step_name(step)}"):
+        try:
+            manifest = read_manifest(storage, step)
+        except (CheckpointDamaged, CheckpointNotFound, CheckpointTooNew) as error:
+            return [f"{error.where}: {error.reason}"]
+        if depth != "bytes":
+            sizes = {info.key: info.size_bytes for info in storage.list(step_prefix(step))}
+            problems = _wrong_sizes(storage, manifest, sizes)
+            if problems or depth == "sizes":
+                return problems
+
+        stop = threading.Event()
+        stored = tensors_by_file(manifest, manifest.files)
+
+        def problem_of(name: str) -> str | None:
+            try:
+                file = VerifiedFile(storage, manifest, name)
+                if depth == "bytes":
+                    for block in file.blocks():
+                        if stop.is_set():
+                            break
+                        progress(len(block))
+                    if not stop.is_set():
+                        _check_content(file, stored.get(name, ()), storage, manifest, name)
+            except CheckpointDamaged as error:
+                return f"{error.where}: {error.reason}"
+            return None
+
+        largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
+        found = in_threads(problem_of, largest_first[share[0] :: share[1]], threads=threads, stop=stop)
+        return [problem for problem in found if problem is not None]
+
+
+def _check_content(
+    file: VerifiedFile, stored: Collection[StoredTensor], storage: CheckpointStorage, manifest: Manifest, name: str
+) -> None:
+    """Whether a file whose bytes are right holds what loading it takes for granted."""
+    if stored:
+        check_header(file, stored)
+    if is_state_name(name):
+        tensors = dict.fromkeys(state_tensors(manifest, name))
+        decode_state(read_whole(storage, manifest, name), tensors, where=f"{storage.uri}/{manifest.prefix}{name}")
+
+
+def latest(
+    storage: CheckpointStorage,
+    *,
+    warn: Callable[[str], None],
+    ranks: RankAgreement | None = None,
+    trusted: TrustedKeys | None = None,
+) -> Manifest | None:
+    """The newest committed checkpoint whose every byte verifies, or None.
+
+    Unfinished saves are passed over in silence; each damaged checkpoint is told to ``warn`` in a line that names
+    the file.
+
+    Args:
+        storage: where to look.
+        warn: told on rank 0.
+        ranks: share the reading, and all get one answer; None for a process that is alone.
+        trusted: keys of which one must have signed it; None requires no signature.
+
+    Raises:
+        CheckpointNotTrusted: the newest sound one lacks a valid signature of one of the keys. (No older
+            one is taken: anybody who can write to the store could make a run lose its newer steps.)
+        CheckpointTooNew: the newest sound one was written by a later version. (Going on from an older one would
+            throw its steps away.)
+    """
+    for status in reversed(on_first_rank(ranks, lambda: list_checkpoints(storage), where=storage.uri)):
+        if status.state == "unfinished":
+            continue
+        problems = [status.problem]
+        if status.state == "committed":
+            manifest, problems = _verified_by_all(storage, status, ranks, trusted)
+            if not problems:
+                return manifest
+        if rank_of(ranks) == 0:
+            warn(f"Checkpoint {step_name(status.step)} is damaged and skipped: {problems[0]}")
+    return None
+
+
+def _verified_by_all(
+    storage: CheckpointStorage, status: CheckpointStatus, ranks: RankAgreement | None, trusted: TrustedKeys | None
+) -> tuple[Manifest, list[str]]:
+    """The manifest, and what the ranks find wrong, each in its share of the files."""
+    share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+
+    def find() -> list[str]:
+        return find_problems(storage, status.step, "bytes", threads=_THREADS, share=share)
+
+    with explained_os_errors(status.uri):
+        manifest = on_first_rank(ranks, lambda: read_manifest(storage, status.step, trusted=trusted), where=status.uri)
+    return manifest, [problem for found in together(ranks, find, where=status.uri) for problem in found]
+
+
+def find_checkpoint(
+    storage: CheckpointStorage,
+    step: int | None,
+    *,
+    warn: Callable[[str], None],
+    ranks: RankAgreement | None = None,
+    trusted: TrustedKeys | None = None,
+) -> Manifest:
+    """The checkpoint of ``step``, or the newest sound one where ``step`` is None (see :func:`latest`).
+
+    Raises:
+        CheckpointNotTrusted: it lacks a valid signature of one of the keys ``trusted``.
+        CheckpointNotFound: there is none.
+        CheckpointDamaged: ``step`` was named and its manifest is not what was written.
+    """
+    if step is not None:
+        where = f"{storage.uri}/{step_name(step)}"
+        with explained_os_errors(where):
+            return on_first_rank(ranks, lambda: read_manifest(storage, step, trusted=trusted), where=where)
+    manifest = latest(storage, warn=warn, ranks=ranks, trusted=trusted)
+    if manifest is None:
+        raise CheckpointNotFound(where=storage.uri, reason="no step there is committed and sound")
+    return manifest
+
+
+def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> CheckpointStatus:
+    own_name = step_name(step)
+
+    def status(state: State, problem: str = "", manifest: Manifest | None = None) -> CheckpointStatus:
+        return CheckpointStatus(
+            step=step,
+            state=state,
+            uri=f"{storage.uri}/{own_name}",
+            size_bytes=sum(sizes.values()),
+            problem=problem,
+            is_link=own_name in sizes,
+            created=manifest.created if manifest else "",
+            facts=manifest.facts if manifest else None,
+            signed_by=_signer_named(storage, manifest, sizes) if manifest else "",
+        )
+
+    unreadable = _unreadable(storage, own_name) if own_name in sizes else ""
+    if unreadable:
+        return status("damaged", f"{storage.uri}/{own_name}: {unreadable}")
+    if manifest_key(step) not in sizes:
+        return status("unfinished")
+    try:
+        manifest = read_manifest(storage, step)
+    except CheckpointNotFound:  # deleted since it was listed
+        return status("unfinished")
+    except CheckpointTooNew as error:
+        return status("committed", f"{error.where}: {error.reason}")
+    except CheckpointDamaged as error:
+        return status("damaged", f"{error.where}: {error.reason}")
+    problems = _wrong_sizes(storage, manifest, sizes)
+    return status("damaged", problems[0], manifest) if problems else status("committed", "", manifest)
+
+
+def _signer_named(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> str:
+    """As :func:`claimed_signer`, without a read for an unsigned checkpoint."""
+    return claimed_signer(storage, manifest) if signature_key(manifest.step, manifest.attempt) in sizes else ""
+
+
+def _wrong_sizes(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
+    problems = []
+    for name, entry in manifest.files.items():
+        for file, size in ((name, entry.size_bytes), (digests_name(name), entry.digests_bytes)):
+            key = manifest.prefix + file
+            found = sizes.get(key)
+            if found != size:
+                unreadable = "" if found else _unreadable(storage, key)
+                reason = unreadable or f"it has {found} bytes instead of {size}"
+                problems.append(f"{storage.uri}/{key}: {reason}")
+    return problems
+
+
+def _unreadable(storage: CheckpointStorage, key: str) -> str:
+    """Why ``key`` cannot be read; empty where it can."""
+    try:
+        return "it is missing" if storage.stat(key) is None else ""
+    except CheckpointDamaged as error:
+        return error.reason

@@ -1,0 +1,1 @@
+"""Saving: who writes what, staging, commit, retention and the background thread."""

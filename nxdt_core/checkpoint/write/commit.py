@@ -1,0 +1,123 @@
+"""The commit of one step, and what goes before and after it: which manifest counts, whose files may go. Torch-free.
+
+A step that was committed before is replaced in one atomic, conditional write of its manifest, so that the older save
+counts until the newer one does, and a late writer replaces nothing. A step whose manifest is damaged loses it first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from nxdt_core.checkpoint.format.file_names import attempt_prefix, manifest_key, step_prefix
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
+from nxdt_core.checkpoint.format.signature import write_signature
+from nxdt_core.checkpoint.read.committed import committed_attempt, read_object
+from nxdt_core.checkpoint.signing import Signer
+from nxdt_core.errors.checkpoints import CheckpointConflict, CheckpointDamaged, CheckpointTooNew, StorageError
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+__all__ = ["clear_other_attempts", "commit", "prepare_step", "withdraw"]
+
+_log = logging.getLogger(__name__)
+
+
+def prepare_step(storage: CheckpointStorage, step: int) -> bytes | None:
+    """Make ``step`` ready for a new attempt.
+
+    Returns:
+        The manifest that the new attempt will replace; None where there is none, or no longer a damaged one.
+    """
+    key = manifest_key(step)
+    data = read_object(storage, key)
+    if data is None:
+        return None
+    try:
+        decode_manifest(data, step=step, where=f"{storage.uri}/{key}")
+    except CheckpointTooNew:
+        return data
+    except CheckpointDamaged:
+        storage.delete_many([key])
+        return None
+    return data
+
+
+def commit(
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    replaces: bytes | None,
+    *,
+    data: bytes | None = None,
+    signer: Signer | None = None,
+) -> None:
+    """Write the manifest: as a new object, or in the place of the manifest ``replaces``.
+
+    ``data`` are the bytes of the manifest where they exist: a copy keeps what a later version put into it. ``signer``
+    signs them; the signature is written before the manifest.
+
+    A store may fail after it has done its work (a lost answer, a repeated request): what counts is whose attempt
+    is committed in the end.
+
+    Raises:
+        CheckpointConflict: another attempt was committed since :func:`prepare_step`, or one by a later owner of the
+            store before it.
+        StorageError, OSError: the store failed, and this attempt is not committed as far as can be seen.
+    """
+    key = manifest_key(manifest.step)
+    data = data or encode_manifest(manifest)
+    later = _fencing(replaces, manifest.step)
+    if later > manifest.facts.fencing > 0:
+        reason = f"the store's owner number {later} did, and this is number {manifest.facts.fencing}"
+        raise CheckpointConflict(where=f"{storage.uri}/{key}", reason=reason)
+    if signer is not None:
+        write_signature(storage, manifest, signer.sign(data))
+    failure: Exception | None = None
+    try:
+        written = storage.put_if_match(key, data, replaces) if replaces else storage.put_if_absent(key, data)
+    except (OSError, StorageError) as error:
+        failure, written = error, False
+    if written or _is_committed(storage, manifest):
+        return
+    reason = f"the manifest is not that of the attempt {manifest.attempt}"
+    raise failure or CheckpointConflict(where=f"{storage.uri}/{key}", reason=reason)
+
+
+def withdraw(storage: CheckpointStorage, step: int, attempt: str) -> None:
+    """Delete the files of an attempt that failed, unless it may have been committed. Never raises for the store."""
+    try:
+        if committed_attempt(storage, step) != attempt:
+            storage.delete_many([info.key for info in storage.list(attempt_prefix(step, attempt))])
+    except (OSError, StorageError) as error:
+        # Mostly the same trouble that stopped the save, which is told; the next save of the step clears them.
+        _log.info("files of the attempt %s of %s may be left: %s", attempt, storage.uri, error)
+
+
+def clear_other_attempts(
+    storage: CheckpointStorage, manifest: Manifest, check_in_time: Callable[[], None] = lambda: None
+) -> None:
+    """After the commit: delete files of the step that are not this attempt's. Never raises for the store.
+
+    ``check_in_time`` raises once a later attempt may have begun: what was listed before that is none of its files.
+    """
+    keep = manifest_key(manifest.step)
+    try:
+        found = [info.key for info in storage.list(step_prefix(manifest.step))]
+        check_in_time()
+        storage.delete_many([key for key in found if key != keep and not key.startswith(manifest.prefix)])
+    except (OSError, StorageError) as error:
+        _log.warning("files of older saves are left under %s/%s: %s", storage.uri, keep, error)
+
+
+def _fencing(data: bytes | None, step: int) -> int:
+    """Number of the ownership under which the manifest ``data`` was committed, as far as this version can read it."""
+    try:
+        return decode_manifest(data, step=step, where="").facts.fencing if data else 0
+    except (CheckpointDamaged, CheckpointTooNew):
+        return 0
+
+
+def _is_committed(storage: CheckpointStorage, manifest: Manifest) -> bool:
+    try:
+        return committed_attempt(storage, manifest.step) == manifest.attempt
+    except (OSError, StorageError):
+        return False

@@ -1,0 +1,54 @@
+"""Who writes what in a save, agreed by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from nxdt_core.checkpoint.collective import rank_of, together
+from nxdt_core.checkpoint.write.assignment import assign
+from nxdt_core.protocols.parallel.piece import Listing, Place
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+
+__all__ = ["Planner", "SavePlan", "agree_on_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """The share of each rank."""
+
+    listings: Sequence[Listing]
+    """What each rank holds."""
+    mine: AbstractSet[Place]
+    """Tensors whose box this rank writes."""
+
+
+def agree_on_plan(ranks: RankAgreement | None, prepare: Callable[[], Listing], *, where: str) -> SavePlan:
+    """Gather what all ranks hold and share it out. Collective: what ``prepare`` raises on one is raised on all."""
+    listings = together(ranks, prepare, where=where)
+    return SavePlan(listings, assign(listings)[rank_of(ranks)])
+
+
+class Planner:
+    """Plans save after save. While all ranks hold what they held before, they tell each other no more than that."""
+
+    def __init__(self, ranks: RankAgreement | None) -> None:
+        self._ranks = ranks
+        self._plan: SavePlan | None = None
+
+    def plan(self, prepare: Callable[[], Listing], *, where: str) -> SavePlan:
+        """As :func:`agree_on_plan`."""
+        if self._plan is None:
+            self._plan = agree_on_plan(self._ranks, prepare, where=where)
+            return self._plan
+        known = self._plan.listings[rank_of(self._ranks)]
+        found: list[Listing] = []
+
+        def is_known() -> bool:
+            found.append(prepare())
+            return found[0] == known
+
+        if not all(together(self._ranks, is_known, where=where)):
+            self._plan = agree_on_plan(self._ranks, lambda: found[0], where=where)
+        return self._plan

@@ -1,0 +1,139 @@
+"""Which checkpoints may go. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nxdt_core.checkpoint.format.file_names import manifest_key, step_prefix
+from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints, verify
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+
+__all__ = ["PrunePlan", "Retention", "delete_step", "plan_prune", "prune"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Which committed checkpoints stay: the newest, those saved as permanent, and whatever one of the two counts keeps.
+
+    Ephemeral ones stay only as the newest, and count for neither.
+    """
+
+    keep_last: int = 0
+    """Newest ones."""
+    save_top_k: int = 0
+    """Best ones by :attr:`monitor`; -1 keeps all."""
+    monitor: str = "step"
+    """Metric of the manifest that ranks them, or ``step``. Those without it, or with NaN, rank last."""
+    mode: Literal["min", "max"] = "max"
+    """Whether a small or a large metric is good; of equal ones the newer is better."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 0 or self.save_top_k < -1:
+            raise ValueError(f"keep_last is {self.keep_last}, save_top_k is {self.save_top_k}")
+
+    def kept(self, committed: Sequence[CheckpointStatus]) -> set[int]:
+        """Steps of those that stay; ``committed`` ascends."""
+        regular = [status for status in committed if _kind(status) != "ephemeral"]
+        best = sorted(regular, key=self._goodness, reverse=True)
+        chosen = [status for status in committed if _kind(status) == "permanent"]
+        chosen += committed[-1:]
+        chosen += regular[-self.keep_last :] if self.keep_last else []
+        chosen += best if self.save_top_k < 0 else best[: self.save_top_k]
+        return {status.step for status in chosen}
+
+    def _goodness(self, status: CheckpointStatus) -> tuple[bool, float, int]:
+        metrics = {} if status.facts is None else status.facts.metrics
+        value = float(status.step) if self.monitor == "step" else metrics.get(self.monitor, math.nan)
+        if math.isnan(value):
+            return False, 0.0, status.step
+        return True, value if self.mode == "max" else -value, status.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """What :func:`prune` would do. Steps ascend."""
+
+    keep: tuple[int, ...]
+    """Committed steps that stay."""
+    delete: tuple[int, ...]
+    """Steps that go, whatever their state; empty where none of those to keep is sound."""
+    sound: bool
+    """Whether one of those to keep verifies."""
+
+
+def plan_prune(
+    storage: CheckpointStorage,
+    keep: int | Retention,
+    *,
+    deep: bool = True,
+    passed_over: Callable[[int], bool] = lambda step: False,
+) -> PrunePlan:
+    """What :func:`prune` would delete; nothing is deleted. Arguments are those of :func:`prune`."""
+    if isinstance(keep, int):
+        if keep < 1:
+            raise ValueError(f"keep_last is {keep}; the last checkpoint is never deleted")
+        keep = Retention(keep_last=keep)
+    found = list_checkpoints(storage)
+    usable = [status for status in found if status.state == "committed" and not passed_over(status.step)]
+    kept = keep.kept(usable)
+    sound = next((step for step in sorted(kept, reverse=True) if not verify(storage, step, deep=deep)), None)
+    others = [status.step for status in usable if status.step not in kept]
+    while others and sound is None:
+        kept.add(others[-1])
+        sound = others[-1] if not verify(storage, others[-1], deep=deep) else None
+        others.pop()
+    if sound is None:
+        return PrunePlan(keep=tuple(sorted(kept)), delete=(), sound=False)
+    unusable = [status for status in found if status not in usable and not status.is_link]
+    broken = [status.step for status in unusable if status.step < sound and not _stays_intact(status)]
+    return PrunePlan(keep=tuple(sorted(kept)), delete=tuple(sorted([*others, *broken])), sound=True)
+
+
+def prune(
+    storage: CheckpointStorage,
+    keep: int | Retention,
+    *,
+    deep: bool = True,
+    passed_over: Callable[[int], bool] = lambda step: False,
+) -> list[int]:
+    """Delete committed checkpoints that need not be kept, and what is unfinished or damaged before a sound one.
+
+    Unfinished and damaged steps count for nothing. Call it after a commit, never before. Nothing is deleted unless one
+    of those kept verifies; where none does, more are kept, the newest first, until one does.
+
+    Args:
+        storage: where they lie.
+        keep: which stay; a number, at least 1, keeps so many of the newest.
+        deep: verify by reading every byte of a kept checkpoint (mostly one). Without it, by names and sizes: for a
+            caller that has just committed the newest and wants no second reading of it.
+        passed_over: whether a step is known to be damaged although its names and sizes are right, as those are that a
+            run passed over when it resumed. Such steps count for nothing, like visibly damaged ones, whether they
+            are older or newer than the step that was just committed; permanent ones stay.
+
+    Returns:
+        The steps that were deleted, ascending.
+    """
+    plan = plan_prune(storage, keep, deep=deep, passed_over=passed_over)
+    with explained_os_errors(storage.uri):
+        for step in plan.delete:
+            delete_step(storage, step)
+    return list(plan.delete)
+
+
+def delete_step(storage: CheckpointStorage, step: int) -> None:
+    """Delete one step, the manifest first: what is left of an interrupted deletion is unfinished, never damaged."""
+    storage.delete_many([manifest_key(step)])
+    storage.delete_many([info.key for info in storage.list(step_prefix(step))])
+
+
+def _stays_intact(status: CheckpointStatus) -> bool:
+    """Whether ``status`` is permanent and shows no damage: a fault of reading may have been taken for one."""
+    return status.state == "committed" and _kind(status) == "permanent"
+
+
+def _kind(status: CheckpointStatus) -> str:
+    return "regular" if status.facts is None else status.facts.keep

@@ -1,0 +1,1 @@
+"""``nxdt config``, and the checks that need a model or a tokenizer."""

@@ -1,0 +1,1 @@
+"""How commands write to a terminal: tables, sizes, progress, and a closed output."""

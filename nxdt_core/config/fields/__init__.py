@@ -1,0 +1,1 @@
+"""Dataclass fields as configuration keys: types, names, components and documentation."""

@@ -1,0 +1,61 @@
+"""Which sections select a component, of which kind, and by which key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nxdt_core.config.sources.node import join
+from nxdt_core.kernel.components.component import RegisteredComponent
+
+__all__ = ["SLOTS", "Composition", "Slot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one component. Its keys stand in ``section``, flat beside the key that names it."""
+
+    name: str
+    kind: str
+    section: str
+    selector: str = "name"
+
+    @property
+    def key(self) -> str:
+        """Path of the key that names the component."""
+        return join(self.section, self.selector)
+
+
+SLOTS: tuple[Slot, ...] = (
+    Slot("model", "model_builder", "model"),
+    Slot("data", "dataloader", "data"),
+    Slot("tokenizer", "tokenizer", "data.tokenizer", "library"),
+    Slot("optimizer", "optimizer", "model.optim"),
+    Slot("lr_scheduler", "lr_scheduler", "model.optim.sched"),
+    Slot("precision", "precision_policy", "precision", "type"),
+    Slot("checkpoint_storage", "checkpoint_storage", "checkpoint.storage"),
+    Slot("objective", "objective", "objective"),
+    Slot("adapter", "adapter", "adapter"),
+    Slot("parallel_engine", "parallel_engine", "parallel_engine"),
+)
+"""In the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """What the selected components add to the core's schema."""
+
+    components: Mapping[str, RegisteredComponent | None] = field(default_factory=dict)
+    """By slot; a slot whose component cannot be had is absent."""
+    classes: Mapping[str, type] = field(default_factory=dict)
+    """By path of the section: the dataclass that the component declares."""
+    open: frozenset[str] = frozenset()
+    """Sections whose component, and hence whose keys, are unknown."""
+    unfilled: frozenset[str] = frozenset()
+    """Sections whose keys would have come from a file that cannot be read: what they lack is told there."""
+
+    def label(self, section: str) -> str:
+        """The component of a section in words: ``model_builder 'llama'``; empty where there is none."""
+        slot = next((slot for slot in SLOTS if slot.section == section), None)
+        component = self.components.get(slot.name) if slot else None
+        return f"{component.kind} {component.record.name!r}" if component else ""

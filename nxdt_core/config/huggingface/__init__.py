@@ -1,0 +1,1 @@
+"""Values of a Hugging Face ``config.json`` in the section ``model``."""

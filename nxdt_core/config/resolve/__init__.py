@@ -1,0 +1,1 @@
+"""From the values that were written to a complete, typed configuration."""

@@ -1,0 +1,125 @@
+"""Fills in every key that was left out: from the key it is an alias of, from the component, from the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, Literal
+
+from nxdt_core.config.annotations import AliasOf, DefaultsTo
+from nxdt_core.config.fields.component_slots import Composition
+from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
+from nxdt_core.config.resolve.alignment import Pair, link
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.sources.node import Node, Origin, from_plain, join
+
+__all__ = ["Completion", "complete", "section_keys"]
+
+_DEFAULT = Origin(kind="default", where="")
+
+
+def section_keys(core: type | None, extra: type | None) -> dict[str, tuple[Key, ...]]:
+    """Keys of a section by name; two where the core and the component both declare one, the core's first."""
+    found: dict[str, tuple[Key, ...]] = {}
+    for cls in (core, extra):
+        for name, key in (keys_of(cls) if cls is not None else {}).items():
+            found[name] = (*found.get(name, ()), key)
+    return found
+
+
+class Completion:
+    """The filled tree, and which pairs of keys must agree once interpolations are resolved."""
+
+    def __init__(self, given: Node, composition: Composition, root: type, path: str) -> None:
+        self.composition = composition
+        self.given = given
+        self.links: list[tuple[str, AliasOf | DefaultsTo]] = []
+        self.pairs: list[Pair] = []
+        self.unset: set[str] = set()
+        """Keys that cannot be null and say ``null`` for "not set", as files of NeMo do."""
+        self.known: list[str] = []
+        """Every key path of the schema, for suggestions."""
+        self.tree = self._section(root, given, path)
+        self._follow_aliases()
+        for path, mark in self.links:
+            if isinstance(mark, DefaultsTo) and given.plain(path) is None:
+                self._link(path, mark.key, "default")
+
+    def _section(self, cls: type | None, node: Node | None, path: str) -> Node:
+        extra = self.composition.classes.get(path)
+        given = node.children if node is not None else {}
+        filled: dict[str, Node] = {}
+        declared = section_keys(cls, extra)
+        for name, keys in declared.items():
+            child = self._key(keys, given.get(name), join(path, name), extra)
+            if child is not None:
+                filled[name] = child
+        unknown = {name: child for name, child in given.items() if name not in filled and name not in declared}
+        return Node({**filled, **unknown}, node.origin if node is not None else _DEFAULT)
+
+    def _key(self, declared: tuple[Key, ...], node: Node | None, path: str, extra: type | None) -> Node | None:
+        key = declared[0]
+        self.known.append(path)
+        has_default = any(each.default is not REQUIRED or each.marks for each in declared)
+        if node is not None and node.value is None and has_default and not any(each.optional for each in declared):
+            self.unset.add(path)
+            node = None
+        if key.section is not None and (node is None or node.value is None or isinstance(node.value, dict)):
+            absent = node is None or node.value is None
+            if key.optional and absent:
+                return node or Node(None, _DEFAULT)
+            return self._section(key.section, node, path)
+        for mark in key.marks:
+            if isinstance(mark, (AliasOf, DefaultsTo)):
+                self.links.append((path, mark))
+                return node
+        return node or self._default(declared, extra, path)
+
+    def _default(self, declared: tuple[Key, ...], extra: type | None, path: str) -> Node | None:
+        """The component's default before the core's: who reads a key knows what it should be."""
+        for key in reversed(declared):
+            if key.default is not REQUIRED:
+                origin = Origin(kind="default", where=extra.__name__) if key.owner is extra and extra else _DEFAULT
+                return from_plain(_plain(key.default), origin)
+        return None
+
+    def _follow_aliases(self) -> None:
+        groups: dict[str, list[str]] = {}
+        for path, mark in self.links:
+            if isinstance(mark, AliasOf):
+                groups.setdefault(mark.key, [mark.key]).append(path)
+        for target, members in groups.items():
+            given = [path for path in members if self.given.find(path) is not None and path not in self.unset]
+            # Files say `dirpath: null` for "not set"; that does not contradict a value.
+            given = [path for path in given if self.given.plain(path) is not None] or given[:1]
+            for path in members:
+                if path not in given:
+                    self._link(path, given[0] if given else target, "alias" if given else "default")
+            self.pairs += [(path, given[0]) for path in given[1:]]
+
+    def _link(self, path: str, source: str, kind: Literal["alias", "default"]) -> None:
+        linked = link(self.tree, source, kind)
+        if linked is not None and path != source:
+            self.tree = self.tree.set(path, linked)
+
+
+def complete(given: Node, composition: Composition, root: type = RunConfig, path: str = "") -> Completion:
+    """Fill ``given`` by the dataclass ``root`` and what the components of ``composition`` add to it.
+
+    ``path`` is where ``given`` stands; aliases are followed from the root of the configuration alone.
+    """
+    return Completion(given, composition, root, path)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return dict(_pairs(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _pairs(instance: Any) -> Iterator[tuple[str, Any]]:
+    cls: Any = type(instance)
+    for name in keys_of(cls):
+        yield name, _plain(getattr(instance, name))

@@ -1,0 +1,82 @@
+"""What was written, brought into one form before anything is filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from nxdt_core.config.fields.component_slots import SLOTS
+from nxdt_core.config.fields.keys import section_paths
+from nxdt_core.config.resolve.interpolation import has_interpolation, interpolate
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.sources.node import Node, Origin, from_plain, merge, to_plain
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem, MissingKey
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.contexts import ConfigDefaultsContext
+
+__all__ = ["find_ungiven", "mandatory_keys", "merge_plugin_defaults", "tidy_given", "with_name"]
+
+_MANDATORY = "???"
+"""OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
+
+
+def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem]]:
+    """The tree without ``???``, with whole sections that are interpolations replaced, and with ``section: name``
+    spelled out as ``section: {name: …}``."""
+    given = _without_mandatory(given)
+    taken = [path for path in section_paths(RunConfig) if _is_interpolation(given.find(path))]
+    given, problems = interpolate(given, wanted=taken) if taken else (given, [])
+    for slot in SLOTS:
+        node = given.find(slot.section)
+        if node is not None and isinstance(node.value, str):
+            given = given.set(slot.section, Node({slot.selector: node}, node.origin))
+    return given, problems
+
+
+def with_name(given: Node, stem: str) -> Node:
+    """Return the tree with ``stem``, the name of its file, as the run's name where none is given."""
+    if not stem or given.find("name") is not None:
+        return given
+    return given.set("name", Node(stem, Origin(kind="default", where="of the file's name")))
+
+
+def mandatory_keys(given: Node) -> dict[str, Origin]:
+    """Keys that say ``???``, and where."""
+    return {path: node.origin for path, node in given.leaf_nodes() if node.value == _MANDATORY}
+
+
+def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[MissingKey]:
+    """Those of ``mandatory`` that nothing but a default has given a value."""
+    for path, origin in mandatory.items():
+        found = tree.find(path)
+        if found is not None and found.origin.kind == "default":
+            yield MissingKey(**origin.at(path), allowed=f"a value in place of {_MANDATORY}")
+
+
+def _is_interpolation(node: Node | None) -> bool:
+    return node is not None and has_interpolation(node.value)
+
+
+def _without_mandatory(node: Node) -> Node:
+    if not isinstance(node.value, dict):
+        return node
+    kept = {key: _without_mandatory(child) for key, child in node.value.items() if child.value != _MANDATORY}
+    return Node(kept, node.origin)
+
+
+def merge_plugin_defaults(given: Node, label: str, kernel: Kernel) -> tuple[Node, list[ConfigProblem]]:
+    """The tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
+    try:
+        results = kernel.hooks.nxdt_config_defaults(ConfigDefaultsContext(config=to_plain(given), source=label))
+    except NxdtError as error:
+        return given, [BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error)]
+    problems: list[ConfigProblem] = []
+    for result in results:
+        origin = Origin(kind="plugin", where=result.plugin)
+        if isinstance(result.value, Mapping):
+            given = merge(from_plain(result.value, origin), given)
+        else:
+            reason = f"nxdt_config_defaults gave a {type(result.value).__name__}, not a mapping"
+            fault = BadComponentConfig(**origin.at(""), component=result.plugin, dist=result.dist, reason=reason)
+            problems.append(fault)
+    return given, problems

@@ -1,0 +1,69 @@
+"""Makes values of the type ``Path`` absolute: in a file they start at that file's directory, elsewhere at the
+working directory. ``package://`` stays as it is in the tree, so that a saved configuration loads on other machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nxdt_core.config.fields.types import FilePath, Items, Mismatch, OneOf, Shape, Table
+from nxdt_core.config.sources.node import MASK, Node, to_plain
+from nxdt_core.config.sources.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
+
+__all__ = ["Locator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Locator:
+    """Knows which file the configuration was read from."""
+
+    source: str
+
+    def locate(self, node: Node, shape: Shape) -> Node:
+        """The node with relative paths made absolute; the same object where it holds none."""
+        if not _has_path(shape):
+            return node
+        if isinstance(node.value, list):
+            items = [self.locate(item, shape) for item in node.value]
+            changed = any(new is not old for new, old in zip(items, node.value, strict=True))
+            return replace(node, value=items) if changed else node
+        if isinstance(node.value, dict):
+            located = {key: self.locate(child, shape) for key, child in node.value.items()}
+            changed = any(located[key] is not child for key, child in node.value.items())
+            return replace(node, value=located) if changed else node
+        if not isinstance(node.value, str) or not node.value or node.value.startswith((PACKAGE_SCHEME, "/")):
+            return node
+        shown = node.shown
+        if shown not in (None, MASK) and not node.value.startswith("~"):
+            shown = f"{resolve_path('.', node.origin.directory)}/{shown}"
+        return replace(node, value=str(resolve_path(node.value, node.origin.directory)), shown=shown)
+
+    def resolve(self, node: Node, shape: Shape) -> Any:
+        """The plain value with ``package://`` paths made real.
+
+        Raises:
+            Mismatch: the package is not installed.
+        """
+        return _resolved(to_plain(node)) if _has_path(shape) else to_plain(node)
+
+
+def _has_path(shape: Shape) -> bool:
+    if isinstance(shape, OneOf):
+        return any(_has_path(member) for member in shape.members)
+    if isinstance(shape, Items):
+        return any(_has_path(item) for item in shape.items)
+    return isinstance(shape, FilePath) or (isinstance(shape, Table) and _has_path(shape.value))
+
+
+def _resolved(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_resolved(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _resolved(item) for key, item in value.items()}
+    if not isinstance(value, str) or not value.startswith(PACKAGE_SCHEME):
+        return value
+    try:
+        return resolve_path(value)
+    except PackageNotFound as error:
+        raise Mismatch(f"{value!r}, but {error}") from None

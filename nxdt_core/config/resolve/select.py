@@ -1,0 +1,231 @@
+"""Which components a configuration selects, by name or by the rules that apply where it names none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxdt_core.config.fields.component_slots import SLOTS, Composition, Slot
+from nxdt_core.config.fields.keys import BadAnnotation, keys_of
+from nxdt_core.config.huggingface.values import architectures_of
+from nxdt_core.config.resolve.alignment import SECTION, data_of
+from nxdt_core.config.sources.node import Node, Origin, Place
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem
+from nxdt_core.errors.plugins import AmbiguousComponent
+from nxdt_core.kernel import Kernel, RegisteredComponent
+from nxdt_core.kernel.components.known import reading_model
+from nxdt_core.kernel.contexts import ResolveModelContext, ResolveStorageContext
+
+__all__ = ["Selection", "select", "selecting_keys", "usable_class"]
+
+
+@dataclass(slots=True)
+class Selection:
+    """The components by slot, and the tree in which each is named."""
+
+    tree: Node
+    components: dict[str, RegisteredComponent | None] = field(default_factory=dict)
+    classes: dict[str, type] = field(default_factory=dict)
+    open: set[str] = field(default_factory=set)
+    problems: list[ConfigProblem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def composition(self) -> Composition:
+        """What completing and reading need to know."""
+        return Composition(components=self.components, classes=self.classes, open=frozenset(self.open))
+
+
+_RULE_KEYS = ("name", "model_source", "model.model_config", "checkpoint.uri", "data.tokenizer")
+"""Keys beside the selectors that the rules below read."""
+
+
+def selecting_keys(given: Node) -> tuple[str, ...]:
+    """Keys whose values :func:`select` needs. A model without a name is sought by its whole section."""
+    whole = () if given.find("model.name") else ("model",)
+    return (*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole)
+
+
+def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> Selection:
+    """Select the component of every slot.
+
+    Args:
+        given: What was written; names that follow from rules are added to it.
+        view: The same with the core's defaults and with interpolations resolved; selectors are read from it.
+        kernel: Knows the components.
+        hf: The Hugging Face configuration that ``model.model_config`` names, or nothing.
+        origin: Of problems with keys that nobody wrote.
+    """
+    selection = Selection(tree=given)
+    for slot in SLOTS:
+        name = view.plain(slot.key)
+        if _no_mapping(given, slot.section):  # told by reading, as are selectors that are no text
+            selection.open.add(slot.section)
+            continue
+        if not isinstance(name, (str, type(None))):
+            selection.open.add(slot.section)
+            continue
+        written, key = _written(given, slot)
+        place = written.origin if written is not None else origin
+        implied: Implied | None = None
+        try:
+            implied = _implied_name(slot, view, kernel, hf) if name is None else None
+            component = _component(slot, implied.name if implied else name, view, kernel)
+        except NxdtError as error:
+            note = f" The name follows from {implied.why}." if implied else ""
+            selection.problems.append(BadComponentChoice(**place.at(key), error=error, note=note))
+            selection.open.add(slot.section)
+        else:
+            selection.components[slot.name] = component
+            _take_class(selection, slot, component, place)
+        if implied is not None and slot.name == "model":
+            selection.notes.append(f"{slot.key}: not given; {implied.name!r} follows from {implied.why}")
+        if implied is not None:
+            selection.tree = selection.tree.set(slot.key, Node(implied.name, implied.origin))
+    return selection
+
+
+def _no_mapping(given: Node, section: str) -> bool:
+    """Whether the section, or one around it, is something else than a mapping."""
+    parts = section.split(".")
+    around = [given.find(".".join(parts[: depth + 1])) for depth in range(len(parts))]
+    return any(node is not None and not isinstance(node.value, (dict, type(None))) for node in around)
+
+
+def _written(given: Node, slot: Slot) -> tuple[Node | None, str]:
+    """What was written that selects the component, and its key."""
+    uri = given.find("checkpoint.uri")
+    if slot.name == "checkpoint_storage" and given.find(slot.key) is None and uri is not None:
+        return uri, "checkpoint.uri"
+    return given.find(slot.key) or given.find(slot.section), slot.key
+
+
+def _component(slot: Slot, name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent | None:
+    if name is not None:
+        return kernel.registry.get(slot.kind, name)
+    return _storage(view, kernel) if slot.name == "checkpoint_storage" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Implied:
+    """A name that a rule gives where the configuration gives none."""
+
+    name: str
+    why: str
+    plugin: str = ""
+
+    @property
+    def origin(self) -> Origin:
+        """Of the name."""
+        return (
+            Origin(kind="plugin", where=self.plugin) if self.plugin else Origin(kind="default", where=f"by {self.why}")
+        )
+
+
+def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied | None:
+    if slot.name == "model":
+        return _model_name(view, kernel, hf)
+    if slot.name == "data":
+        if (strategy := view.find(SECTION)) is not None and strategy.value is not None:
+            return Implied(data_of(part for part, node in strategy.children.items() if node.value is not None), SECTION)
+        return Implied("megatron-data" if view.plain("model_source") == "megatron" else "hf-data", "model_source")
+    if slot.name == "tokenizer":
+        section = view.find("data.tokenizer")
+        given = section.children if section is not None else {}
+        if any(key in given and given[key].value is not None for key in ("type", "model")):
+            return Implied("huggingface", "data.tokenizer.type")
+    return None
+
+
+def _model_name(view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
+    architectures = architectures_of(hf)
+    section = view.plain("model", {})
+    context = ResolveModelContext(model=section if isinstance(section, dict) else {}, hf_architectures=architectures)
+    answer = kernel.hooks.nxdt_resolve_model(context)
+    if answer is not None:
+        return Implied(answer.value, f"plugin {answer.plugin}", answer.plugin)
+    readers = kernel.registry.readers(architectures)
+    if readers:
+        return Implied(_only(readers, architectures[0]).record.name, f"model.model_config ({architectures[0]})")
+    if architectures:
+        return Implied(reading_model(architectures[0]) or "hf", f"model.model_config ({architectures[0]})")
+    return _incumbent_name(str(view.plain("name", "")), str(view.plain("model_source")))
+
+
+_NAMED: Mapping[str, tuple[str, ...]] = {"hf": ("mixtral",), "megatron": ("mixtral", "mistral", "llama")}
+"""By ``model_source``: what NxD Training looks for in a run's name, and what its examples for Megatron are called."""
+_OTHERWISE: Mapping[str, str] = {"hf": "llama", "megatron": "gpt"}
+
+
+def _incumbent_name(name: str, source: str) -> Implied:
+    """The model that NxD Training takes for a run of that name."""
+    found = next((model for model in _NAMED.get(source, ()) if model in name.lower()), None)
+    if found is not None:
+        return Implied(found, f"model_source ({source}) and the run's name ({name})")
+    return Implied(_OTHERWISE.get(source, "llama"), f"model_source ({source})")
+
+
+def _only(readers: Sequence[RegisteredComponent], architecture: str) -> RegisteredComponent:
+    if len(readers) > 1:
+        raise AmbiguousComponent(
+            kind="model_builder",
+            name=architecture,
+            offers=tuple(component.qualified_name for component in readers),
+            dists=tuple(f"{component.dist} {component.version}" for component in readers),
+        )
+    return readers[0]
+
+
+def _storage(view: Node, kernel: Kernel) -> RegisteredComponent:
+    uri = view.plain("checkpoint.uri")
+    uri = uri if isinstance(uri, str) else ""
+    answer = kernel.hooks.nxdt_resolve_checkpoint_storage(ResolveStorageContext(uri=uri)) if uri else None
+    if answer is not None:
+        return kernel.registry.get("checkpoint_storage", answer.value)
+    scheme, separator, _ = uri.partition("://")
+    return kernel.registry.storage_for_scheme(scheme if separator else "file")
+
+
+def _take_class(selection: Selection, slot: Slot, component: RegisteredComponent | None, origin: Origin) -> None:
+    """Import the dataclass of the component's section and see that its annotations can be read."""
+    if component is None:
+        return
+    try:
+        cls = usable_class(component, origin.at(slot.key))
+    except ConfigProblem as problem:
+        selection.problems.append(problem)
+        selection.open.add(slot.section)
+        return
+    if cls is not None:
+        selection.classes[slot.section] = cls
+
+
+def usable_class(component: RegisteredComponent, place: Place) -> type | None:
+    """The component's dataclass; ``place`` is that of the key that selects it.
+
+    Raises:
+        BadComponentChoice: it cannot be imported.
+        BadComponentConfig: a field has a type that no YAML value can have.
+    """
+    try:
+        cls = component.load_config()
+        if cls is not None:
+            _visit(cls)
+        return cls
+    except NxdtError as error:
+        raise BadComponentChoice(**place, error=error) from error
+    except BadAnnotation as error:
+        raise BadComponentConfig(
+            **place,
+            component=component.qualified_name,
+            dist=component.dist,
+            reason=str(error),
+        ) from error
+
+
+def _visit(cls: type) -> None:
+    for key in keys_of(cls).values():
+        if key.section is not None and key.section is not cls:
+            _visit(key.section)

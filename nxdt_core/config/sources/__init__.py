@@ -1,0 +1,1 @@
+"""Where values come from: files, recipes, base files and the command line."""

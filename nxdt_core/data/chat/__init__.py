@@ -1,0 +1,1 @@
+"""Chat data: records, conversations and chat templates."""

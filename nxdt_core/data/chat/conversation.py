@@ -1,0 +1,96 @@
+"""A conversation as every format of records gives it, and what must hold of the order of its speakers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxdt_core.data.files.records import Place
+from nxdt_core.errors.chats import EmptyTurn, RolesOutOfOrder
+
+__all__ = ["ROLES", "Conversation", "Message", "check_order"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What one speaker says."""
+
+    role: str
+    content: str
+    """Empty where a turn has tool calls only."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What else a template may read: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``, …"""
+    train: bool | None = None
+    """Whether the loss is on it; None leaves it to the configuration."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Keys within its content and its calls that nothing reads."""
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """Its tool calls."""
+        return self.fields.get("tool_calls") or ()
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether a tool is to answer."""
+        return bool(self.calls)
+
+    def is_said_in(self, text: str) -> bool:
+        """Whether a rendering has its words, reasoning aside, and the functions that it calls."""
+        words = self.content.rpartition("</think>")[2].strip()
+        return words in text and all(call["function"]["name"] in text for call in self.calls)
+
+    def for_template(self, nothing: str | None) -> dict[str, Any]:
+        """As templates expect messages; ``nothing`` is the content of a turn that only calls tools."""
+        content = nothing if self.calls_tools and not self.content else self.content
+        return {"role": self.role, "content": content, **self.fields}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """The messages of one record."""
+
+    place: Place
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas of the functions that the assistant may call."""
+    unused: tuple[str, ...] = ()
+    """Fields of the record that are not part of the conversation."""
+
+
+_MAY_FOLLOW: Mapping[str, tuple[str, ...]] = {
+    "": ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user",),
+    "assistant with tool calls": ("tool",),
+    "tool": ("tool", "assistant"),
+}
+"""Role, or none at the beginning → the roles that may come next."""
+
+
+def check_order(conversation: Conversation) -> None:
+    """Let a conversation pass whose speakers take turns.
+
+    Raises:
+        RolesOutOfOrder: one speaks where another would have to.
+        EmptyTurn: an assistant says nothing and calls nothing.
+    """
+    before = ""
+    for number, message in enumerate(conversation.messages, start=1):
+        if message.role not in _MAY_FOLLOW[before]:
+            raise RolesOutOfOrder(
+                place=str(conversation.place),
+                number=number,
+                role=message.role,
+                before=before,
+                allowed=_MAY_FOLLOW[before],
+            )
+        if message.role == "assistant" and not (message.content.strip() or message.calls_tools):
+            raise EmptyTurn(place=str(conversation.place), number=number)
+        before = "assistant with tool calls" if message.role == "assistant" and message.calls_tools else message.role

@@ -1,0 +1,191 @@
+"""One record of a file → a conversation, from the three forms in which chat data are published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order
+from nxdt_core.data.chat.tool_calls import parsed, read_calls, read_tools, tools_key, unread_of_calls
+from nxdt_core.data.files.records import Place
+from nxdt_core.data.files.unused_fields import is_given, unread
+from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
+
+__all__ = ["read_message", "read_record", "unused_fields", "with_system"]
+
+_SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Speakers of ShareGPT's records → roles."""
+_OPENAI = {"function": "tool"}
+"""OpenAI's older roles → roles."""
+_OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"})
+_OF_PART = ("type", "text")
+_PAIR = ("instruction", "input", "output", "history")
+
+
+def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
+    """Return the conversation of a record with ``messages``, ``conversations`` or ``input`` and ``output``.
+
+    An ``instruction`` beside an ``output`` is what the user says, before an ``input`` that is not blank (Alpaca); the
+    questions and answers of ``history`` come before it.
+    A ``system`` text beside them comes first, ``tools`` beside them are the functions that may be called.
+
+    Raises:
+        UnknownRecord: it has none of these keys.
+        BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: each names the place and the message.
+    """
+    read: tuple[str, ...]
+    if _given(record, "messages"):
+        read = ("messages",)
+        messages = [read_message(entry, place, i) for i, entry in _entries(record["messages"], "messages", place)]
+    elif _given(record, "conversations"):
+        read = ("conversations",)
+        entries = _entries(record["conversations"], "conversations", place)
+        messages = [_sharegpt(entry, place, i) for i, entry in entries]
+    elif _given(record, "output") and (_given(record, "input") or _given(record, "instruction")):
+        read, messages = _PAIR, _pair(record, place)
+    else:
+        raise UnknownRecord(place=str(place), keys=tuple(record))
+    messages = with_system(messages, record, place)
+    conversation = Conversation(
+        place=place,
+        messages=messages,
+        tools=read_tools(record, place),
+        unused=unused_fields(record, read, messages),
+    )
+    check_order(conversation)
+    return conversation
+
+
+def unused_fields(record: Mapping[str, Any], read: Iterable[str], messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return what ``messages``, read from the keys ``read`` of a record, do not contain of it."""
+    begins = bool(messages) and messages[0].role == "system"
+    system = ["system"] if begins and messages[0].content.strip() == str(record.get("system")).strip() else []
+    within = [name for message in messages for name in message.unread]
+    return tuple(dict.fromkeys([*unread(record, [*read, *system, tools_key(record)]), *within]))
+
+
+def with_system(messages: Sequence[Message], record: Mapping[str, Any], place: Place) -> list[Message]:
+    """Return ``messages`` behind the text that the record has under ``system``, where they do not begin with one.
+
+    Raises:
+        BadMessage: it is not a text.
+    """
+    system = _text(record.get("system"), place, 0)
+    if system.strip() and not (messages and messages[0].role == "system"):
+        return [Message(role="system", content=system), *messages]
+    return list(messages)
+
+
+def _pair(record: Mapping[str, Any], place: Place) -> list[Message]:
+    """Return the messages of a question and an answer, behind those of ``history``."""
+    history = record["history"] if is_given(record.get("history")) else []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise BadMessage(place=str(place), number=0, reason="'history' must be a list of [question, answer] pairs")
+    asked = (_text(record.get(key), place, 2 * len(history) + 1) for key in ("instruction", "input"))
+    turns = [*history, ["\n\n".join(text for text in asked if text.strip()), record["output"]]]
+    said = (each for question, answer in turns for each in (("user", question), ("assistant", answer)))
+    return [_made(role, content, place, number) for number, (role, content) in enumerate(said, start=1)]
+
+
+def _given(record: Mapping[str, Any], key: str) -> bool:
+    """Arrow tables have every column in every record."""
+    return record.get(key) is not None
+
+
+def _entries(value: Any, key: str, place: Place) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    if not isinstance(value, list) or not value:
+        raise BadMessage(place=str(place), number=0, reason=f"'{key}' must be a list of at least one message")
+    for number, entry in enumerate(value, start=1):
+        if not isinstance(entry, dict):
+            raise BadMessage(place=str(place), number=number, reason=f"it is a {type(entry).__name__}, not an object")
+        yield number, entry
+
+
+def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message:
+    """The message of an object with ``role`` and ``content``, the ``number``-th of its record.
+
+    Raises:
+        BadMessage, UnknownRole: each names the place and the message.
+    """
+    role = entry.get("role")
+    if not isinstance(role, str):
+        raise BadMessage(place=str(place), number=number, reason="it has no text under 'role'")
+    _check_one_said(entry, place, number)
+    return _made(_OPENAI.get(role, role), entry.get("content"), place, number, entry)
+
+
+def _check_one_said(entry: Mapping[str, Any], place: Place, number: int) -> None:
+    """Let a message pass that names its speaker and its content once, or twice the same."""
+    speaker = entry.get("from")
+    said = (("role", "from", entry.get("role"), _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else None),
+            ("content", "value", entry.get("content"), entry.get("value")))  # fmt: skip
+    for one, other, first, second in said:
+        if is_given(first) and is_given(second) and first != second:
+            raise BadMessage(place=str(place), number=number, reason=f"{one!r} and {other!r} differ; keep one of them")
+
+
+def _trained(entry: Mapping[str, Any], place: Place, number: int) -> bool | None:
+    """``train``, or OpenAI's ``weight``, of which 0 says no and 1 nothing."""
+    train, weight = entry.get("train"), entry.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")
+    if weight is not None and weight not in (0, 1):
+        raise BadMessage(place=str(place), number=number, reason=f"'weight' is {weight!r}; it must be 0 or 1")
+    return False if train is None and weight == 0 else train
+
+
+def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
+    if "from" not in entry and "role" in entry:
+        return read_message(entry, place, number)
+    speaker, value = entry.get("from"), entry.get("value")
+    if not isinstance(speaker, str):
+        raise BadMessage(place=str(place), number=number, reason="it has no text under 'from'")
+    _check_one_said(entry, place, number)
+    if speaker == "function_call":
+        if is_given(entry.get("tool_calls")):
+            reason = "'value' and 'tool_calls' both hold calls; keep one of them"
+            raise BadMessage(place=str(place), number=number, reason=reason)
+        entry, value = {**entry, "tool_calls": parsed(value, place, number, "a function call")}, ""
+    return _made(_SHAREGPT.get(speaker, speaker), value, place, number, entry)
+
+
+def _made(role: str, content: Any, place: Place, number: int, entry: Mapping[str, Any] | None = None) -> Message:
+    """Return a message with the other keys of its object, ``entry``."""
+    entry = entry or {}
+    if role not in ROLES:
+        raise UnknownRole(place=str(place), number=number, role=role, known=ROLES)
+    text = _text(content, place, number)
+    fields = {key: value for key, value in entry.items() if key not in _OWN and value is not None}
+    parts = content if isinstance(content, list) else []
+    left = [f"content.{key}" for part in parts for key in unread(part, _OF_PART)]
+    calls, older = entry.get("tool_calls"), entry.get("function_call")
+    if calls and is_given(older):
+        left.append("function_call")
+    if calls := calls or older:
+        fields["tool_calls"] = read_calls(calls, place, number)
+        left += [f"tool_calls.{key}" for key in unread_of_calls(calls)]
+    names = tuple(f"messages.{name}" for name in left)
+    return Message(role=role, content=text, fields=fields, train=_trained(entry, place, number), unread=names)
+
+
+def _text(content: Any, place: Place, number: int) -> str:
+    """Text, nothing, or a list of parts that are all text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = [part.get("type") for part in content]
+        texts = [part.get("text") for part in content]
+        if all(kind == "text" for kind in kinds) and all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+        found = f"parts of type {', '.join(sorted({str(kind) for kind in kinds}))}"
+    else:
+        found = f"a {type(content).__name__}"
+    raise BadMessage(place=str(place), number=number, reason=f"its content is {found}; only text can be trained on")

@@ -1,0 +1,210 @@
+"""Messages → text by a chat template, in the sandbox of transformers; and the tokens of a question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date
+from typing import Any
+
+from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.templates import ChatTemplate, find_template
+from nxdt_core.data.chat.time_limit import TookTooLong, time_limit
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.chats import SpecialTokenInText, TemplateRefuses, TemplateUnreadable
+from nxdt_core.errors.evaluation import ChatTemplateMissing
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+
+__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "prompt_ids", "runner_of", "stop_ids"]
+
+Messages = Sequence[Mapping[str, Any]]
+
+Span = tuple[int, int]
+"""First character, and the one behind the last."""
+
+_MOST_SECONDS = 10
+"""That the rendering of one conversation may take; a long one takes milliseconds."""
+_MOST_CHARACTERS = 100_000_000
+"""Of one conversation."""
+
+_ANSWER = "This one"
+"""Of a conversation that shows what stands behind an answer."""
+
+
+class TemplateRunner:
+    """Runs one template.
+
+    Args:
+        template: the template.
+        special_tokens: as it may call them (``eos_token``, …).
+        options: what else it is told.
+        day: what it is told of today; None tells the truth.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        special_tokens: Mapping[str, str],
+        options: Mapping[str, Any] | None = None,
+        day: date | None = None,
+    ) -> None:
+        self.template = template
+        self._source = template.text if day is None else template.on(day)
+        self._told = {**special_tokens, **(options or {})}
+
+    @property
+    def settings(self) -> object:
+        """All that decides which text messages become; by its ``repr``."""
+        return self._source, sorted(self._told.items())
+
+    def run(
+        self,
+        messages: Messages,
+        *,
+        place: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompts: bool = False,
+        marks: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """The text of ``messages``, and where its generation blocks lie.
+
+        Args:
+            messages: of one conversation, each with ``role`` and ``content``.
+            place: of the conversation, for errors.
+            tools: JSON schemas of the functions that the assistant may call.
+            prompts: write the beginning of the assistant's next turn behind them.
+            marks: look for generation blocks.
+
+        Raises:
+            TemplateUnreadable: the template is none.
+            TemplateRefuses: it raises an exception for these messages, does not end, or writes without end.
+        """
+        from jinja2.exceptions import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            with time_limit(_MOST_SECONDS):
+                texts, blocks = render_jinja_template(
+                    [list(messages)],
+                    tools=None if tools is None else list(tools),
+                    chat_template=self._source,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=prompts,
+                    **self._told,
+                )
+        except TemplateSyntaxError as error:
+            reason = f"line {error.lineno}: {error.message}"
+            raise TemplateUnreadable(origin=self.template.origin, reason=reason) from error
+        except ImportError:
+            raise
+        except TookTooLong as error:
+            raise self._refuses(place, f"it has not ended after {_MOST_SECONDS} seconds") from error
+        except Exception as error:  # a template is a program, which can fail in every way that Python can
+            raise self._refuses(place, str(error).rstrip(".") or type(error).__name__) from error
+        if len(texts[0]) > _MOST_CHARACTERS:
+            raise self._refuses(place, f"it writes {len(texts[0]):,} characters, more than {_MOST_CHARACTERS:,}")
+        return str(texts[0]), list(blocks[0]) if marks else []
+
+    def _refuses(self, place: str, reason: str) -> TemplateRefuses:
+        return TemplateRefuses(place=place, origin=self.template.origin, reason=reason)
+
+
+def runner_of(keys: ChatKeys, tokenizer: ChatTokenizer) -> TemplateRunner | None:
+    """Runs the template that the configuration names, else the tokenizer's; None where there is none.
+
+    Raises:
+        TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
+        TemplateNeedsToken: it writes a token that the tokenizer does not name.
+    """
+    template = find_template(keys, tokenizer)
+    if template is None:
+        return None
+    named = tokenizer.special_tokens()
+    template.check_tokens(named)
+    return TemplateRunner(template, named, keys.template_options, date.fromisoformat(keys.template_date))
+
+
+def prompt_ids(
+    messages: Messages,
+    tokenizer: Tokenizer,
+    keys: ChatKeys,
+    *,
+    place: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Tokens of ``messages`` and of the beginning of the assistant's answer, as in training by ``keys``.
+
+    Raises:
+        ChatTemplateMissing: there is no template.
+        NxdtError: as of :func:`runner_of` and :meth:`TemplateRunner.run`.
+    """
+    chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
+    runner = runner_of(keys, chat) if chat else None
+    if chat is None or runner is None:
+        raise ChatTemplateMissing(place=place)
+    text, _ = runner.run(messages, place=place, prompts=True, tools=tools)
+    ids: list[int] = chat.locate([text])[0].ids.tolist()
+    return ids
+
+
+def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that end what a model writes: the tokenizer's end of text and, where it is another one, what ends the
+    assistant's turn by the chat template. A template that cannot be read or run here adds none."""
+    found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    if isinstance(tokenizer, ChatTokenizer):
+        try:
+            end = _end_of_turn(keys, tokenizer)
+        except (NxdtError, ImportError):
+            end = None
+        found += [] if end is None else [end]
+    return tuple(dict.fromkeys(found))
+
+
+def _end_of_turn(keys: ChatKeys, tokenizer: ChatTokenizer) -> int | None:
+    """The special token behind an answer, space aside."""
+    runner = runner_of(keys, tokenizer)
+    if runner is None:
+        return None
+    asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
+    _, _, behind = runner.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
+    behind = behind.lstrip()
+    token = max(filter(behind.startswith, tokenizer.reserved_tokens()), key=len, default=None)
+    return None if token is None else int(tokenizer.locate([token])[0].ids[0])
+
+
+class ReservedTokens:
+    """The special tokens that no message may spell: it would end a turn, or begin one.
+
+    Args:
+        tokenizer: whose tokens they are.
+        allowed: whether texts may spell them all the same.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, *, allowed: bool) -> None:
+        reserved = () if allowed else tokenizer.reserved_tokens()
+        self._pattern = re.compile("|".join(map(re.escape, reserved))) if reserved else None
+
+    def check(self, said: Iterable[object], place: str, *, tools: object = None) -> None:
+        """Let the messages of a conversation pass: texts, or mappings and lists with texts in them.
+
+        Raises:
+            SpecialTokenInText: one spells such a token, or a function that may be called does; tells which.
+        """
+        if self._pattern is None:
+            return
+        for number, what in enumerate((tools, *said)):
+            for text in _texts(what):
+                if found := self._pattern.search(text):
+                    raise SpecialTokenInText(place=place, number=number, token=found[0])
+
+
+def _texts(what: object) -> Iterator[str]:
+    if isinstance(what, str):
+        yield what
+    elif isinstance(what, Mapping):
+        for key, value in what.items():
+            yield from _texts(key)
+            yield from _texts(value)
+    elif isinstance(what, Sequence):
+        for value in what:
+            yield from _texts(value)

@@ -1,0 +1,1 @@
+"""Data files: paths, compression, encodings, records and caches."""

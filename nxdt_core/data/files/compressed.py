@@ -1,0 +1,56 @@
+"""Files that may be compressed: gzip and Zstandard, told by the ends of their names."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+__all__ = ["COMPRESSED", "UNREADABLE", "bare_name", "decompressed", "is_compressed", "opened"]
+
+COMPRESSED = (".gz", ".zst")
+"""Endings of compressed files."""
+
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What reading a file raises that is not whole, or that may not be read."""
+
+
+def bare_name(path: Path) -> str:
+    """The name that the file would have were it not compressed, in lower case, as its end tells the format."""
+    name = path.name.lower()
+    return name.removesuffix(_ending(path)) if is_compressed(path) else name
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the name of a file says that it is compressed."""
+    return _ending(path) in COMPRESSED
+
+
+def _ending(path: Path) -> str:
+    return path.suffix.lower()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The content of a file, decompressed.
+
+    Raises:
+        UNREADABLE: no permission, an error of the disk, or damaged data; also while it is read.
+    """
+    with path.open("rb") as raw, decompressed(path, raw) as file:
+        yield file
+
+
+def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
+    """The content of ``raw``, the bytes of ``path`` as they lie on the disk; itself where that is no other."""
+    if _ending(path) == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    if _ending(path) == ".zst":
+        from nxdt_core.data.files.zstd import ZstdFile
+
+        return io.BufferedReader(ZstdFile(raw))
+    return raw

@@ -1,0 +1,177 @@
+"""From the paths and patterns of a configuration to files, and from a file to text or JSON objects.
+
+Formats of records do not live here: a dataset plugin knows what its objects hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from nxdt_core.config.sources.paths import PackageNotFound, resolve_path
+from nxdt_core.data.files.compressed import UNREADABLE, is_compressed, opened
+from nxdt_core.data.files.encodings import check_wide, not_utf8
+from nxdt_core.errors.data import BadJsonLine, DataFileNotFound, DataFileUnreadable
+
+__all__ = [
+    "EXPANDS_BY",
+    "EXPANDS_TO_BYTES",
+    "JSON_LINES",
+    "JSON_TEXTS",
+    "decode",
+    "expand",
+    "half_character",
+    "json_object",
+    "json_objects",
+    "near",
+    "read_bytes",
+]
+
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files with an object a line."""
+JSON_TEXTS = (*JSON_LINES, ".json")
+"""The same of corpora, where nothing else is meant by the last."""
+
+EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
+"""What a compressed file may expand to in any case, and how many times its size otherwise; text shrinks to a tenth."""
+_PART_BYTES = 1 << 24
+_BOM = "\ufeff"
+_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a character, or a whole one in two escapes."""
+
+
+def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
+    """Files that ``patterns`` name, in their order, the matches of each sorted by name.
+
+    Args:
+        patterns: paths, patterns (``corpus/*.txt``) and ``package://`` paths.
+        key: of the configuration, for errors.
+
+    Raises:
+        DataFileNotFound: a path or pattern matches no file; names what lies nearby.
+        DataFileUnreadable: it is a pipe or a device.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        try:
+            path = resolve_path(pattern)
+        except PackageNotFound as error:
+            raise DataFileNotFound(key=key, path=str(pattern)) from error
+        found = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
+        found = [p for p in found if p.is_file()]
+        if not found and path.exists() and not path.is_dir():
+            raise DataFileUnreadable(path=str(path), reason="it is no file, and files are read more than once")
+        if not found:
+            raise DataFileNotFound(key=key, path=str(pattern), candidates=near(path))
+        files += found
+    return files
+
+
+def read_bytes(path: Path, limit: int = -1) -> bytes:
+    """Return the first ``limit`` bytes of a file, or all, decompressed where its name ends in ``.gz`` or ``.zst``.
+
+    Raises:
+        DataFileUnreadable: no permission, an error of the disk, damaged compressed data, or a small file that expands
+            without end.
+    """
+    try:
+        with opened(path) as file:
+            return file.read(limit) if limit >= 0 or not is_compressed(path) else _expanded(path, file)
+    except UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataFileUnreadable(path=str(path), reason=reason) from error
+
+
+def _expanded(path: Path, file: IO[bytes]) -> bytes:
+    """Return all of a compressed file, unless it holds a bomb."""
+    most = max(EXPANDS_TO_BYTES, EXPANDS_BY * path.stat().st_size)
+    content = io.BytesIO()
+    while part := file.read(_PART_BYTES):
+        content.write(part)
+        if content.tell() > most:
+            reason = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
+            raise DataFileUnreadable(path=str(path), reason=reason)
+    return content.getvalue()
+
+
+def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
+    """Return the text of ``content``, which is UTF-8 and may begin with a byte order mark.
+
+    Args:
+        path: of the file, for errors.
+        content: of it, or a part of it.
+        first_line: number of the line with which ``content`` begins.
+
+    Raises:
+        TextNotUtf8: names the byte and the line, the likeliest encoding, and the command that converts the file.
+    """
+    check_wide(path, content, first_line=first_line)
+    try:
+        return content.decode("utf-8").removeprefix(_BOM)
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, content, error.start, first_line=first_line) from error
+
+
+def json_objects(path: Path, text: str, *, example: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
+    """The object of each line that is not blank, with the line's number.
+
+    Args:
+        path: named in errors.
+        text: of the file.
+        example: an object as it is wanted, for errors.
+
+    Raises:
+        BadJsonLine: a line is no JSON, or no object.
+    """
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold U+2028
+        if line.strip():
+            yield number, json_object(path, number, line, example=example)
+
+
+def json_object(path: Path, number: int, line: str | bytes, *, example: str = "") -> dict[str, Any]:
+    """The object of one line; ``example`` is one as it is wanted, for errors.
+
+    Raises:
+        BadJsonLine: it is no JSON, or no object, or holds half a character, which no tokenizer has.
+        TextNotUtf8: its bytes are not UTF-8.
+    """
+    if isinstance(line, bytes):
+        line = decode(path, line, first_line=number)
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadJsonLine(path=str(path), line=number, reason=str(error), example=example) from error
+    if not isinstance(record, dict):
+        raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}", example=example)
+    if half := half_character(line, record):
+        raise BadJsonLine(path=str(path), line=number, reason=f"it holds half a character, {half}", example=example)
+    return record
+
+
+def half_character(text: str, value: Any) -> str:
+    """Return half of a character, as JSON writes it, that ``value`` holds, which was read from ``text``; "" for none.
+
+    No tokenizer has half a character, and no encoding writes it.
+    """
+    if _ESCAPED.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return f"\\u{ord(error.object[error.start]):x}"
+    return ""
+
+
+def near(path: Path) -> tuple[str, ...]:
+    """Files with a similar name beside ``path``, or those in it where it is a directory."""
+    if path.is_dir():
+        return tuple(sorted(str(path / p.name) for p in path.iterdir() if p.is_file()))
+    if not path.parent.is_dir():
+        return ()
+    names = sorted(p.name for p in path.parent.iterdir())
+    return tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3))

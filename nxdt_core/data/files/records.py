@@ -1,0 +1,146 @@
+"""From files of JSON, Arrow or Parquet to raw records, each with its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.data.digest import digest
+from nxdt_core.data.files.compressed import bare_name
+from nxdt_core.data.files.paths import (
+    EXPANDS_BY,
+    EXPANDS_TO_BYTES,
+    JSON_LINES,
+    decode,
+    expand,
+    half_character,
+    json_objects,
+    read_bytes,
+)
+from nxdt_core.errors.data import ArrowMissing, ArrowUnreadable, BadJsonFile, NoRecords
+
+__all__ = ["Place", "Record", "read_records"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a record stands."""
+
+    path: str
+    number: int
+    """From 1: the line of a JSONL file, the record of any other."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}"
+
+
+Record = tuple[Place, dict[str, Any]]
+
+_ARROW, _PARQUET = ".arrow", ".parquet"
+_BATCH = 1024
+
+
+def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tuple[list[Record], str]:
+    """The records of all files, in order, and a digest of the files' content.
+
+    Args:
+        patterns: paths and patterns; a directory stands for its Arrow files.
+        key: of the configuration, for errors.
+        example: a record as it is wanted, as JSON, for errors.
+
+    Raises:
+        DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, BadJsonFile, NoRecords, ArrowMissing,
+        ArrowUnreadable: each names the file, and the line where there are lines.
+    """
+    records: list[Record] = []
+    digests: list[str] = []
+    for path in expand(map(_within, patterns), key):
+        content = read_bytes(path)
+        before = len(records)
+        records.extend(
+            (Place(path=str(path), number=number), record) for number, record in _records(path, content, example)
+        )
+        if len(records) == before:
+            raise NoRecords(path=str(path))
+        digests.append(digest(content))
+    return records, digest(*digests)
+
+
+def _within(path: Path) -> Path:
+    return path / f"*{_ARROW}" if path.is_dir() else path
+
+
+def _records(path: Path, content: bytes, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    name = bare_name(path)
+    if name.endswith((_ARROW, _PARQUET)):
+        return enumerate(_table(path, content), start=1)
+    text = decode(path, content)
+    if name.endswith(JSON_LINES) or not text.lstrip().startswith("["):
+        return json_objects(path, text, example=example)
+    return enumerate(_listed(path, text), start=1)
+
+
+def _listed(path: Path, text: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadJsonFile(path=str(path), reason=str(error)) from error
+    if not all(isinstance(record, dict) for record in found):
+        raise BadJsonFile(path=str(path), reason="an entry is no object")
+    if half := half_character(text, found):
+        raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
+    records: list[dict[str, Any]] = found
+    return records
+
+
+def _table(path: Path, content: bytes) -> list[dict[str, Any]]:
+    """Rows of an Arrow file, of the streaming form that ``datasets`` writes or the other, or of a Parquet file."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ArrowMissing(path=str(path), reason=str(error)) from error
+    buffer = pyarrow.py_buffer(content)
+    try:
+        if bare_name(path).endswith(_PARQUET):
+            table = _parquet(buffer)
+        elif content.startswith(b"ARROW1"):
+            table = pyarrow.ipc.open_file(buffer).read_all()
+        else:
+            table = pyarrow.ipc.open_stream(buffer).read_all()
+        table.validate(full=True)  # offsets of a damaged file lead anywhere
+        rows: list[dict[str, Any]] = _without_nulls(table.to_pylist())
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ArrowUnreadable(path=str(path), reason=reason) from error
+    return rows
+
+
+def _parquet(buffer: Any) -> Any:
+    """Return the table of a Parquet file, unless it holds a bomb: a page of a few bytes can stand for gigabytes.
+
+    Raises:
+        pyarrow.ArrowException: it is damaged, or expands without end.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    most = max(EXPANDS_TO_BYTES, EXPANDS_BY * len(buffer))
+    batches, found = [], 0
+    with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(buffer)) as file:
+        for batch in file.iter_batches(_BATCH):
+            found += batch.nbytes
+            if found > most:
+                raise pyarrow.ArrowInvalid(f"it expands to more than {EXPANDS_BY} times its size and {most >> 20} MiB")
+            batches.append(batch)
+        return pyarrow.Table.from_batches(batches, file.schema_arrow)
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the keys of objects that hold nothing: Arrow gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

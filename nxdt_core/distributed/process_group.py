@@ -1,0 +1,226 @@
+"""This process among all: joining and leaving the process group, and agreement between hosts.
+
+What lies in tensors on devices is communicated by the parts of ``parallel`` over the groups of the mesh; here is what
+surrounds the steps: flags, names, decisions. All of it goes over a group of its own on the hosts, so that it waits for
+no device and never mixes with the collectives of training.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from nxdt_core.devices import HOST, profile_of
+from nxdt_core.distributed.environment import Place, place_from_environment
+from nxdt_core.distributed.store import connect_store
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.ranks import NotEnoughDevices
+from nxdt_core.progress import PROGRESS
+
+__all__ = ["Ranks", "check_devices"]
+
+_T = TypeVar("_T")
+
+_starts = itertools.count()
+"""Default groups that this process has made: each has its own keys in the store, which keeps those of the last one."""
+
+_COLLECTIVE_TIMEOUT_S = 1800.0
+"""Longest wait within one collective. Dead ranks are noticed elsewhere, in seconds; this bounds deadlocks."""
+_SUPERVISED_FACTOR = 4
+"""How many times longer a supervised process waits: its supervisor finds the rank that hangs before that, while torch
+would blame the ranks that wait."""
+
+
+class Ranks:
+    """The processes of a run. Alone, there is no process group, and everything gives back what it is given.
+
+    Example::
+
+        ranks = Ranks.from_environment()
+        ranks.start(device)
+        newest = ranks.on_rank_zero(lambda: find_checkpoint(storage))
+        ranks.stop()
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.host = place.host
+        self._group: dist.ProcessGroup | None = None
+        self._owns_default = False
+        self._asked: dict[str, tuple[torch.Tensor, dist.Work]] = {}
+        self._siblings: list[Ranks] = []
+        self.collective_timeout_s = _COLLECTIVE_TIMEOUT_S
+        """Longest wait within one collective, as :meth:`start` has set it."""
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Read the place from the launcher's variables; a group that exists already decides instead."""
+        place = place_from_environment()
+        if dist.is_initialized() and dist.get_world_size() != place.world_size:
+            place = Place(
+                rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=place.local_rank, host=place.host
+            )
+        return cls(place)
+
+    def start(self, device: torch.device, *, timeout_s: float = _COLLECTIVE_TIMEOUT_S) -> None:
+        """Join the default process group with the backend of the device's profile; a second call does nothing.
+
+        Collective. A default group that exists is used, and left to whoever made it.
+
+        Args:
+            device: of this rank; an accelerator is made the current one.
+            timeout_s: longest wait within one collective; four times as long in a process that is supervised.
+
+        Raises:
+            NotEnoughDevices: there is no such device.
+            PortTaken: rank 0 cannot serve the ranks' meeting point.
+            CannotReachRankZero: nobody serves it.
+        """
+        if self.world_size == 1 or self._group is not None:
+            return
+        if device.index is not None:
+            check_devices(device, device.index + 1, self.host)
+            torch.accelerator.set_device_index(device.index)
+        self.collective_timeout_s = timeout_s * (_SUPERVISED_FACTOR if PROGRESS.supervised else 1)
+        timeout = timedelta(seconds=self.collective_timeout_s)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                profile_of(device).process_group_backend,
+                store=PrefixStore(f"nxdt/{self.place.attempt}/{next(_starts)}", connect_store(self.place)),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timeout,
+                device_id=device if device.index is not None else None,
+            )
+            self._owns_default = True
+        self._group = _host_group(timeout)
+
+    def start_alone(self, device: torch.device) -> None:
+        """Give a world of one process a group of its own, for what cannot do without one."""
+        if dist.is_initialized():
+            return
+        backend = profile_of(device).process_group_backend
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        self._group, self._owns_default = dist.group.WORLD, True
+
+    def sibling(self, *, timeout_s: float) -> Ranks:
+        """The same processes over a group of its own, for a thread that agrees beside this one. Collective.
+
+        It ends with this one.
+
+        Args:
+            timeout_s: longest wait within one collective.
+        """
+        other = Ranks(self.place)
+        if self.world_size > 1 and self._group is not None:
+            other._group = _host_group(timedelta(seconds=timeout_s))
+            self._siblings.append(other)
+        return other
+
+    def stop(self) -> None:
+        """Leave the groups that :meth:`start` made; may be called twice."""
+        group, self._group, self._asked = self._group, None, {}
+        while self._siblings:
+            self._siblings.pop().stop()
+        if group is None or not dist.is_initialized():
+            return
+        if self._owns_default:
+            dist.destroy_process_group()
+            self._owns_default = False
+        else:
+            dist.destroy_process_group(group)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+    def broadcast_object(self, value: _T, source: int = 0) -> _T:
+        """The value of rank ``source`` on every rank; it travels pickled, between processes that trust each other."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self._group, device=HOST)
+        return box[0]
+
+    def all_gather_object(self, value: _T) -> list[_T]:
+        """The values of all ranks in their order, on every rank."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def on_rank_zero(self, function: Callable[[], _T]) -> _T:
+        """What ``function`` returns on rank 0, where alone it is called; its ``NxdtError`` is raised on every rank."""
+        outcome: tuple[_T | None, NxdtError | None] = (None, None)
+        if self.rank == 0:
+            try:
+                outcome = (function(), None)
+            except NxdtError as error:
+                outcome = (None, error)
+        value, problem = self.broadcast_object(outcome)
+        if problem is not None:
+            raise problem
+        return cast(_T, value)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank."""
+        return self.largest(int(flag)) > 0
+
+    def largest(self, value: int) -> int:
+        """The largest ``value`` of all ranks."""
+        if self._group is None:
+            return value
+        box = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
+        return int(box)
+
+    def largest_before(self, value: int, *, topic: str = "") -> int:
+        """Give in this step's ``value`` and get the largest of the step before: all ranks get the same, and none waits.
+
+        (The answer to a question of this step would hold every host until the slowest has asked.) Alone, the answer
+        is ``value`` itself. Questions of different topics do not mix.
+        """
+        if self._group is None:
+            return value
+        answer = self.last_answer(topic=topic)
+        box = torch.tensor([value], dtype=torch.int64)
+        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._asked[topic] = (box, cast(dist.Work, work))
+        return answer
+
+    def last_answer(self, *, topic: str = "") -> int:
+        """The answer that :meth:`largest_before` still owes, 0 where it owes none; waits for it."""
+        if topic not in self._asked:
+            return 0
+        box, work = self._asked.pop(topic)
+        work.wait()
+        return int(box)
+
+
+def _host_group(timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks, over the hosts. Collective."""
+    return cast(dist.ProcessGroup, dist.new_group(backend=profile_of(HOST).process_group_backend, timeout=timeout))
+
+
+def check_devices(device: torch.device, wanted: int, host: str) -> None:
+    """Refuse more ranks on this machine than it has devices of the type of ``device``; of hosts there are enough.
+
+    Raises:
+        NotEnoughDevices: there are fewer.
+    """
+    if profile_of(device).host:
+        return
+    found = torch.accelerator.device_count()
+    if wanted > found:
+        raise NotEnoughDevices(host=host, wanted=wanted, found=found, device_type=device.type)

@@ -1,0 +1,116 @@
+"""The store at which the ranks of a run meet, before there is any process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+from threading import Thread
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from nxdt_core.distributed.environment import Place
+from nxdt_core.errors.ranks import BadLaunchVariable, CannotReachRankZero, PortTaken
+
+__all__ = ["connect_store", "join_timeout_s"]
+
+_JOIN_TIMEOUT_S = 300.0
+"""How long ranks wait for each other at the start: nodes boot, images load, file systems mount at different speeds."""
+_RETRY_S = 0.25
+_TIMEOUT_VARIABLE = "NXDT_JOIN_TIMEOUT_S"
+
+
+def join_timeout_s() -> float:
+    """Seconds that ranks wait for each other at the start: ``NXDT_JOIN_TIMEOUT_S``, else five minutes.
+
+    Raises:
+        BadLaunchVariable: the variable holds no positive number.
+    """
+    text = os.environ.get(_TIMEOUT_VARIABLE)
+    if not text:
+        return _JOIN_TIMEOUT_S
+    if not text.replace(".", "", 1).isdecimal() or float(text) == 0:
+        raise BadLaunchVariable(name=_TIMEOUT_VARIABLE, value=text, wanted="a positive number of seconds")
+    return float(text)
+
+
+def connect_store(place: Place, *, who: str | None = None) -> TCPStore:
+    """Join the run's store; rank 0 serves it, unless an agent does. (Once in a process, however often it is asked for.)
+
+    Args:
+        place: of this process.
+        who: waits for it, for messages; this rank where None.
+
+    Raises:
+        PortTaken: rank 0 cannot serve it, another process listens there.
+        CannotReachRankZero: nobody serves it.
+    """
+    timeout_s = join_timeout_s()
+    if place.rank == 0 and not place.store_is_hosted:
+        return _serve(place, timeout_s)
+    try:
+        _wait_for_server(place, timeout_s)
+        return _connect(place, timeout_s)
+    except (OSError, DistError) as error:
+        raise CannotReachRankZero(
+            who=who or f"rank {place.rank}",
+            host=place.host,
+            address=place.master_addr,
+            port=place.master_port,
+            timeout_s=timeout_s,
+            reason=getattr(error, "strerror", None) or str(error).partition("\n")[0],
+        ) from error
+
+
+def _store(place: Place, timeout_s: float, *, serves: bool) -> TCPStore:
+    return TCPStore(
+        place.master_addr,
+        place.master_port,
+        place.world_size,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _serve(place: Place, timeout_s: float) -> TCPStore:
+    try:
+        return _store(place, timeout_s, serves=True)
+    except DistError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise PortTaken(address=place.master_addr, port=place.master_port) from error
+
+
+def _wait_for_server(place: Place, timeout_s: float) -> None:
+    """Return once somebody listens. (The store's own client waits, too, but writes a C++ stack for each attempt.)"""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((place.master_addr, place.master_port), timeout=timeout_s).close()
+            return
+        except OSError:
+            if time.monotonic() + _RETRY_S > deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _connect(place: Place, timeout_s: float) -> TCPStore:
+    """Join as a client. (Its own timeout ends with the connection: a server that is no store and never answers
+    would hold it for good.)"""
+    connected: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            connected.set_result(_store(place, timeout_s, serves=False))
+        except Exception as error:  # raised where the result is awaited
+            connected.set_exception(error)
+
+    Thread(target=connect, daemon=True).start()
+    try:
+        return connected.result(timeout_s)
+    except TimeoutError:
+        raise TimeoutError("what listens there does not answer as the store of a run") from None

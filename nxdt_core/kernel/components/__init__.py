@@ -1,0 +1,1 @@
+"""Components that plugins register, and the registry that finds them."""

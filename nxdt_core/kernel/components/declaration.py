@@ -1,0 +1,145 @@
+"""Calls one plugin's registration hooks and checks what they yield, all or nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nxdt_core.api import KINDS, CliCommand, Component, Kind
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.plugins import PluginHookFailed
+from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.kernel.defect import GUARDED, PluginDefect, describe_failure
+from nxdt_core.kernel.hooks.calls import HookResult
+from nxdt_core.kernel.hooks.facade import Hooks
+from nxdt_core.kernel.plugin import PluginInfo
+
+__all__ = ["Declaration", "declare", "fill_added_kinds"]
+
+T = TypeVar("T")
+_Hook = Callable[[], tuple[HookResult[Any], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What one plugin offers."""
+
+    plugin: PluginInfo
+    kinds: tuple[Kind, ...]
+    components: tuple[RegisteredComponent, ...]
+    """Of the kernel's own kinds."""
+    added: Mapping[str, tuple[Any, ...]]
+    """Records by name of a kind that some plugin adds; unchecked, since that plugin may come later."""
+
+
+def declare(plugin: PluginInfo, hooks: Hooks) -> Declaration:
+    """Call the registration hooks of one plugin.
+
+    Args:
+        plugin: Whose hooks.
+        hooks: A facade over this plugin's implementations alone.
+
+    Raises:
+        PluginDefect: a hook fails, or yields what its kind does not take.
+    """
+    kinds = _yielded("nxdt_kinds", hooks.nxdt_kinds, Kind)
+    for kind in kinds:
+        if any(kind.name == own.name for own in KINDS):
+            raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which the kernel defines")
+        if not (isinstance(kind.record, type) and issubclass(kind.record, Component)):
+            raise PluginDefect(f"nxdt_kinds adds {kind.name!r} whose record {kind.record!r} is no Component class")
+    components = [
+        _registered(plugin, kind, record)
+        for kind in KINDS
+        for record in _yielded(kind.hook, getattr(hooks, kind.hook), kind.record)
+    ]
+    _refuse_duplicates(components)
+    _yielded("nxdt_cli", hooks.nxdt_cli, CliCommand)  # checked now; the command line calls it again
+    return Declaration(plugin=plugin, kinds=kinds, components=tuple(components), added=_added(hooks))
+
+
+def fill_added_kinds(declaration: Declaration, kinds: Mapping[str, Kind]) -> tuple[RegisteredComponent, ...]:
+    """The components for kinds that plugins add, checked against those kinds.
+
+    Raises:
+        PluginDefect: no plugin adds the kind, or a record is not of the kind's class.
+    """
+    components = []
+    for name, records in declaration.added.items():
+        kind = kinds.get(name)
+        if kind is None:
+            close = difflib.get_close_matches(str(name), kinds, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise PluginDefect(f"nxdt_components fills the kind {name!r}, which no plugin adds{hint}")
+        if any(kind is own for own in KINDS):
+            raise PluginDefect(f"nxdt_components fills the kind {name!r}, which {kind.hook} fills")
+        for record in records:
+            _require("nxdt_components", record, kind.record)
+            components.append(_registered(declaration.plugin, kind, record))
+    _refuse_duplicates(components)
+    return tuple(components)
+
+
+def _yielded(hook: str, call: _Hook, record: type[T]) -> tuple[T, ...]:
+    """What one registration hook gives, each of the class ``record``."""
+    with _defects_of(hook):
+        records = [record for result in call() for record in _items(hook, result.value)]
+    for found in records:
+        _require(hook, found, record)
+    return tuple(records)
+
+
+def _added(hooks: Hooks) -> dict[str, tuple[Any, ...]]:
+    added: dict[str, tuple[Any, ...]] = {}
+    with _defects_of("nxdt_components"):
+        for result in hooks.nxdt_components():
+            if not isinstance(result.value, Mapping):
+                raise PluginDefect(f"nxdt_components returns {type(result.value).__name__}, not a mapping by kind")
+            for name, records in result.value.items():
+                added[name] = (*added.get(name, ()), *_items("nxdt_components", records))
+    return added
+
+
+def _items(hook: str, value: object) -> Iterable[Any]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+        raise PluginDefect(f"{hook} yields {type(value).__name__} where a list of records belongs")
+    return value
+
+
+@contextmanager
+def _defects_of(hook: str) -> Iterator[None]:
+    """Turn what a plugin's code raises into its defect. (A hook may be a generator, so iterating runs code too.)"""
+    try:
+        yield
+    except PluginDefect:
+        raise
+    except PluginHookFailed as error:
+        raise PluginDefect(f"{hook} {error.reason}") from error
+    except NxdtError as error:
+        raise PluginDefect(f"{hook}: {error.what()}") from error
+    except GUARDED as error:
+        raise PluginDefect(f"{hook} {describe_failure(error)}") from error
+
+
+def _require(hook: str, found: object, record: type) -> None:
+    if not isinstance(found, record):
+        raise PluginDefect(f"{hook} yields a {type(found).__name__}, not a {record.__name__}")
+
+
+def _registered(plugin: PluginInfo, kind: Kind, record: Component) -> RegisteredComponent:
+    return RegisteredComponent(
+        kind=kind.name, record=record, plugin=plugin.name, dist=plugin.dist, version=plugin.version
+    )
+
+
+def _refuse_duplicates(components: Iterable[RegisteredComponent]) -> None:
+    """Within one plugin a name means one component; between plugins the registry decides."""
+    seen: set[tuple[str, str]] = set()
+    for component in components:
+        for name in (component.record.name, *component.record.aliases):
+            if (component.kind, name) in seen:
+                raise PluginDefect(f"it offers the {component.kind} {name!r} twice")
+            seen.add((component.kind, name))

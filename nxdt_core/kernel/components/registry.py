@@ -1,0 +1,206 @@
+"""Finds components by kind and name. Looking up imports nothing; :meth:`RegisteredComponent.load_target` does."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+from nxdt_core.api import Kind, ModelComponent, StorageComponent
+from nxdt_core.errors.plugins import AmbiguousComponent, UnknownComponent, UnknownKind, UnknownScheme
+from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.kernel.components.known import known_offers, offering_dist, reading_model, serving_dist
+from nxdt_core.kernel.doctor import diagnose
+from nxdt_core.kernel.plugin import PluginInfo
+from nxdt_core.kernel.policy import names, normalise
+
+__all__ = ["RegisteredComponent", "Registry"]
+
+
+class Registry:
+    """The components of all usable plugins; the same, in the same order, on every rank.
+
+    Example::
+
+        builder = kernel.registry.get("model_builder", "llama").load_target()
+    """
+
+    def __init__(
+        self,
+        *,
+        kinds: Sequence[Kind],
+        components: Iterable[RegisteredComponent],
+        plugins: Sequence[PluginInfo],
+        prefer: Sequence[str] = (),
+    ) -> None:
+        self._kinds = {kind.name: kind for kind in kinds}
+        self._plugins = tuple(plugins)
+        self._prefer = tuple(prefer)
+        self._components: dict[str, list[RegisteredComponent]] = {kind.name: [] for kind in kinds}
+        for component in sorted(components, key=lambda c: (c.record.name, normalise(c.dist), c.plugin)):
+            self._components[component.kind].append(component)
+
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kernel's kinds in their order, then those that plugins add."""
+        return tuple(self._kinds.values())
+
+    def kind(self, name: str) -> Kind:
+        """The kind of that name.
+
+        Raises:
+            UnknownKind: there is none.
+        """
+        if name not in self._kinds:
+            raise UnknownKind(kind=name, close=_close(name, self._kinds), available=tuple(self._kinds))
+        return self._kinds[name]
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Names that a configuration may write for ``kind``, sorted, without aliases.
+
+        Raises:
+            UnknownKind: there is no such kind.
+        """
+        return tuple(dict.fromkeys(component.record.name for component in self.all(kind)))
+
+    def all(self, kind: str) -> tuple[RegisteredComponent, ...]:
+        """All components of ``kind``, sorted by name and distribution.
+
+        Raises:
+            UnknownKind: there is no such kind.
+        """
+        return tuple(self._components[self.kind(kind).name])
+
+    def get(self, kind: str, name: str) -> RegisteredComponent:
+        """The component that ``name`` means: a name, an alias, or either as ``plugin:name``.
+
+        Raises:
+            UnknownKind: there is no such kind.
+            UnknownComponent: nobody offers it; the error says what was close and what is installed but unusable.
+            AmbiguousComponent: several plugins offer it and ``plugins.prefer`` names none of them.
+        """
+        plugin, _, short = name.rpartition(":")
+        offers = [
+            component
+            for component in self.all(kind)
+            if short in (component.record.name, *component.record.aliases)
+            and (not plugin or names(plugin, name=component.plugin, dist=component.dist))
+        ]
+        if not offers:
+            raise self._unknown(kind, name)
+        return self.choose(kind, name, offers)
+
+    def storage_for_scheme(self, scheme: str) -> RegisteredComponent:
+        """The store that serves ``scheme://`` locations (``s3``, without ``://``).
+
+        Raises:
+            UnknownScheme: nobody serves it.
+            AmbiguousComponent: several plugins do and ``plugins.prefer`` names none of them.
+        """
+        offers: list[RegisteredComponent] = []
+        served: set[str] = set()
+        for component in self.all("checkpoint_storage"):
+            schemes = component.record.uri_schemes if isinstance(component.record, StorageComponent) else ()
+            served.update(schemes)
+            if scheme.lower() in schemes:
+                offers.append(component)
+        if offers:
+            return self.choose("checkpoint_storage", scheme, offers)
+        dist = serving_dist(scheme)
+        raise UnknownScheme(
+            scheme=scheme,
+            available=tuple(sorted(served)),
+            unusable=self._unusable(dist),
+            install=self._missing(dist),
+        )
+
+    def readers(self, architectures: Sequence[str]) -> tuple[RegisteredComponent, ...]:
+        """Model builders that read a Hugging Face ``config.json`` with one of these ``architectures``: those that name
+        it, and where there are none those with a pattern of it."""
+        patterns = {
+            component: component.record.hf_architectures
+            for component in self.all("model_builder")
+            if isinstance(component.record, ModelComponent)
+        }
+        exact = tuple(component for component, read in patterns.items() if set(read) & set(architectures))
+        return exact or tuple(
+            component
+            for component, read in patterns.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in architectures for pattern in read)
+        )
+
+    def reading_dists(self, architectures: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+        """Where :meth:`readers` gives none: the distribution to install, and a sentence for each installed plugin that
+        cannot be used and might have read one."""
+        models = [model for name in architectures if (model := reading_model(name)) is not None]
+        dist = offering_dist("model_builder", models[0]) if models else None
+        return self._missing(dist), self._unusable(dist)
+
+    def missing_dist(self, kind: str, name: str) -> str | None:
+        """Return the distribution that is known to offer a component and is not installed; None where there is none."""
+        return self._missing(offering_dist(kind, name))
+
+    def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Where no component of ``kind`` is the one that is sought: ``pip install DIST (names)`` for each distribution
+        that is known to offer some and is not installed, and a sentence for each that is installed and unusable."""
+        known = known_offers(kind)
+        missing = (f"pip install {dist} ({', '.join(names)})" for dist, names in known.items() if self._missing(dist))
+        unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known)
+        return tuple(missing), tuple(unusable)
+
+    def choose(self, kind: str, name: str, offers: Sequence[RegisteredComponent]) -> RegisteredComponent:
+        """Return the only one of ``offers``, or the one whose plugin stands first in ``plugins.prefer``.
+
+        Args:
+            kind: of the offers.
+            name: What they are offered for, in the error.
+            offers: At least one.
+
+        Raises:
+            AmbiguousComponent: there are several, and ``plugins.prefer`` names none of their plugins.
+        """
+        if len(offers) == 1:
+            return offers[0]
+        for entry in self._prefer:
+            preferred = [offer for offer in offers if names(entry, name=offer.plugin, dist=offer.dist)]
+            if len(preferred) == 1:
+                return preferred[0]
+        distinct = len({offer.plugin for offer in offers}) == len(offers)
+        raise AmbiguousComponent(
+            kind=kind,
+            name=name,
+            offers=tuple(f"{o.plugin if distinct else o.dist}:{o.record.name}" for o in offers),
+            dists=tuple(f"{o.dist} {o.version}" for o in offers),
+        )
+
+    def _unknown(self, kind: str, name: str) -> UnknownComponent:
+        components = self.all(kind)
+        short = name.rpartition(":")[2]
+        spellings = [text for c in components for text in (c.record.name, *c.record.aliases)]
+        qualified = [c.qualified_name for c in components] if ":" in name else []
+        dist = offering_dist(kind, short)
+        return UnknownComponent(
+            kind=kind,
+            name=name,
+            section=self.kind(kind).section,
+            close=_close(name, qualified) or _close(short, spellings),
+            available=self.names(kind),
+            unusable=self._unusable(dist),
+            install=self._missing(dist),
+        )
+
+    def _missing(self, dist: str | None) -> str | None:
+        """``dist`` unless it is installed, in whatever state."""
+        return None if dist is None or any(normalise(p.dist) == dist for p in self._plugins) else dist
+
+    def _unusable(self, dist: str | None) -> tuple[str, ...]:
+        """Installed plugins that might have offered what is sought: those of ``dist`` where it is known."""
+        usable = {normalise(plugin.dist) for plugin in self._plugins if plugin.state == "ok"}
+        bad = [p for p in self._plugins if p.state != "ok" and normalise(p.dist) not in usable]
+        meant = [plugin for plugin in bad if normalise(plugin.dist) == dist]
+        return tuple(diagnose(plugin) for plugin in meant or bad)
+
+
+def _close(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
+    """Candidates that are spelt like ``name``, nearest first; case does not count."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    return tuple(by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=3))

@@ -1,0 +1,1 @@
+"""Finds installed and local plugins and imports their entry modules."""

@@ -1,0 +1,118 @@
+"""Finds plugins in the metadata of installed distributions. No code of a plugin runs here.
+
+Each distribution is read on its own, guarded: the standard library's ``entry_points()`` raises for everybody
+where the metadata of one unrelated distribution is malformed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import Distribution, distributions
+
+from nxdt_core._version import __version__
+from nxdt_core.api import ENTRY_POINT_GROUP
+from nxdt_core.kernel.discovery.metadata import (
+    MalformedMetadata,
+    directory_name,
+    directory_stem,
+    plugin_entries,
+    read_core_metadata,
+)
+from nxdt_core.kernel.discovery.requirement import admits
+from nxdt_core.kernel.plugin import PluginInfo
+from nxdt_core.kernel.policy import PluginPolicy, normalise
+
+__all__ = ["find_plugins"]
+
+
+def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> list[PluginInfo]:
+    """Every installed plugin, sorted by distribution and entry point, judged by its metadata alone.
+
+    Args:
+        policy: What is blocked.
+        path: Directories to look in; ``sys.path`` where None.
+    """
+    found: list[PluginInfo] = []
+    winners: dict[str, str] = {}
+    for directory, location, dist in _distributions(path):
+        stem = directory_stem(directory)
+        plugins = list(_plugins_of(dist, stem, location))
+        key = normalise(plugins[0].dist) if plugins else stem
+        here = f"{location}/{directory}"
+        winner = winners.setdefault(key, here) if key else here
+        if winner == here:
+            found += [_judged(plugin, policy) for plugin in plugins]
+        else:
+            found += [replace(p, state="shadowed", reason=f"hidden by {winner}") for p in plugins]
+    return sorted(found, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state == "shadowed"))
+
+
+def _distributions(path: Sequence[str] | None) -> Iterator[tuple[str, str, Distribution]]:
+    """Metadata directory, location and object of each distribution, once, in the order of the path.
+
+    Within one location they come by name, the last first: file systems list in different orders, and every rank
+    must make the same choice where an upgrade left two releases behind.
+    """
+    real = cache(os.path.realpath)  # hundreds of distributions share a directory
+    by_location: dict[str, dict[str, Distribution]] = {}
+    for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
+        location = real(str(dist.locate_file("")))
+        by_location.setdefault(location, {}).setdefault(directory_name(dist) or f"?{number}", dist)
+    for location, dists in by_location.items():
+        for directory in sorted(dists, reverse=True):
+            yield directory, location, dists[directory]
+
+
+def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[PluginInfo]:
+    """The plugins of one distribution, ``ok`` or ``corrupt``; none for one that does not concern us."""
+    try:
+        text = dist.read_text("entry_points.txt")
+    except Exception as error:  # not UTF-8, a failing disk, or whatever a finder of somebody else's raises
+        if stem.startswith("nxdt-plugin"):
+            yield _corrupt(stem, stem, location, f"entry_points.txt cannot be read: {error}")
+        return
+    if not text or ENTRY_POINT_GROUP not in text:
+        return
+    name = version = ""
+    try:
+        entries = plugin_entries(text)
+        if not entries:
+            return
+        name = entries[0][0]
+        metadata = read_core_metadata(dist)
+    except MalformedMetadata as error:
+        yield _corrupt(name or stem, stem, location, str(error))
+        return
+    version = metadata.version
+    for name, value in entries:
+        yield PluginInfo(
+            name=name,
+            dist=metadata.name,
+            version=version,
+            module=value,
+            location=location,
+            requires=metadata.requires_core,
+        )
+
+
+def _corrupt(name: str, dist: str, location: str, reason: str) -> PluginInfo:
+    return PluginInfo(name=name, dist=dist, version="", module="", location=location, state="corrupt", reason=reason)
+
+
+def _judged(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
+    """Apply policy and version to a plugin whose metadata is in order."""
+    if plugin.state != "ok":
+        return plugin
+    objection = policy.objection(name=plugin.name, dist=plugin.dist)
+    if objection is not None:
+        return replace(plugin, state="blocked", reason=objection)
+    try:
+        refused = [line for line in plugin.requires if not admits(line, __version__)]
+    except MalformedMetadata as error:
+        return replace(plugin, state="corrupt", reason=str(error))
+    if refused:
+        return replace(plugin, state="incompatible", reason=f"requires {refused[0]}; this is nxdt-core {__version__}")
+    return plugin

@@ -1,0 +1,1 @@
+"""Calls of plugin hooks: checks, order, and a typed facade."""

@@ -1,0 +1,108 @@
+"""Calls the implementations of one hook, each with its plugin's name, and decides what a failure does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.plugins import PluginHookFailed
+from nxdt_core.kernel.defect import GUARDED, describe_failure
+
+__all__ = ["HookCalls", "HookResult", "Implementation"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookResult(Generic[T]):
+    """What one plugin returned. (Pluggy's own results do not say whose they are.)"""
+
+    plugin: str
+    dist: str
+    value: T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation:
+    """One plugin's function for one hook."""
+
+    plugin: str
+    dist: str
+    function: Callable[..., Any]
+    takes_context: bool
+    """Whether it has the argument ``context``; leaving it out is allowed."""
+
+    def __call__(self, context: object) -> Any:
+        """Call with the context or without, as the function asks."""
+        return self.function(context) if self.takes_context else self.function()
+
+
+class HookCalls:
+    """Implementations by hook name, in calling order, and the three ways to call them."""
+
+    __slots__ = ("_by_hook", "_reported")
+
+    def __init__(self, by_hook: Mapping[str, tuple[Implementation, ...]]) -> None:
+        self._by_hook = by_hook
+        self._reported: set[tuple[str, str]] = set()
+
+    def implementations(self, hook: str) -> tuple[Implementation, ...]:
+        """Of one hook, in calling order: ``tryfirst``, then by distribution and entry point, then ``trylast``."""
+        return self._by_hook.get(hook, ())
+
+    def collect(self, hook: str, context: object = None) -> Iterator[HookResult[Any]]:
+        """Call all; yields the results that are not None.
+
+        Raises:
+            PluginHookFailed: an implementation raised; an :class:`~nxdt_core.errors.NxdtError` passes as it is.
+        """
+        for implementation in self._by_hook.get(hook, ()):
+            value = _call(hook, implementation, context)
+            if value is not None:
+                yield HookResult(plugin=implementation.plugin, dist=implementation.dist, value=value)
+
+    def first(self, hook: str, context: object) -> HookResult[Any] | None:
+        """Call until one returns something; the rest are not called.
+
+        Raises:
+            PluginHookFailed: as :meth:`collect`.
+        """
+        return next(self.collect(hook, context), None)
+
+    def observe(self, hook: str, context: object) -> None:
+        """Call all; a failure is logged once for each plugin and hook, and stops nothing."""
+        for implementation in self._by_hook.get(hook, ()):
+            try:
+                implementation(context)
+            except GUARDED as error:
+                self._report(hook, implementation, error)
+
+    def _report(self, hook: str, implementation: Implementation, error: BaseException) -> None:
+        key = (f"{implementation.dist}:{implementation.plugin}", hook)
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        import logging  # 7 ms that listing plugins need not pay
+
+        log = logging.getLogger("nxdt.plugins")
+        log.warning(
+            "plugin %r (%s): %s %s; training goes on, and further failures of it are not reported",
+            implementation.plugin,
+            implementation.dist,
+            hook,
+            describe_failure(error),
+            exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
+        )
+
+
+def _call(hook: str, implementation: Implementation, context: object) -> Any:
+    try:
+        return implementation(context)
+    except NxdtError:
+        raise
+    except GUARDED as error:
+        raise PluginHookFailed(
+            plugin=implementation.plugin, dist=implementation.dist, hook=hook, reason=describe_failure(error)
+        ) from error

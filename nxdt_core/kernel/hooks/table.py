@@ -1,0 +1,62 @@
+"""Which plugin's functions implement each hook, in calling order. Pluggy keeps the order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pluggy
+
+from nxdt_core.api import PROJECT
+from nxdt_core.kernel.hooks.calls import Implementation
+from nxdt_core.kernel.hooks.checks import MARK, HookSet
+from nxdt_core.kernel.hookspecs import PHASES
+from nxdt_core.kernel.plugin import PluginInfo
+
+__all__ = ["HookTable", "order_hooks", "own_hooks", "specifications"]
+
+HookTable = Mapping[str, tuple[Implementation, ...]]
+
+
+def specifications() -> dict[str, inspect.Signature]:
+    """Signature of every hook by name."""
+    return {name: inspect.signature(getattr(phase, name)) for phase in PHASES for name in phase.__all__}
+
+
+def own_hooks(plugin: PluginInfo, hooks: HookSet) -> HookTable:
+    """The implementations of one plugin alone."""
+    table: dict[str, tuple[Implementation, ...]] = {}
+    for name, function in vars(hooks).items():
+        hook = getattr(function, MARK).get("specname") or name
+        table[hook] = (*table.get(hook, ()), _implementation(plugin, function))
+    return table
+
+
+def order_hooks(plugins: Sequence[tuple[PluginInfo, HookSet]]) -> HookTable:
+    """The implementations of all plugins: ``tryfirst`` ones, the others in the order given, ``trylast`` ones."""
+    manager = pluggy.PluginManager(PROJECT)
+    for phase in PHASES:
+        manager.add_hookspecs(phase)
+    by_name = {f"{plugin.dist}:{plugin.name}": plugin for plugin, _ in plugins}
+    for plugin, hooks in reversed(plugins):  # pluggy calls what was registered last first
+        manager.register(hooks, name=f"{plugin.dist}:{plugin.name}")
+    return {
+        hook: tuple(_implementation(by_name[i.plugin_name], i.function) for i in reversed(_registered(manager, hook)))
+        for phase in PHASES
+        for hook in phase.__all__
+    }
+
+
+def _registered(manager: pluggy.PluginManager, hook: str) -> list[Any]:
+    caller: pluggy.HookCaller = getattr(manager.hook, hook)
+    return caller.get_hookimpls()
+
+
+def _implementation(plugin: PluginInfo, function: Callable[..., Any]) -> Implementation:
+    return Implementation(
+        plugin=plugin.name,
+        dist=plugin.dist,
+        function=function,
+        takes_context=bool(inspect.signature(function).parameters),
+    )

@@ -1,0 +1,1 @@
+"""Digests of the installed plugins, and the lock file that pins them."""

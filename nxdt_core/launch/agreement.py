@@ -1,0 +1,101 @@
+"""Before the first step: do all ranks run the same code, plugins and configuration?
+
+A difference would not fail by itself. It would train something that nobody has configured, or hang in a collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import secrets
+from collections.abc import Mapping
+
+import torch
+
+from nxdt_core import __version__
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.secrets.messages import is_hidden
+from nxdt_core.config.sources.node import to_plain, to_shown
+from nxdt_core.distributed.environment import Place
+from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
+from nxdt_core.kernel.integrity.fingerprint import digest_plugin
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+
+__all__ = ["check_agreement", "check_world_size"]
+
+_MAY_DIFFER = frozenset({"data.num_workers", "plugins.local"})
+"""Keys that each host may set for itself: threads that read ahead, and where a plugin's file lies (the files are
+compared)."""
+_ABSENT = "absent"
+
+
+def check_world_size(config: ResolvedConfig, place: Place) -> None:
+    """Refuse another number of processes than the configuration speaks of.
+
+    Raises:
+        WorldSizeMismatch: it is another one.
+    """
+    trainer = config.run.trainer
+    if place.world_size != trainer.devices * trainer.num_nodes:
+        raise WorldSizeMismatch(
+            launcher=place.launcher or "The command",
+            found=place.world_size,
+            devices=trainer.devices,
+            num_nodes=trainer.num_nodes,
+        )
+
+
+def check_agreement(config: ResolvedConfig, ranks: RankAgreement) -> None:
+    """Compare versions, plugins and configurations of all ranks; collective.
+
+    Raises:
+        RanksDisagree: on every rank alike, naming what differs and where.
+    """
+    if ranks.world_size == 1:
+        return
+    facts = _facts(config, ranks.broadcast_object(secrets.token_hex()))
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    if len(set(ranks.all_gather_object(digest))) == 1:
+        return
+    raise RanksDisagree(found=tuple(_differences(ranks.all_gather_object((ranks.host, facts)))))
+
+
+def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
+    """What must be equal: name of the fact → its value. Of a value that must not be shown, a digest with ``salt``,
+    which no message tells."""
+    facts = {
+        "version of nxdt": __version__,
+        "version of torch": torch.__version__,
+        "version of Python": platform.python_version(),
+    }
+    for plugin in config.kernel.plugins:
+        if plugin.state == "ok":
+            facts[f"plugin {plugin.name}"] = f"{plugin.dist} {plugin.version} {digest_plugin(plugin)[:8]}".strip()
+    for key, node in config.tree.leaf_nodes():
+        if key not in _MAY_DIFFER:
+            facts[key] = json.dumps(to_shown(node))
+            if is_hidden(node):
+                digest = hashlib.sha256(f"{salt}{json.dumps(to_plain(node))}".encode()).hexdigest()
+                facts[key] += f" (value {digest[:8]})"
+    return facts
+
+
+def _differences(by_rank: list[tuple[str, Mapping[str, str]]]) -> list[str]:
+    names = sorted({name for _, facts in by_rank for name in facts})
+    return [line for name in names if (line := _difference(name, by_rank))]
+
+
+def _difference(name: str, by_rank: list[tuple[str, Mapping[str, str]]]) -> str:
+    """One fact that is not the same everywhere: ``data.seed is 1 on rank 0 (node1) and 2 on rank 1 (node2)``."""
+    where: dict[str, list[str]] = {}
+    for rank, (host, facts) in enumerate(by_rank):
+        where.setdefault(facts.get(name, _ABSENT), []).append(f"rank {rank} ({host})")
+    if len(where) == 1:
+        return ""
+    values = [f"{value} on {_some(ranks)}" for value, ranks in where.items()]
+    return f"{name} is {' and '.join(values)}"
+
+
+def _some(ranks: list[str]) -> str:
+    return ", ".join(ranks[:2]) + (f" and {len(ranks) - 2} more" if len(ranks) > 2 else "")

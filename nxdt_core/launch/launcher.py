@@ -1,0 +1,158 @@
+"""``nxdt train`` where it starts the ranks itself: one launcher a node, which meet, start ranks and end with them.
+
+The first node serves the store and the hub. Signals come to the launcher and travel through the hub, so that a rank
+is asked to stop once, whether a terminal or a scheduler signalled one process or all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import current_device
+from nxdt_core.distributed.process_group import check_devices
+from nxdt_core.distributed.store import connect_store, join_timeout_s
+from nxdt_core.errors.ranks import RankDied, RanksMissing
+from nxdt_core.launch import rendezvous
+from nxdt_core.launch.agent import run_ranks
+from nxdt_core.launch.client import Lifeline
+from nxdt_core.launch.node import Node, node_from_environment
+from nxdt_core.launch.root_cause import INTERRUPTION
+from nxdt_core.launch.supervisor import Hub
+
+__all__ = ["Outcome", "launch"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the ranks ended."""
+
+    status: int
+    """Exit status for the command."""
+    text: str = ""
+    """What to print of a failure; of a run that went well, rank 0 has printed all."""
+
+
+def launch(config: ResolvedConfig) -> Outcome:
+    """Start this node's ranks with the same arguments, and wait until those of all nodes have ended.
+
+    Raises:
+        NotEnoughDevices: this node has fewer than it should have ranks.
+        RankDied: a rank ended without a word.
+        NxdtError: the nodes do not find each other.
+    """
+    trainer = config.run.trainer
+    node = node_from_environment(trainer.devices, trainer.num_nodes)
+    place = node.place()
+    check_devices(current_device(trainer.accelerator), node.devices, place.host)
+    store = connect_store(place, who=f"Node {node.number}")
+    hub = _open_hub(node, store) if node.number == 0 else None
+    _wait_for_nodes(store, node)
+    if hub is not None:
+        return _as_first(hub, config, node, store.port)
+    return _as_further(Lifeline(place, rendezvous.find(store, place), is_rank=False), config, node, store.port)
+
+
+def _open_hub(node: Node, store: TCPStore) -> Hub:
+    place = node.place()
+    hub = Hub(
+        world_size=node.count * node.devices, address=node.address, arrival_s=join_timeout_s(), in_rank_zero=False
+    )
+    hub.start()
+    address = rendezvous.HubAddress(
+        port=hub.port, token=hub.token, host=place.host, pid=os.getpid(), in_rank_zero=False
+    )
+    rendezvous.publish(store, place, address)
+    return hub
+
+
+def _wait_for_nodes(store: TCPStore, node: Node) -> None:
+    names = [f"nxdt/node/{number}" for number in range(node.count)]
+    store.set(names[node.number], "")
+    try:
+        store.wait(names, timedelta(seconds=join_timeout_s()))
+    except DistError as error:
+        missing = tuple(number for number, name in enumerate(names) if not store.check([name]))
+        raise RanksMissing(unit="node", total=node.count, missing=missing, timeout_s=join_timeout_s()) from error
+
+
+def _as_first(hub: Hub, config: ResolvedConfig, node: Node, port: int) -> Outcome:
+    with _forwarded(lambda number, urgent: hub.stop(number, urgent=urgent)) as received:
+        codes = _codes(config, node, port, received)
+    verdict = hub.wait_for_verdict() if codes else hub.verdict
+    if verdict is None and not codes:
+        return Outcome(status=hub.status)
+    if verdict is not None and verdict.dead is None:
+        return Outcome(status=verdict.status, text=verdict.text)
+    dead = None if verdict is None else verdict.dead
+    rank = _cause(codes, None if dead is None else dead.rank)
+    if received and codes.get(rank) in {-number for number in _SIGNALS}:
+        return Outcome(status=128 + received[0], text=INTERRUPTION.text)
+    host = dead.host if dead is not None and dead.rank == rank else node.place().host
+    raise RankDied(rank=rank, host=host, how=_how(codes.get(rank)))
+
+
+def _as_further(lifeline: Lifeline, config: ResolvedConfig, node: Node, port: int) -> Outcome:
+    def ask(number: int, urgent: bool) -> None:
+        lifeline.ask_to_stop(number, urgent=urgent)
+
+    with _forwarded(ask) as received:
+        codes = _codes(config, node, port, received)
+    status, cause = lifeline.outcome()
+    if cause is not None:
+        return Outcome(status=status, text=f"Node {node.number} ended with the run, since {cause}.")
+    if codes:
+        rank = _cause(codes, None)
+        raise RankDied(rank=rank, host=node.place().host, how=_how(codes[rank]))
+    return Outcome(status=status)
+
+
+def _codes(config: ResolvedConfig, node: Node, port: int, received: list[int]) -> Mapping[int, int]:
+    try:
+        return run_ranks(config, node, port)
+    except SignalException as error:  # one that the agent has passed on
+        received.append(error.sigval)
+        return {node.number * node.devices: -error.sigval}
+
+
+def _cause(codes: Mapping[int, int], heard: int | None) -> int:
+    """The rank that ended first, rather than one that the agent ended for that."""
+    if heard is not None and codes.get(heard) != -signal.SIGTERM:
+        return heard
+    by_itself = [rank for rank, code in codes.items() if code != -signal.SIGTERM]
+    return min(by_itself or codes)
+
+
+def _how(code: int | None) -> str:
+    """The end of a process in words, as far as this node knows it."""
+    if code is None:
+        return ""
+    return f" by signal {signal.Signals(-code).name}" if code < 0 else f" with exit status {code}"
+
+
+@contextmanager
+def _forwarded(stop: Callable[[int, bool], None]) -> Iterator[list[int]]:
+    """Pass SIGINT and SIGTERM on to the ranks; a second one is urgent. Yields those that came."""
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        stop(number, len(received) > 1)
+
+    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

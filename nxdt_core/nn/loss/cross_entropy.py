@@ -1,0 +1,122 @@
+"""Cross-entropy over the vocabulary, a token or summed and weighted, in bounded memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, row_chunks, row_cross_entropies, row_kernels
+from nxdt_core.nn.loss.token_losses import TokenLosses
+from nxdt_core.nn.scoped import Scoped
+from nxdt_core.protocols.batch import IGNORE_INDEX
+
+__all__ = [
+    "VocabularyLoss",
+    "cross_entropies",
+    "cross_entropy_sum",
+    "row_weights",
+    "vocabulary_loss",
+    "whole_vocabulary_cross_entropies",
+]
+
+
+class VocabularyLoss(Protocol):
+    """The slot: :func:`cross_entropies`, or what an engine puts there for logits that are sharded by vocabulary."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """As :func:`cross_entropies`."""
+        ...
+
+
+_INSTALLED: Scoped[VocabularyLoss | None] = Scoped(None)
+
+
+def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of each label, which is its negative log-probability; means nothing where the label is −100.
+
+    Computed in float32 (float64 for float64 logits), some rows at a time, and the gradient comes out in the logits'
+    dtype: beside the logits only their gradient is held whole, where ``F.cross_entropy`` holds full-precision
+    log-probabilities too. Differentiable once, in ``logits`` alone.
+
+    Args:
+        logits: [..., vocab], any floating dtype; inside :func:`vocabulary_loss` whatever that loss takes; or the losses
+            of a head that computes these itself (:class:`~nxdt_core.nn.loss.token_losses.TokenLosses`).
+        labels: int64 [...]; −100 takes no part.
+
+    Returns:
+        [...], in the dtype of accumulation.
+    """
+    if isinstance(logits, TokenLosses):
+        return logits.of(labels)
+    return (_INSTALLED.value or whole_vocabulary_cross_entropies)(logits, labels)
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of the :func:`cross_entropies`, and the sum of the weights: their quotient is the mean loss.
+
+    Args:
+        logits: as there.
+        labels: as there.
+        weights: float [...], or None for 1 everywhere.
+
+    Returns:
+        ``(loss_sum, weight)``, scalars in the dtype of accumulation.
+    """
+    losses = cross_entropies(logits, labels).flatten()
+    counts, _ = row_weights(losses, labels, weights)
+    return (losses * counts).sum(), counts.sum()
+
+
+def vocabulary_loss(loss: VocabularyLoss) -> AbstractContextManager[None]:
+    """Within the block :func:`cross_entropies` is ``loss``: an engine puts one for sharded logits around the
+    objective."""
+    return _INSTALLED.set(loss)
+
+
+def whole_vocabulary_cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """:func:`cross_entropies` where nothing is installed: each row of ``logits`` is whole."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    _, targets = row_weights(rows, labels, None)
+    if row_kernels() is not IN_CHUNKS:
+        return row_cross_entropies(rows, targets).view(labels.shape)
+    losses: torch.Tensor = _CrossEntropies.apply(rows, targets)  # type: ignore[no-untyped-call]
+    return losses.view(labels.shape)
+
+
+def row_weights(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each row counts, in the dtype of accumulation, and its target; 0 and id 0 where the label is −100."""
+    targets = labels.reshape(-1)
+    accumulation = torch.promote_types(logits.dtype, torch.float32)
+    kept = targets != IGNORE_INDEX
+    counts = kept.to(accumulation) if weights is None else weights.reshape(-1).to(accumulation) * kept
+    return counts, targets.masked_fill(~kept, 0)
+
+
+class _CrossEntropies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, targets)
+        losses = rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
+        for part in row_chunks(rows):
+            log_probabilities = functional.log_softmax(rows[part], dim=1, dtype=losses.dtype)
+            losses[part] = log_probabilities.gather(1, targets[part, None]).squeeze(1)
+        return losses.neg_()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        rows, targets = ctx.saved_tensors
+        scale = grad[:, None]
+        grad_rows = torch.empty_like(rows)
+        for part in row_chunks(rows):
+            probabilities = functional.softmax(rows[part], dim=1, dtype=grad.dtype)
+            probabilities.scatter_add_(1, targets[part, None], -torch.ones_like(scale[part]))
+            grad_rows[part] = probabilities.mul_(scale[part])
+        return grad_rows, None

@@ -1,0 +1,79 @@
+"""Losses in the place of logits: what a head returns that computes the cross-entropies of its tokens itself.
+
+Logits are the largest tensor of many a run. A head that is told the labels need not hold them all at once, and an
+objective that takes logits for nothing but their cross-entropy does not see the difference.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from nxdt_core.errors.models import LossesAreNotLogits
+from nxdt_core.nn.scoped import Scoped
+
+__all__ = ["TokenLosses", "losses_wanted", "token_labels", "wanted_labels"]
+
+_WANTED = Scoped(False)
+_LABELS: Scoped[torch.Tensor | None] = Scoped(None)
+
+_HARMLESS = frozenset(
+    (
+        *("__get__", "__repr__", "_is_view", "dim", "is_complex", "is_floating_point", "numel", "size"),
+        *("detach", "detach_", "register_hook", "untyped_storage"),
+    )
+)
+"""What pipelines, hooks and debuggers ask of an output without reading its values."""
+
+
+def losses_wanted() -> AbstractContextManager[None]:
+    """Around all that runs forward for the sake of a loss: an engine lets heads compute it."""
+    return _WANTED.set(True)
+
+
+def token_labels(labels: torch.Tensor) -> AbstractContextManager[None]:
+    """Around the forward of a micro-batch with these labels, int64 [batch, seq]."""
+    return _LABELS.set(labels)
+
+
+def wanted_labels() -> torch.Tensor | None:
+    """The labels of which a head should return the losses; None where it should return logits."""
+    return _LABELS.value if _WANTED.value else None
+
+
+class TokenLosses(torch.Tensor):
+    """Cross-entropies [batch, seq] of one micro-batch, which only :func:`~nxdt_core.nn.loss.cross_entropies` takes.
+
+    Any other use fails instead of being wrong in silence.
+    """
+
+    labels: torch.Tensor
+
+    @classmethod
+    def wrap(cls, losses: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
+        """``losses`` of ``labels``, both [batch, seq]."""
+        wrapped = losses.as_subclass(cls)
+        wrapped.labels = labels
+        return wrapped
+
+    def of(self, labels: torch.Tensor) -> torch.Tensor:
+        """The losses, as a plain tensor.
+
+        Raises:
+            LossesAreNotLogits: ``labels`` are not those that the losses are of.
+        """
+        if labels is not self.labels:
+            raise LossesAreNotLogits(use="the loss of other labels than the batch's")
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse whatever would read the values."""
+        name = getattr(func, "__name__", str(func))
+        if name not in _HARMLESS:
+            raise LossesAreNotLogits(use=name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,41 @@
+"""Mixture of experts: a router, experts of which each token uses a few, and perhaps some that all tokens use."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nxdt_core.nn.mlp import SwiGLU
+from nxdt_core.nn.moe.aux_loss import add_aux_loss
+from nxdt_core.nn.moe.dispatch import LocalDispatcher
+from nxdt_core.nn.moe.experts import SwiGLUExperts
+from nxdt_core.nn.moe.router import TopKRouter
+
+__all__ = ["MixtureOfExperts"]
+
+
+class MixtureOfExperts(nn.Module):
+    """In the place of a feed-forward block (Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021,
+    arXiv:2101.03961), with the router's auxiliary losses in the gradient.
+
+    In a :class:`~nxdt_core.protocols.plan.ParallelPlan` the whole module is a tensor block, ``experts`` are experts,
+    ``dispatcher`` is an expert dispatcher, ``router`` an expert router, and the matrices of ``shared`` are column and
+    row as in any feed-forward block.
+    """
+
+    def __init__(self, *, router: TopKRouter, experts: SwiGLUExperts, shared: SwiGLU | None = None) -> None:
+        """``shared``: one block that all tokens pass beside their experts (Dai et al. 2024, arXiv:2401.06066); several
+        shared experts are one of their summed width."""
+        super().__init__()
+        self.router = router
+        self.dispatcher = LocalDispatcher()
+        self.experts = experts
+        self.shared = shared
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [batch, seq, hidden] to the same shape."""
+        routing = self.router(hidden)
+        output: torch.Tensor = self.dispatcher(hidden, routing, self.experts)
+        if self.shared is not None:
+            output = output + self.shared(hidden)
+        return output if routing.aux_loss is None else add_aux_loss(output, routing.aux_loss)

@@ -1,0 +1,1 @@
+"""Random numbers by position: initial weights, dropout and stochastic rounding that no layout changes."""

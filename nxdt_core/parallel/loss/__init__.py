@@ -1,0 +1,1 @@
+"""Losses of the torch engine: compiled, in chunks, and as log-probabilities."""

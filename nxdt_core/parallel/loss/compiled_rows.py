@@ -1,0 +1,45 @@
+"""The passes over rows of logits as one kernel each, without copies in full precision."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from nxdt_core.nn.loss.logit_rows import RowKernels
+
+__all__ = ["compiled_rows"]
+
+
+@functools.cache
+def compiled_rows(backend: str, *, static_shapes: bool = False) -> RowKernels:
+    """Compile the passes when they first run; arguments as of :func:`nxdt_core.parallel.compile.compile_layers`."""
+    dynamic = False if static_shapes else None
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
+    sums, gradients = compiled(_sums), compiled(_gradients)
+
+    def of_plain(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        # Logits require gradients in training and not in validation: that would be two graphs.
+        both: tuple[torch.Tensor, torch.Tensor] = sums(rows.detach(), columns, dtype)
+        return both
+
+    return RowKernels(of_plain, gradients)
+
+
+def _sums(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    values = rows.to(dtype)
+    return torch.logsumexp(values, dim=1), values.gather(1, columns[:, None]).squeeze(1)
+
+
+def _gradients(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    log_sums: torch.Tensor,
+    hits: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    probabilities = (rows - log_sums[:, None]).exp()  # in the dtype of log_sums
+    hit = torch.arange(rows.shape[1], device=rows.device) == columns[:, None]
+    out.copy_((probabilities + torch.where(hit, hits[:, None], 0)) * scale[:, None])
+    return out

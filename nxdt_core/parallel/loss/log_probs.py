@@ -1,0 +1,31 @@
+"""Log-probabilities of a batch's labels: what forward alone gives, in any layout."""
+
+from __future__ import annotations
+
+import torch
+
+from nxdt_core.nn.loss.cross_entropy import cross_entropies
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import ObjectiveOutput
+
+__all__ = ["LabelLogProbs"]
+
+
+class LabelLogProbs:
+    """An objective without a loss, which keeps the log-probabilities of the labels as micro-batches pass by."""
+
+    def __init__(self, config: object = None) -> None:
+        del config
+        self.kept: list[torch.Tensor] = []
+        """Of each micro-batch that came by here, float [rows, seq / cp]; 0 where there is no label."""
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Of the tokens: nothing is divided by it."""
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+        """``logits`` [micro_batch, seq, vocab]."""
+        losses = cross_entropies(logits, batch.labels).detach()
+        self.kept.append(losses.neg().masked_fill(batch.labels < 0, 0))
+        nothing = losses.new_zeros(())
+        return ObjectiveOutput(loss_sum=nothing, weight=nothing)

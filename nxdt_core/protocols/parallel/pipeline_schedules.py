@@ -1,0 +1,79 @@
+"""Rules of pipeline schedules: where stages lie, and how many micro-batches a step must have. No torch.
+
+``1f1b``: one stage a rank, a forward and a backward in turn (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
+``interleaved``: several stages a rank, dealt out like cards (the same, section 2.2.2).
+``zbv``: two stages a rank in the shape of a V, backward split in two (Qi et al. 2024, arXiv:2401.10241, section 6).
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from nxdt_core.errors.layouts import MicroBatchesDoNotFit, ZeroBubbleCannot
+from nxdt_core.protocols.parallel.mesh import Schedule
+
+__all__ = [
+    "check_micro_batches",
+    "check_whole_backward",
+    "micro_batches_fit",
+    "rank_of_stage",
+    "stages_of_rank",
+]
+
+
+def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+    """Whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
+
+    The stock 1F1B takes one a stage at least; the interleaved one works in rounds of one size, of ``pp`` or more; ZBV
+    takes any number. With few, ranks mostly wait: :func:`~nxdt_core.parallel.pipeline.schedules.bubble_fraction` tells.
+    """
+    if pp == 1 or schedule == "zbv":
+        return micro_batches >= 1
+    if schedule == "interleaved":
+        return micro_batches >= 1 and micro_batches % max(1, micro_batches // pp) == 0
+    return micro_batches >= pp
+
+
+def check_micro_batches(schedule: Schedule, *, pp: int, micro_batches: int) -> None:
+    """Refuse what the schedule cannot run.
+
+    Raises:
+        MicroBatchesDoNotFit: with the nearest number above that fits.
+    """
+    if not micro_batches_fit(schedule, pp, micro_batches):
+        wants = {"1f1b": f"at least {pp}", "interleaved": f"rounds of one size, of {pp} or more,", "zbv": "at least 1"}
+        example = next(number for number in count(micro_batches) if micro_batches_fit(schedule, pp, number))
+        raise MicroBatchesDoNotFit(
+            schedule=schedule, pp=pp, micro_batches=micro_batches, rule=wants[schedule], example=example
+        )
+
+
+def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool) -> None:
+    """Refuse what needs backward in one piece where the schedule runs it in two.
+
+    Recomputation would stay right, but every weight's gradient asks for it anew: a Llama layer was recomputed up to
+    ten times a micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
+
+    Raises:
+        ZeroBubbleCannot: one of them is asked for under ``zbv``.
+    """
+    if schedule != "zbv":
+        return
+    if recompute:
+        raise ZeroBubbleCannot(
+            feature="activation recomputation", without="model.activations_checkpoint_granularity=null"
+        )
+    if compiled:
+        raise ZeroBubbleCannot(feature="a compiled model", without="model.compile=false")
+
+
+def stages_of_rank(pp_rank: int, pp: int, vpp: int, schedule: Schedule) -> tuple[int, ...]:
+    """Stages, ascending, of the rank ``pp_rank`` of ``pp``; under ``zbv`` it has two whatever ``vpp`` says."""
+    if schedule == "zbv":
+        return pp_rank, 2 * pp - 1 - pp_rank
+    return tuple(range(pp_rank, pp * vpp, pp))
+
+
+def rank_of_stage(stage: int, pp: int, schedule: Schedule) -> int:
+    """The inverse of :func:`stages_of_rank`."""
+    return 2 * pp - 1 - stage if schedule == "zbv" and stage >= pp else stage % pp

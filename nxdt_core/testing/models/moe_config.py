@@ -1,0 +1,64 @@
+"""Section ``model`` of the mixture-of-experts test model; no torch, as in any plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+
+__all__ = ["MoEConfig", "MoEModelConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """The mixture of experts of each layer; most names are NxD Training's."""
+
+    num_experts: PositiveInt = 4
+    """Experts of a layer."""
+    top_k: PositiveInt = 2
+    """Experts a token."""
+    router_order: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
+    """Softmax over all experts before the choice, or over the chosen ones after it."""
+    normalize_top_k_affinities: bool = True
+    """Let a token's weights add up to 1."""
+    capacity_factor: float | None = None
+    """Drop what exceeds this multiple of an expert's equal share; ``null`` drops nothing."""
+    router_aux_loss_coef: NonNegativeFloat = 0.02
+    """Coefficient of the load-balancing loss."""
+    router_z_loss_coef: NonNegativeFloat = 0.001
+    """Coefficient of the z-loss."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the block that all tokens pass beside their experts; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEModelConfig:
+    """A small decoder."""
+
+    num_layers: PositiveInt = 2
+    """Decoder layers."""
+    hidden_size: PositiveInt = 32
+    """Width of the residual stream."""
+    ffn_hidden_size: PositiveInt = 32
+    """Width of an expert."""
+    num_attention_heads: PositiveInt = 4
+    """Query heads."""
+    num_kv_heads: PositiveInt = 2
+    """Key and value heads."""
+    vocab_size: PositiveInt = 64
+    """Rows of the embedding."""
+    init_method_std: NonNegativeFloat = 0.1
+    """Standard deviation of fresh weights; wide, so that routers tell tokens apart from the start."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """The mixture of experts."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work together."""
+        if self.moe.top_k > self.moe.num_experts:
+            yield "moe.top_k", f"exceeds moe.num_experts ({self.moe.num_experts})"
+        if self.moe.capacity_factor is not None and self.moe.capacity_factor <= 0:
+            yield "moe.capacity_factor", "must be above 0, or null"
+        if self.hidden_size % (2 * self.num_attention_heads):
+            yield "hidden_size", f"must be a multiple of twice num_attention_heads ({self.num_attention_heads})"

@@ -1,0 +1,1 @@
+"""Stores for tests: in memory, failing on purpose, and used by several processes."""

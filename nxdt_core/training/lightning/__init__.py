@@ -1,0 +1,1 @@
+"""PyTorch Lightning's module, strategy and data module for runs of nxdt."""

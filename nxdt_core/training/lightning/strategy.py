@@ -1,0 +1,249 @@
+"""Lightning's strategy over a parallel engine: placement, the optimizer step, and checkpoints without pickles."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import Strategy
+from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
+
+from nxdt_core import checkpoint
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import profile_of
+from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.launch.agreement import check_agreement, check_world_size
+from nxdt_core.training import build
+from nxdt_core.training.lightning.managed_save import ManagedSave
+from nxdt_core.training.lightning.user_trainer import check_trainer
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+    from nxdt_core.training.lightning.module import NxdtModule
+
+__all__ = ["NxdtStrategy"]
+
+_log = logging.getLogger(__name__)
+
+
+class NxdtStrategy(Strategy):
+    """Drives a :class:`nxdt_core.training.NxdtModule` in any ``Trainer``, on as many ranks as were started.
+
+    ``Trainer(strategy=NxdtStrategy(config), devices=1, accelerator=…)``; paths of Lightning's checkpoints become
+    checkpoint URIs of ours, so ``trainer.save_checkpoint`` and ``fit(ckpt_path=…)`` write and read our format.
+
+    It has no ``world_size`` for Lightning to see (``engine.rank_info`` has it): above 1, Lightning broadcasts a tensor
+    and waits for the device before every batch, and broadcasts from within its handler of SIGTERM.
+    """
+
+    strategy_name = "nxdt"
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        super().__init__()
+        check_world_size(config, place_from_environment())
+        self.config = config
+        self.engine = build.engine(config)
+        self._started = self._broken = False
+
+    @property
+    def lightning_accelerator(self) -> str:
+        """Name to pass as the trainer's ``accelerator``."""
+        return profile_of(self.engine.device).lightning_accelerator
+
+    @property
+    def root_device(self) -> torch.device:
+        """The engine's device."""
+        return self.engine.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.engine.rank_info.rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.engine.rank_info.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+        return self.engine.rank_info.local_rank
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: model and optimizer exist before anything is loaded."""
+        return True
+
+    def start(self) -> None:
+        """Start the engine and compare what all ranks are about to run; collective. A second call does nothing.
+
+        Raises:
+            RanksDisagree: they would not run the same.
+        """
+        if not self._started:
+            self.engine.start()
+            self._started = True
+            if self.engine.rank_info.world_size > 1:
+                atexit.register(self.close)
+            check_agreement(self.config, self.engine.ranks)
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module that the trainer was given.
+
+        Raises:
+            NotOurModule, TrainerArgumentsIgnored: see :func:`check_trainer`.
+        """
+        super().connect(model)
+        check_trainer(model)
+
+    def setup_environment(self) -> None:
+        """Start the engine before any hook runs."""
+        self.start()
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Build the optimizer; the engine has placed the model already."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Nothing: the engine built the model where it belongs."""
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Let the parallel optimizer step; called by Lightning, which counts the step."""
+        self._module.optimizer.step()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:  # the names are Lightning's
+        """Commit a checkpoint under the URI ``filepath`` (a root, or a root with ``step-…`` behind it).
+
+        ``storage_options`` may be a ``ManagedSave``: its manager decides then.
+        """
+        if isinstance(storage_options, ManagedSave):
+            self._module.begin_save(storage_options, lightning=_light(checkpoint))
+        else:
+            self._module.save(str(filepath), lightning=_light(checkpoint))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Find the checkpoint and return what Lightning itself had saved; tensors are loaded after set-up."""
+        storage, step = build.locate(self.config, str(checkpoint_path))
+        trusted = build.trusted_keys(self.config)
+        manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
+        self._module.resume_from(storage, manifest)
+        saved = checkpoint.load_state(storage, manifest)
+        imported = "lightning" not in saved["extra"]  # no run of ours wrote it
+        lightning: dict[str, Any] = self._begun_at(manifest.step) if imported else saved["extra"]["lightning"]
+        return {**lightning, "state_dict": {}, "optimizer_states": [], "lr_schedulers": []}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: weights do not travel through Lightning's dictionary."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Empty: optimizer state does not travel through Lightning's dictionary."""
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights, optimizer state, counters and generators of the checkpoint found before."""
+        self._module.load_resumed()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing left: loaded together with the weights."""
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete the step that ``filepath`` names, or every step of the root that it names."""
+        if self.is_global_zero:
+            storage, step = build.locate(self.config, str(filepath))
+            steps = [entry.step for entry in checkpoint.list_checkpoints(storage)] if step is None else [step]
+            for doomed in steps:
+                checkpoint.delete_step(storage, doomed)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean (or ``reduce_op``: ``sum``, ``min``, ``max``, ``product``) of a tensor over all ranks.
+
+        For figures that a user's callbacks log; what the engine returns is reduced already.
+        """
+        if not isinstance(tensor, torch.Tensor) or self.engine.ranks.world_size == 1:
+            return tensor
+        mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg")
+        operation = dist.ReduceOp.SUM if mean else _operation(reduce_op)
+        reduced = tensor.detach().clone()
+        dist.all_reduce(reduced, op=operation, group=group)
+        return reduced / dist.get_world_size(group) if mean else reduced
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensors of all ranks, stacked along a new first dimension; of equal shapes."""
+        if self.engine.ranks.world_size == 1:
+            return tensor
+        if sync_grads:
+            parts = all_gather_with_gradients(tensor, group=group or dist.group.WORLD)  # type: ignore[no-untyped-call]
+            return torch.stack(list(parts))
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor.contiguous(), group=group)
+        return torch.stack(gathered)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self.engine.ranks.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank ``src`` on every rank."""
+        return self.engine.ranks.broadcast_object(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks decide so, or any."""
+        return not self.engine.ranks.any_rank(not decision) if all else self.engine.ranks.any_rank(decision)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember it: the groups stay. Leaving them waits for ranks that are stuck in them, or fails those, too."""
+        self._broken = True
+
+    def close(self) -> None:
+        """Stop the engine: after the last of ``fit``, ``validate``, ``test`` and ``predict``, whose model it holds.
+
+        A process that ends does this by itself. A second call does nothing.
+        """
+        atexit.unregister(self.close)
+        if not self._broken or self.engine.ranks.world_size == 1:
+            self.engine.shutdown()
+            self._started = False
+
+    def _begun_at(self, step: int) -> dict[str, Any]:
+        """What Lightning would have dumped after ``step`` optimizer steps, its loops being otherwise at their start."""
+        loops = deepcopy(self._module.trainer.fit_loop.state_dict())
+        for count in loops["epoch_loop.manual_optimization.optim_step_progress"].values():
+            count.update(ready=step, completed=step)
+        lightning = version("pytorch-lightning")
+        return {"pytorch-lightning_version": lightning, "epoch": 0, "global_step": step, "loops": {"fit_loop": loops}}
+
+    @property
+    def _module(self) -> NxdtModule:
+        return cast("NxdtModule", self.lightning_module)
+
+
+def _operation(name: Any) -> Any:
+    return getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) else name
+
+
+def _light(dumped: dict[str, Any]) -> dict[str, Any]:
+    """What Lightning dumped, without the tensors that travel another way."""
+    heavy = {"state_dict", "optimizer_states", "lr_schedulers", "hparams_name", "hyper_parameters"}
+    return {key: value for key, value in dumped.items() if key not in heavy}

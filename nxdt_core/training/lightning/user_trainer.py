@@ -1,0 +1,52 @@
+"""A user's own ``Trainer`` around :class:`nxdt_core.training.NxdtStrategy`: its arguments work, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nxdt_core.errors.training import NotOurModule, TrainerArgumentsIgnored
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+__all__ = ["check_trainer"]
+
+
+def check_trainer(module: pl.LightningModule) -> None:
+    """Refuse what Lightning would take and nxdt not carry out.
+
+    Raises:
+        NotOurModule: the model is no :class:`nxdt_core.training.NxdtModule`.
+        TrainerArgumentsIgnored: arguments whose work the configuration decides.
+    """
+    from nxdt_core.training.lightning.module import NxdtModule
+
+    if not isinstance(module, NxdtModule):
+        raise NotOurModule(found=type(module).__name__)
+    found = tuple(_ignored(module.trainer))
+    if found:
+        raise TrainerArgumentsIgnored(arguments=found)
+
+
+def _ignored(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
+    """Arguments, and what does their work here."""
+    precision = trainer.precision
+    if precision != "32-true":
+        yield f"precision={precision!r}", "precision.type in the configuration"
+    devices = trainer._accelerator_connector._devices_flag  # trainer.num_devices is 1 for every custom strategy
+    count = len(devices) if isinstance(devices, list) else int(devices)
+    if count != 1 or trainer.num_nodes != 1:
+        yield (
+            f"devices={devices}, num_nodes={trainer.num_nodes}",
+            "devices=1 in each process, and as many processes as torchrun or srun start",
+        )
+    if trainer.gradient_clip_val is not None:
+        yield f"gradient_clip_val={trainer.gradient_clip_val}", "trainer.gradient_clip_val in the configuration"
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+            "data.global_batch_size and data.micro_batch_size in the configuration",
+        )
+    if getattr(trainer._accelerator_connector, "sync_batchnorm", False):
+        yield "sync_batchnorm=True", "nothing: models here have no batch norm"

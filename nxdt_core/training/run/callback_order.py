@@ -1,0 +1,60 @@
+"""Which callbacks a run has, in the order in which they see a step."""
+
+from __future__ import annotations
+
+import pytorch_lightning as pl
+
+from nxdt_core.checkpoint import Ownership
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.training import build
+from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
+from nxdt_core.training.callbacks.compile_time import CompileTime
+from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.early_stop import EarlyStop
+from nxdt_core.training.callbacks.lifecycle import LifecycleHooks
+from nxdt_core.training.callbacks.metrics import MetricsWriter
+from nxdt_core.training.callbacks.nonfinite import NonFiniteGuard
+from nxdt_core.training.callbacks.progress_reports import ProgressReports
+from nxdt_core.training.callbacks.resumed import ResumeNotes
+from nxdt_core.training.callbacks.save_figures import SaveFigures
+from nxdt_core.training.callbacks.signals import StopSignals
+
+__all__ = ["run_callbacks"]
+
+
+def run_callbacks(
+    config: ResolvedConfig,
+    own: CheckpointStorage,
+    ownership: Ownership | None,
+    console: Console,
+    metrics: MetricsWriter,
+    figures: SaveFigures,
+    signals: StopSignals,
+) -> list[pl.Callback]:
+    """Figures first, then what acts on them, then saving; what stops the run on request comes after all of them."""
+    trainer = config.run.trainer
+    compiles = config.run.model.compile or build.precision(config).stochastic_rounding
+    compiling = [CompileTime(console)] if compiles else []
+    guard = [NonFiniteGuard(trainer.log_every_n_steps)] if trainer.nonfinite == "stop" else []
+    named = [selected.component.load_target()(selected.config, config.run_dir) for selected in config.callbacks]
+    saver = (
+        [CheckpointSaver(own, console, config, metrics, figures, ownership)] if config.run.checkpoint.enabled else []
+    )
+    manager = config.run.exp_manager
+    stopping = (
+        [EarlyStop(manager.early_stopping_callback_params, console, min_steps=trainer.min_steps or 0)]
+        if manager.create_early_stopping_callback
+        else []
+    )
+    return [
+        ProgressReports(),
+        ResumeNotes(console),
+        *compiling,
+        metrics,
+        *guard,
+        LifecycleHooks(config, metrics, signals),
+        *named,
+        *stopping,
+        *saver,
+    ]

@@ -1,0 +1,137 @@
+"""The run's directory: where it is, and what lies in it of what the run was started with."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.config.secrets.command_line import shown_words
+from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve_path
+from nxdt_core.config.sources.recipes import RECIPE_SCHEME
+from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+
+__all__ = ["dated", "keep_inputs", "make_run_dir", "other_source", "run_dir_explained"]
+
+_CONFIG = "config.yaml"
+_COMMANDS = "cmd-args.log"
+"""The command line of each start of the run, a line each."""
+
+
+def dated(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
+    """With ``use_datetime_version`` the configuration of a run in a directory of its own: now, on the first rank.
+
+    Collective. A run that resumes stays where it is, and so does one whose directory has a name. Where the directory
+    exists, since another run began in the same second or the clock was set back, the name gets a number.
+    """
+    manager = config.run.exp_manager
+    named = manager.version is not None or manager.explicit_log_dir is not None
+    if not manager.use_datetime_version or named or config.run.checkpoint.resume_if_exists:
+        return config
+    version = ranks.broadcast_object(_unused(config.run_dir, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
+    run_dir = config.run_dir / version
+    return replace(
+        config,
+        run=replace(config.run, exp_manager=replace(manager, version=version)),
+        run_dir=run_dir,
+        checkpoint_uri=config.run.checkpoint.uri or str(run_dir / "checkpoints"),
+    )
+
+
+def _unused(directory: Path, name: str) -> str:
+    """Return ``name``, with the first number from 2 on for which the directory holds nothing of that name."""
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    return next(each for each in names if not os.path.lexists(directory / each))
+
+
+def make_run_dir(config: ResolvedConfig) -> None:
+    """Make the directory.
+
+    Raises:
+        CannotWriteRunDirectory: it cannot be made.
+    """
+    with run_dir_explained(config):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def other_source(config: ResolvedConfig) -> str | None:
+    """Return the file or recipe that the run was last started from, where this start is from another; else None.
+
+    The configuration in the run's own directory and a mapping in memory count as the same source.
+    """
+    try:
+        with (config.run_dir / _CONFIG).open(encoding="utf-8") as file:
+            last = file.readline().strip().removeprefix("# ").removesuffix(", resolved")
+    except (OSError, UnicodeDecodeError):
+        return None
+    before, now = _source_place(last, config.run_dir), _source_place(config.source, config.run_dir)
+    return last if before is not None and now is not None and before != now else None
+
+
+def _source_place(label: str, run_dir: Path) -> str | None:
+    """Return what tells a recipe or a file from others; None for what is neither, or is in the run's directory."""
+    if label.startswith(RECIPE_SCHEME):
+        return f"{RECIPE_SCHEME}{label.rpartition(':')[2]}"
+    path = expand_home(label).absolute()
+    return str(path) if path.suffix in (".yaml", ".yml") and path.parent != run_dir.absolute() else None
+
+
+def keep_inputs(config: ResolvedConfig) -> None:
+    """Write the configuration, the command line and the files to copy beside what they produce.
+
+    Raises:
+        CannotWriteRunDirectory: the directory cannot be written.
+        CannotCopyFile: a file is not there, or two have one name.
+    """
+    with run_dir_explained(config):
+        _replace(config.run_dir / _CONFIG, render_show(config))
+        with (config.run_dir / _COMMANDS).open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(shown_words(config, sys.argv))}\n")
+        _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")
+
+
+@contextmanager
+def run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
+    """Turn an ``OSError`` of the block into :class:`CannotWriteRunDirectory`."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write ``path`` whole, or leave it as it was: a full disk must not empty what an earlier start wrote."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _copy(files: tuple[str, ...], target: Path) -> None:
+    names = [Path(name).name for name in files]
+    for name in files:
+        if names.count(Path(name).name) > 1:
+            raise CannotCopyFile(path=name, reason="another file to copy has the same name")
+        source = _source(name)
+        target.mkdir(exist_ok=True)
+        shutil.copy2(source, target / source.name)
+
+
+def _source(name: str) -> Path:
+    try:
+        source = resolve_path(name)
+        with source.open("rb"):
+            return source
+    except (OSError, PackageNotFound) as error:
+        raise CannotCopyFile(path=name, reason=getattr(error, "strerror", None) or str(error)) from error

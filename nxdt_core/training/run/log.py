@@ -1,0 +1,134 @@
+"""Log files of a run, one a rank: what Python's ``logging`` gets, what the console says, and what ended it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.secrets.messages import Redaction
+from nxdt_core.errors import NxdtError
+from nxdt_core.protocols.parallel.engine import RankInfo
+from nxdt_core.training.run.files import run_dir_explained
+from nxdt_core.visible_text import VisibleFormatter, visible
+
+__all__ = ["run_log"]
+
+_OURS = logging.getLogger("nxdt_core")
+_FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
+
+
+class _File(logging.FileHandler):
+    """A log that cannot be written does not disturb what it reports: one line on standard error says so, and the file
+    gets no more."""
+
+    quiet = False
+    """Whether what is written is on standard error, too, so that a line that is lost need not be reported."""
+    _failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; the first one opens the file."""
+        if self._failed:
+            return
+        try:
+            super().emit(record)
+        except OSError as error:  # of opening it
+            self._fail(error)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Note what kept a line from being written."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._fail(error)
+
+    def close(self) -> None:
+        """Close the file, even if a line that is still in memory cannot be written."""
+        with suppress(OSError):
+            super().close()
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        reason = error.strerror or str(error)
+        if not self.quiet:
+            print(visible(f"The log {self.baseFilename} is incomplete: {reason}"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
+    """Keep this rank's log during a block, below ``logs`` of the run's directory.
+
+    Values from the environment and secrets are replaced in it, and in the error that ends the block.
+
+    Every rank's errors also go to ``errors.txt`` there, which a run without any does not have.
+
+    Raises:
+        CannotWriteRunDirectory: the logs' directory cannot be made.
+    """
+    directory = config.run_dir / "logs"
+    with run_dir_explained(config):
+        directory.mkdir(parents=True, exist_ok=True)
+    errors = _File(directory / "errors.txt", delay=True, encoding="utf-8")
+    errors.setLevel(logging.ERROR)
+    files = [errors]
+    if _keeps_log(config, info):
+        name = f"globalrank-{info.rank}_localrank-{info.local_rank}.txt"
+        files.append(_File(directory / name, delay=True, encoding="utf-8"))
+    redact = Redaction(config.tree)
+    for file in files:
+        file.setFormatter(VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact))
+    try:
+        with _attached([*files, *_printing(info)]):
+            yield
+    except Exception as error:
+        redact.redact_error(error)
+        _tell(files, error)
+        raise
+    finally:
+        for file in files:
+            file.close()
+
+
+def _keeps_log(config: ResolvedConfig, info: RankInfo) -> bool:
+    manager = config.run.exp_manager
+    if manager.log_global_rank_0_only:
+        return info.rank == 0
+    return info.local_rank == 0 or not manager.log_local_rank_0_only
+
+
+def _printing(info: RankInfo) -> list[logging.Handler]:
+    """What Python prints by itself, as long as nobody handles it: warnings, which most often all ranks find, of one of
+    them; errors of each."""
+    if logging.lastResort is None or logging.getLogger().handlers:
+        return []
+    if info.rank == 0:
+        return [logging.lastResort]
+    errors = logging.StreamHandler()
+    errors.setLevel(logging.ERROR)
+    errors.setFormatter(VisibleFormatter())
+    return [errors]
+
+
+@contextmanager
+def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
+    root, level = logging.getLogger(), _OURS.level
+    for handler in handlers:
+        root.addHandler(handler)
+    _OURS.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _OURS.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+
+
+def _tell(files: list[_File], error: Exception) -> None:
+    """To the files alone: the command line prints it."""
+    known = isinstance(error, NxdtError)
+    trace = None if known else (type(error), error, error.__traceback__)
+    record = _OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, str(error), (), trace)
+    for file in files:
+        file.quiet = True
+        file.handle(record)

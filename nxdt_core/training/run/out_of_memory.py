@@ -1,0 +1,122 @@
+"""What becomes of running out of memory: an error with the figures and the estimate's, instead of a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import max_memory_bytes, profile_of
+from nxdt_core.errors.ranks import OutOfMemory
+from nxdt_core.torch_versions import memory_info
+
+if TYPE_CHECKING:
+    from nxdt_core.training.lightning.module import NxdtModule
+
+__all__ = ["MemoryUse", "compare", "memory_errors_explained"]
+
+_HOST_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of the ``RuntimeError`` that torch raises where the host has no memory left."""
+_ESTIMATE_S = 10.0
+"""How long the other ranks are kept for an estimate; it takes 4 CPU-seconds, most of them imports."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of one rank, in the two parts that users can do something about in different ways."""
+
+    held: int
+    """Between steps: weights, gradients and optimizer state. Sharding helps."""
+    step: int
+    """During a step: activations, logits and buffers. Smaller micro-batches and recomputation help."""
+
+
+@contextmanager
+def memory_errors_explained(config: ResolvedConfig, module: NxdtModule) -> Iterator[None]:
+    """Turn what allocators raise into an :class:`nxdt_core.errors.ranks.OutOfMemory` of this rank.
+
+    Args:
+        config: of the run; what it should need is estimated anew.
+        module: whose trainer runs inside.
+
+    Raises:
+        OutOfMemory: the device, or the host, has no memory for what was asked.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _explained(config, module) from error
+    except RuntimeError as error:
+        if _HOST_ALLOCATOR not in str(error):
+            raise
+        raise _explained(config, module) from error
+
+
+def _explained(config: ResolvedConfig, module: NxdtModule) -> OutOfMemory:
+    engine = module.engine
+    peak, host = max_memory_bytes(engine.device), profile_of(engine.device).host
+    if host:
+        usage, part = f"the process had taken up to {peak / _GIB:.1f} GiB", ""
+    else:
+        total = memory_info(engine.device)[1]
+        usage = f"tensors had taken up to {peak / _GIB:.1f} GiB of {total / _GIB:.1f} GiB"
+        held = _held_bytes(module)
+        sizes = engine.rank_info.mesh
+        pp_rank = engine.rank_info.rank * sizes.get("pp", 1) // engine.rank_info.world_size
+        part = compare(MemoryUse(held=held, step=max(0, peak - held)), _estimated(config, pp_rank))
+    return OutOfMemory(
+        rank=engine.ranks.rank, host=engine.ranks.host, device=str(engine.device), usage=usage, part=part
+    )
+
+
+def _held_bytes(module: NxdtModule) -> int:
+    """Weights, gradients and optimizer state that this process holds."""
+    held: list[Any] = []
+    if hasattr(module, "model"):
+        for _, parameter in module.model.named_parameters():
+            held += [parameter, parameter.grad]
+    if hasattr(module, "optimizer"):
+        held += [value for state in module.optimizer.inner.state.values() for value in state.values()]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+    return sum(tensor.nbytes for tensor in local if isinstance(tensor, torch.Tensor))
+
+
+def _estimated(config: ResolvedConfig, pp_rank: int) -> MemoryUse | None:
+    """What ``nxdt plan`` expects of this rank, None where it does not say so in time.
+
+    (From a process of its own: the estimate pretends to be in a process group, which this process may really be.)
+    """
+    command = [sys.executable, "-m", "nxdt_core", "plan", "--json", "--", config.source, *config.overrides]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_ESTIMATE_S, check=False)
+        ranks = json.loads(done.stdout)["ranks"]
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+        return None
+    memory = next(rank["memory_bytes"] for rank in ranks if rank["pp_rank"] == pp_rank)
+    held = memory["weights"] + memory["gradients"] + memory["optimizer"]
+    return MemoryUse(held=held, step=memory["total"] - held)
+
+
+def compare(found: MemoryUse, estimated: MemoryUse | None) -> str:
+    """A sentence on what was taken for what, and which part is more than was expected; empty without an estimate."""
+    if estimated is None:
+        return ""
+    parts = (
+        ("weights, gradients and optimizer state", found.held, estimated.held),
+        ("activations and buffers", found.step, estimated.step),
+    )
+    taken = " and ".join(f"{have / _GIB:.1f} GiB {name} (estimated: {want / _GIB:.1f})" for name, have, want in parts)
+    name, have, want = max(parts, key=lambda part: part[1] - part[2])
+    excess = (
+        f"{name} exceeded the estimate" if have > want else "neither exceeded its estimate, the device is too small"
+    )
+    return f" Of that, {taken}: {excess}."

@@ -1,0 +1,133 @@
+"""Where a run begins: afresh, from the newest good checkpoint, or from one that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint.collective import on_first_rank
+from nxdt_core.checkpoint.format.file_names import step_name
+from nxdt_core.checkpoint.formats.installed import format_of
+from nxdt_core.checkpoint.signing import refuse_foreign
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.sources.node import Node
+from nxdt_core.errors.exchange import ForeignHasWeightsOnly
+from nxdt_core.errors.training import NoCheckpointToResume, RunAlreadyHasCheckpoints
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.training import build
+from nxdt_core.training.weights.saved_config import saved_values
+
+__all__ = ["ForeignStart", "Start", "check_adapter", "decide_base", "decide_start", "told_step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The checkpoint that a run begins with."""
+
+    storage: CheckpointStorage
+    manifest: Manifest
+    weights_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignStart:
+    """Weights of another program that a run begins with."""
+
+    path: Path
+
+
+def decide_start(
+    config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None], ranks: RankAgreement | None = None
+) -> Start | ForeignStart | None:
+    """Decide what to load; None starts afresh.
+
+    Collective, with one answer: what one rank finds damaged or missing, no other may begin with.
+
+    Args:
+        config: its section ``checkpoint`` says what is wanted.
+        own: the run's store.
+        say: prints a line about what is skipped.
+        ranks: of the run; None for a process that is alone.
+
+    Raises:
+        RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
+        NoCheckpointToResume: told to resume, and there is nothing good to resume from.
+        ForeignHasWeightsOnly: told to go on from a checkpoint of another program.
+        CheckpointNotTrusted: it lacks a valid signature of one of ``checkpoint.sign.trusted``.
+    """
+    wanted = config.run.checkpoint
+    if wanted.resume_if_exists:
+        newest = checkpoint.latest(own, warn=say, ranks=ranks, trusted=build.trusted_keys(config))
+        if newest is not None:
+            return Start(storage=own, manifest=newest, weights_only=False)
+    else:
+        found = on_first_rank(ranks, lambda: checkpoint.list_checkpoints(own), where=own.uri)
+        committed = [entry.step for entry in found if entry.state == "committed"]
+        if committed and wanted.enabled:
+            raise RunAlreadyHasCheckpoints(uri=own.uri, step=max(committed))
+    if wanted.resume_from is not None:
+        return _named(config, wanted.resume_from, say, ranks)
+    if wanted.resume_if_exists and not wanted.resume_ignore_no_checkpoint:
+        raise NoCheckpointToResume(uri=own.uri)
+    return None
+
+
+def check_adapter(config: ResolvedConfig, start: Start) -> None:
+    """See that the weights of ``start`` compute the same under the run's adapter as under that of its own run.
+
+    Raises:
+        NxdtError: they do not.
+    """
+    where = build.step_uri(start.storage, start.manifest.step)
+    saved = saved_values(start.manifest, ["adapter"], where=where).get("adapter", {})
+    for adapter in build.adapters(config):
+        adapter.check_going_on(saved, where)
+
+
+def decide_base(
+    config: ResolvedConfig, start: Start, say: Callable[[str], None], ranks: RankAgreement | None = None
+) -> Start | ForeignStart | None:
+    """Where the weights are that the checkpoint of ``start`` leaves out; None where it has all, or they were drawn.
+    Of a store, the step that the run began with. Collective."""
+    wanted = config.run.checkpoint
+    if not start.manifest.facts.without_base or wanted.resume_from is None or not wanted.weight_init_only:
+        return None
+    key, where = "checkpoint.resume_from", build.step_uri(start.storage, start.manifest.step)
+    began = saved_values(start.manifest, [key], where=where).get("checkpoint", {}).get("resume_from")
+    step = None if began is None else build.locate(config, began)[1]
+    return _named(config, wanted.resume_from, say, ranks, step)
+
+
+def told_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> ResolvedConfig:
+    """The configuration that the run's checkpoints keep: with the step of ``began`` in ``checkpoint.resume_from``,
+    where that names the root of a store, whose newest step is another one later."""
+    wanted = config.run.checkpoint
+    if not isinstance(began, Start) or not began.weights_only or wanted.resume_from is None:
+        return config
+    if build.locate(config, wanted.resume_from)[1] is not None:
+        return config
+    uri, key = f"{wanted.resume_from.rstrip('/')}/{step_name(began.manifest.step)}", "checkpoint.resume_from"
+    node = config.tree.find(key)
+    kept = f"{node.shown.rstrip('/')}/{step_name(began.manifest.step)}" if node is not None and node.shown else None
+    tree = config.tree.set(key, Node(uri, config.origins[key], kept))
+    return replace(config, run=replace(config.run, checkpoint=replace(wanted, resume_from=uri)), tree=tree)
+
+
+def _named(
+    config: ResolvedConfig, uri: str, say: Callable[[str], None], ranks: RankAgreement | None, began: int | None = None
+) -> Start | ForeignStart:
+    weights_only, trusted = config.run.checkpoint.weight_init_only, build.trusted_keys(config)
+    format = on_first_rank(ranks, lambda: format_of(Path(uri), config.kernel), where=uri)
+    if format is not None:
+        if not weights_only:
+            raise ForeignHasWeightsOnly(path=uri, format=format)
+        refuse_foreign(trusted, uri)
+        return ForeignStart(path=Path(uri))
+    storage, step = build.locate(config, uri)
+    wanted = began if step is None else step
+    manifest = checkpoint.find_checkpoint(storage, wanted, warn=say, ranks=ranks, trusted=trusted)
+    return Start(storage=storage, manifest=manifest, weights_only=weights_only)

@@ -1,0 +1,288 @@
+"""The run that a configuration describes: what ``nxdt train`` calls, in terms of the Lightning classes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
+from pytorch_lightning.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Ownership
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.kernel.contexts import ConfigureContext
+from nxdt_core.nn.flops import token_flops
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.training import build
+from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
+from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.metrics import MetricsWriter
+from nxdt_core.training.callbacks.save_figures import SaveFigures
+from nxdt_core.training.callbacks.signals import StopSignals, Supervisor
+from nxdt_core.training.callbacks.time_limit import TimeLimit
+from nxdt_core.training.lightning.datamodule import NxdtDataModule
+from nxdt_core.training.lightning.module import NxdtModule
+from nxdt_core.training.lightning.strategy import NxdtStrategy
+from nxdt_core.training.run.callback_order import run_callbacks
+from nxdt_core.training.run.epochs import counts_passes, in_steps
+from nxdt_core.training.run.fast_dev_run import as_trial
+from nxdt_core.training.run.files import dated, keep_inputs, make_run_dir, other_source
+from nxdt_core.training.run.log import run_log
+from nxdt_core.training.run.metric_files import FigureFiles
+from nxdt_core.training.run.out_of_memory import memory_errors_explained
+from nxdt_core.training.run.ownership import owned_on_rank_zero
+from nxdt_core.training.run.resume_command import resume_command
+from nxdt_core.training.run.start import ForeignStart, Start, check_adapter, decide_base, decide_start, told_step
+from nxdt_core.training.run.summary import RunSummary
+
+__all__ = ["train"]
+
+
+def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSummary:
+    """Train, save, and report; on each rank of a run.
+
+    Args:
+        config: equal on all ranks.
+        supervisor: watches this rank and asks it to stop; None in a run of one process.
+
+    Raises:
+        NxdtError: something that the user can mend; what was committed before stays.
+    """
+    _quieten_lightning()
+    if supervisor is not None:
+        supervisor.watch(config.run.distributed_strategy.timeout_s)
+    strategy = NxdtStrategy(config)
+    strategy.start()
+    ranks = strategy.engine.ranks
+    config = strategy.config = as_trial(dated(config, ranks))
+    if supervisor is not None:
+        supervisor.keep_stacks_in(config.run_dir)
+    console = Console(
+        config.run.trainer.max_steps, speaks=strategy.is_global_zero, bar=config.run.trainer.enable_progress_bar
+    )
+    config.kernel.hooks.nxdt_configure(
+        ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
+    )
+    own = build.storage(config)
+    ranks.on_rank_zero(lambda: build.check_signing(config))
+    ranks.on_rank_zero(lambda: make_run_dir(config))
+    with run_log(config, strategy.engine.rank_info):
+        if config.run.checkpoint.enabled:
+            ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
+        with owned_on_rank_zero(config, own, console.say, ranks) as ownership:
+            return _train(config, strategy, console, own, ownership, supervisor)
+
+
+def _train(
+    config: ResolvedConfig,
+    strategy: NxdtStrategy,
+    console: Console,
+    own: CheckpointStorage,
+    ownership: Ownership | None,
+    supervisor: Supervisor | None,
+) -> RunSummary:
+    ranks = strategy.engine.ranks
+    signals = StopSignals(console, ranks, supervisor)
+    limit = config.run.trainer.max_time
+    time_limit = [] if limit is None else [TimeLimit(seconds_of(limit), signals)]
+    other = other_source(config)
+    ranks.on_rank_zero(lambda: keep_inputs(config))
+    data = NxdtDataModule(config)
+    start = decide_start(config, own, console.say, ranks)
+    if other is not None and _resumes(start) and start.storage.uri == own.uri:
+        console.say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
+    if isinstance(start, Start):
+        check_adapter(config, start)
+    if counts_passes(config):
+        data.prepare()
+        config = in_steps(config, data.train_samples)
+        console.expect(config.run.trainer.max_steps)
+    if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
+        console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
+        if start.storage.uri == own.uri:
+            for adapter in build.adapters(config):
+                adapter.finish(build.step_uri(own, start.manifest.step), config, ranks)
+        strategy.engine.shutdown()
+        return _finished(config, start)
+    base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
+    config = told_step(config, base or start)
+    module = NxdtModule(config, logs_metrics=False)
+    data.prepare()
+    loggers: list[Logger] = []
+    ranks.on_rank_zero(lambda: loggers.extend(_built(selected, config.run_dir) for selected in config.loggers))
+    files = FigureFiles(config.run_dir if strategy.is_global_zero else None, signals.fail)
+    figures = SaveFigures(files)
+    metrics = _metrics(config, console, files, figures)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator=strategy.lightning_accelerator,
+        devices=1,
+        plugins=[LightningEnvironment()],  # else Lightning looks for launchers itself, and refuses `srun --ntasks`
+        max_steps=config.run.trainer.max_steps,
+        # Without this Lightning counts passes, and reading its estimate of steps resets the data (its issue 20550).
+        max_epochs=-1,
+        val_check_interval=config.run.trainer.val_check_interval,
+        check_val_every_n_epoch=None,
+        limit_val_batches=_val_batches(config),
+        num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
+        inference_mode=config.run.trainer.inference_mode,
+        logger=loggers or False,
+        profiler=_profiler(config, strategy.global_rank),
+        detect_anomaly=config.run.trainer.detect_anomaly,
+        callbacks=[
+            *run_callbacks(config, own, ownership, console, metrics, figures, signals),
+            AdapterFinish(config, lambda module: _own(own, _standing(own, module, start))),
+            *time_limit,
+            signals,
+        ],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    try:
+        with memory_errors_explained(config, module):
+            trainer.fit(module, data, ckpt_path=_start(module, start, base, console))
+    except SystemExit as left:  # what Lightning makes of a second Ctrl-C
+        if isinstance(left.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        console.close()
+        strategy.close()
+    if signals.failure is not None:
+        raise signals.failure
+    return _summary(config, own, start, module, metrics, signals)
+
+
+def _names(config: ResolvedConfig) -> dict[str, str]:
+    """``plugin:name`` of the component in each slot that has one."""
+    used = {slot: selected.component for slot, selected in config.components.items() if selected is not None}
+    return {slot: component.qualified_name for slot, component in used.items()}
+
+
+def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
+    """Whether the run goes on with everything, and not with weights alone."""
+    return isinstance(start, Start) and not start.weights_only
+
+
+def _start(
+    module: NxdtModule, start: Start | ForeignStart | None, base: Start | ForeignStart | None, console: Console
+) -> str | None:
+    """Tell the module what to begin with; returns the path to hand to Lightning."""
+    if base is not None:
+        _start(module, base, None, console)
+    if start is None:
+        return None
+    if isinstance(start, ForeignStart):
+        console.say(f"starting from the weights of {start.path}")
+        module.start_from_foreign(start.path)
+        return None
+    uri = build.step_uri(start.storage, start.manifest.step)
+    if start.weights_only:
+        console.say(f"starting from the weights of {uri}")
+        module.start_from(start.storage, start.manifest)
+        return None
+    console.say(f"resuming from {uri}")
+    return uri
+
+
+def _metrics(config: ResolvedConfig, console: Console, files: FigureFiles, figures: SaveFigures) -> MetricsWriter:
+    policy = build.precision(config)
+    flops = token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config))
+    return MetricsWriter(
+        files,
+        console,
+        every=config.run.trainer.log_every_n_steps,
+        flops=flops,
+        compute_dtype=policy.autocast or policy.parameters,
+        parameter_norm=config.run.exp_manager.log_parameter_norm,
+        more=lambda: figures.row,
+    )
+
+
+def _built(selected: Any, run_dir: Path) -> Any:
+    return selected.component.load_target()(selected.config, run_dir)
+
+
+def _profiler(config: ResolvedConfig, rank: int) -> Profiler | None:
+    kinds: dict[str, Callable[..., Profiler]] = {
+        "simple": SimpleProfiler,
+        "advanced": AdvancedProfiler,
+        "pytorch": PyTorchProfiler,
+    }
+    wanted = config.run.trainer.profiler
+    if wanted is None:
+        return None
+    directory = config.run_dir / "profile" / f"rank-{rank:05d}"
+    return kinds[wanted](dirpath=directory, filename="profile")
+
+
+def _val_batches(config: ResolvedConfig) -> int | float:
+    """Lightning's bound: a count, or 1.0 for all; of a share, the data are cut already."""
+    limit = config.run.trainer.limit_val_batches
+    if config.run.trainer.val_check_interval is None:
+        return 0
+    return limit if isinstance(limit, int) else 1.0
+
+
+def _summary(
+    config: ResolvedConfig,
+    own: CheckpointStorage,
+    start: Start | ForeignStart | None,
+    module: NxdtModule,
+    metrics: MetricsWriter,
+    signals: StopSignals,
+) -> RunSummary:
+    standing = _standing(own, module, start)
+    resumable = standing is not None or bool(config.run.trainer.fast_dev_run)
+    return RunSummary(
+        step=module.train_state.step,
+        max_steps=config.run.trainer.max_steps,
+        loss=metrics.last.get("loss"),
+        consumed_tokens=module.train_state.consumed_tokens,
+        tokens_per_s=metrics.typical_tokens_per_s,
+        run_dir=config.run_dir,
+        checkpoint=standing,
+        resume_command=resume_command(config, module.train_state.step) if resumable else None,
+        exit_status=0 if signals.received is None else 128 + signals.received,
+    )
+
+
+def _finished(config: ResolvedConfig, start: Start) -> RunSummary:
+    return RunSummary(
+        step=start.manifest.step,
+        max_steps=config.run.trainer.max_steps,
+        loss=None,
+        consumed_tokens=start.manifest.facts.consumed_tokens,
+        tokens_per_s=None,
+        run_dir=config.run_dir,
+        checkpoint=build.step_uri(start.storage, start.manifest.step),
+        resume_command=resume_command(config, start.manifest.step),
+    )
+
+
+def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | ForeignStart | None) -> str | None:
+    """The checkpoint that holds what was trained: the newest of this process, else the one that it went on from."""
+    if module.saved is not None:
+        return build.step_uri(own, module.saved.step)
+    return build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
+
+
+def _own(own: CheckpointStorage, uri: str | None) -> str | None:
+    """``uri``, where it lies in the run's own store and not where the run began."""
+    return uri if uri is not None and uri.startswith(f"{own.uri}/") else None
+
+
+def _quieten_lightning() -> None:
+    """Lightning's banners and hints speak of things that a user of ``nxdt`` did not choose."""
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")

@@ -1,0 +1,1 @@
+"""Weights outside the training step: averages, export, import, frozen and reference weights."""

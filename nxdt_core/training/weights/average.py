@@ -1,0 +1,113 @@
+"""An exponential moving average of the weights (``exp_manager.ema``), laid out as the weights are.
+
+It is kept in float32 whatever the weights are in: at a decay of 0.999 an update is a thousandth of a difference, which
+bfloat16 would round away. In a checkpoint it is optimizer state, ``<parameter name>/ema``, so that it moves between
+layouts as that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import replace
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from nxdt_core.checkpoint.format.averages import AVERAGE
+from nxdt_core.checkpoint.pieces import piece_of
+from nxdt_core.config.schema.exp_manager import EmaConfig
+from nxdt_core.parallel.placement import local_of
+from nxdt_core.protocols.parallel.engine import ParallelModel
+from nxdt_core.protocols.parallel.piece import Piece
+
+__all__ = ["AVERAGE_BYTES", "WeightAverage", "take_average"]
+
+AVERAGE_BYTES = 4
+"""An element of the average."""
+_SUFFIX = f"/{AVERAGE}"
+_BUCKET_ELEMENTS = 2**25
+"""Weights that are not in float32 are converted so many at a time: 128 MiB."""
+
+
+class WeightAverage:
+    """The average of what a run trains; each rank holds that of its shards, 4 bytes an element.
+
+    As in ``torch.optim.swa_utils`` it begins as the weights after its first update, and then moves by
+    ``1 - decay`` of the difference. An element is computed alike in every layout.
+
+    Example::
+
+        average = WeightAverage(EmaConfig(enable=True, decay=0.99))
+        for step, batch in enumerate(batches, start=1):
+            train_step(…)
+            average.after_step(model, step)
+    """
+
+    def __init__(self, config: EmaConfig) -> None:
+        self._config = config
+        self._update = get_ema_multi_avg_fn(config.decay)  # type: ignore[no-untyped-call]
+        self._pieces: dict[str, Piece] = {}
+        self._trained: frozenset[str] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is an average yet."""
+        return bool(self._pieces)
+
+    def after_step(self, model: ParallelModel, step: int) -> None:
+        """Update it, where one is due after ``step`` optimizer steps."""
+        if step >= self._config.start_step and step % self._config.apply_ema_every_n_steps == 0:
+            weights = self._weights_of(model)
+            fresh = {name: weight for name, weight in weights.items() if name not in self._pieces}
+            for bucket in _buckets({name: weights[name] for name in self._pieces}):
+                self._update([self._pieces[name].tensor for name in bucket], [w.float() for w in bucket.values()], 0)
+            self._begin(model, fresh)
+
+    def put_into(self, model: ParallelModel) -> dict[str, Piece]:
+        """Put the average in the weights' place; give what this returns to :meth:`put_back`."""
+        weights = self._weights_of(model)
+        kept = {name: replace(piece, tensor=weights[name].clone()) for name, piece in self._pieces.items()}
+        model.load_state_dict(self._pieces, strict=False)
+        return kept
+
+    def put_back(self, model: ParallelModel, weights: Mapping[str, Piece]) -> None:
+        """Undo :meth:`put_into`, to the bit."""
+        model.load_state_dict(weights, strict=False)
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """It, under the names of optimizer state."""
+        return {f"{name}{_SUFFIX}": piece for name, piece in self._pieces.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+        """Go on with what :func:`take_average` returned; parameters that it lacks begin with the next update."""
+        self._pieces = {name: piece_of(name, tensor) for name, tensor in state.items()}
+
+    def _weights_of(self, model: ParallelModel) -> dict[str, torch.Tensor]:
+        """This rank's elements of the trained weights, in their own memory."""
+        if self._trained is None:
+            self._trained = frozenset(name for name, weight in model.named_parameters() if weight.requires_grad)
+        held = {name: weight for name, weight in model.state_dict().items() if name in self._trained}
+        return {name: weight.tensor if isinstance(weight, Piece) else local_of(weight) for name, weight in held.items()}
+
+    def _begin(self, model: ParallelModel, fresh: Mapping[str, torch.Tensor]) -> None:
+        if fresh:
+            places = model.state_dict()
+            for name, weight in fresh.items():
+                self._pieces[name] = replace(piece_of(name, places[name]), tensor=weight.to(torch.float32, copy=True))
+
+
+def take_average(state: MutableMapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
+    """Take an average out of optimizer state as it was loaded; by name of the parameter."""
+    return {key.removesuffix(_SUFFIX): state.pop(key) for key in list(state) if key.endswith(_SUFFIX)}
+
+
+def _buckets(weights: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    bucket: dict[str, torch.Tensor] = {}
+    filled = 0
+    for name, weight in weights.items():
+        if bucket and filled + weight.numel() > _BUCKET_ELEMENTS:
+            yield bucket
+            bucket, filled = {}, 0
+        bucket[name] = weight
+        filled += weight.numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,118 @@
+"""The frozen weights that a checkpoint of an adapter leaves out, tensor by tensor, from where its run took them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest, TrustedKeys
+from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
+from nxdt_core.checkpoint.formats.installed import format_of, open_checkpoint
+from nxdt_core.checkpoint.signing import refuse_foreign
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.nn.random.init import draw, rule_for
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.training import build
+from nxdt_core.training.weights.frozen import digest_of, samples_of
+from nxdt_core.training.weights.saved_config import saved_values
+
+__all__ = ["BaseWeights", "base_weights"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseWeights:
+    """Whole parameters of a model, one at a time, on the host."""
+
+    origin: str
+    """Where they come from, for messages."""
+    specs: Mapping[str, TensorSpec]
+    """Dtype and shape by global name."""
+    read: Callable[[str], torch.Tensor]
+    """The parameter of a name."""
+
+    def check(self, frozen: Iterable[str], digest: str, *, where: str) -> None:
+        """See that they are those of ``digest``; reads all of ``frozen``.
+
+        Raises:
+            AdapterOfAnotherBase: they are not.
+        """
+        found = digest_of(sample for name in frozen for sample in samples_of([(name, self.read(name))]))
+        if found != digest:
+            raise AdapterOfAnotherBase(where=where, base=self.origin)
+
+
+def base_weights(
+    config: ResolvedConfig,
+    storage: CheckpointStorage,
+    manifest: Manifest,
+    *,
+    base: str | None = None,
+    trusted: TrustedKeys | None = None,
+) -> BaseWeights:
+    """Find what ``manifest`` leaves out.
+
+    Args:
+        config: of the run that wrote it, on one process.
+        storage: where it lies.
+        manifest: of the checkpoint.
+        base: address of the base instead: a checkpoint or a directory of another program. None takes the checkpoint
+            itself where it has all, else what its run began with: ``checkpoint.resume_from``, in which its run has
+            kept the step, or fresh weights.
+        trusted: keys of which one must have signed the base; None requires no signature.
+
+    Raises:
+        CheckpointNotFound, ForeignFormatUnknown: it is not there.
+        CheckpointNotTrusted: it lacks a valid signature of one of the keys.
+    """
+    if base is None and not manifest.facts.without_base:
+        return _of_checkpoint(storage, manifest)
+    where = build.step_uri(storage, manifest.step)
+    wanted = () if base is not None else ("checkpoint.resume_from", "checkpoint.weight_init_only")
+    saved = saved_values(manifest, wanted, where=where).get("checkpoint", {})
+    began = saved.get("resume_from") if saved.get("weight_init_only") else None
+    named = base or began
+    if named is None:
+        return _fresh(build.model_builder(config), config.run.seed, build.precision(config).parameters)
+    if format_of(Path(named), config.kernel) is not None:
+        refuse_foreign(trusted, named)
+        return _foreign(named, config)
+    found, step = checkpoint.locate(named, config.kernel)
+    return _of_checkpoint(found, checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=trusted))
+
+
+def _of_checkpoint(storage: CheckpointStorage, manifest: Manifest) -> BaseWeights:
+    def read(name: str) -> torch.Tensor:
+        return checkpoint.load_model(storage, manifest, [name])[name]
+
+    index = manifest.tensors.get("model", {})
+    specs = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in index.items()}
+    return BaseWeights(origin=f"'{build.step_uri(storage, manifest.step)}'", specs=specs, read=read)
+
+
+def _foreign(path: str, config: ResolvedConfig) -> BaseWeights:
+    _, found = open_checkpoint(Path(path), config.kernel)
+    listed = found.listing(build.model_builder(config)).items()
+    specs = {name: TensorSpec(held.dtype, held.shape) for (section, name), held in listed if section == "model"}
+    return BaseWeights(origin=f"'{path}'", specs=specs, read=lambda name: next(iter(found.read([("model", name)]))))
+
+
+def _fresh(builder: ModelBuilder, seed: int, dtype: str) -> BaseWeights:
+    with torch.device("meta"):
+        users = {user for _, user in builder.plan().tied}
+        named = builder.build().named_parameters(remove_duplicate=False)
+        specs = {name: TensorSpec(dtype, tuple(p.shape)) for name, p in named if name not in users}
+    rules = builder.init_rules()
+
+    def read(name: str) -> torch.Tensor:
+        return draw(specs[name].shape, rule_for(name, rules), name=name, seed=seed, dtype=getattr(torch, dtype))
+
+    return BaseWeights(origin=f"a fresh model of seed {seed}", specs=specs, read=read)

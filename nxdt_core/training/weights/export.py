@@ -1,0 +1,162 @@
+"""From a checkpoint of ours to a Hugging Face directory, in pieces: what ``nxdt checkpoint export`` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint.collective import rank_of, together
+from nxdt_core.checkpoint.format.averages import AVERAGE, average_index
+from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry
+from nxdt_core.checkpoint.hf.export_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
+from nxdt_core.checkpoint.hf.source import HFSource
+from nxdt_core.checkpoint.hf.write import read_from, write_hf
+from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.chat.rendering import stop_ids
+from nxdt_core.data.chat.templates import named_template
+from nxdt_core.errors.checkpoints import CheckpointNotFound
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.tokenizer import HFTokenizer
+from nxdt_core.training import build
+from nxdt_core.training.weights.saved_config import saved_chat_keys, saved_config
+
+__all__ = ["ExportDtype", "Exported", "export_hf", "plan_export"]
+
+ExportDtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export has written."""
+
+    source: str
+    """Address of the checkpoint."""
+    target: str
+    step: int
+    files: tuple[str, ...]
+    size_bytes: int
+    """Of all weights."""
+    notes: tuple[str, ...]
+    """What the directory lacks, a sentence each."""
+
+
+def export_hf(
+    source: str,
+    target: str,
+    *,
+    dtype: ExportDtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    workers: int = 1,
+    average: bool = False,
+    ranks: RankAgreement | None = None,
+) -> Exported:
+    """Write the model of a checkpoint as a directory that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    Each rank holds about ``max_shard_bytes`` for each worker, never the model. What is read is verified. The same call
+    goes on where an interrupted one stopped. Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        source: a checkpoint, or the root of a run's checkpoints (the newest committed one is taken).
+        target: a directory or the address of another store, empty.
+        dtype: of floating-point tensors; None keeps those of the checkpoint.
+        max_shard_bytes: of one file of weights.
+        workers: files that each rank writes at the same time.
+        average: write the average of the weights (``exp_manager.ema``) instead of the weights.
+        ranks: that divide the files; None for a process that is alone.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointHasNoAverage: its run kept none.
+        CheckpointDamaged: a file of it is not what was written.
+        SavedConfigUnusable: its model cannot be built here; a missing plugin is named.
+        HFExchangeUnsupported: its model has no counterpart at Hugging Face.
+        HFNotWritable: ``target`` is not empty.
+    """
+    kernel = Kernel.start()
+    storage, step = checkpoint.locate(source, kernel)
+    place = checkpoint.open_storage(target, kernel)
+    manifest = together(ranks, lambda: _find(storage, step) if rank_of(ranks) == 0 else None, where=source)[0]
+    assert manifest is not None
+    address = build.step_uri(storage, manifest.step)
+    index = average_index(manifest, where=address) if average else manifest.tensors.get("model", {})
+    planned: list[tuple[HFPlan, tuple[str, ...]]] = []
+
+    def plan_all() -> None:
+        config = saved_config(manifest, where=address)
+        planned.append(plan_export(config, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes))
+
+    together(ranks, plan_all, where=source)
+    plan, notes = planned[0]
+    origin = f"{storage.uri}/{manifest.prefix}{AVERAGE if average else ''}"
+    write_hf(place, plan, read_from(storage, manifest, index), origin=origin, workers=workers, ranks=ranks)
+    return Exported(
+        source=address,
+        target=place.uri,
+        step=manifest.step,
+        files=(*(shard.file for shard in plan.shards), *plan.texts),
+        size_bytes=plan.size_bytes,
+        notes=notes,
+    )
+
+
+def plan_export(
+    config: ResolvedConfig,
+    manifest: Manifest,
+    index: Mapping[str, TensorEntry] | None = None,
+    *,
+    dtype: ExportDtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> tuple[HFPlan, tuple[str, ...]]:
+    """The files of an export, and what they will lack.
+
+    Args:
+        config: of the run that wrote the checkpoint.
+        manifest: of the checkpoint.
+        index: its tensors by name; None takes those of the model.
+        dtype: as of :func:`export_hf`.
+        max_shard_bytes: as of :func:`export_hf`.
+    """
+    tokenizer = build.tokenizer(config)
+    files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
+    keys = saved_chat_keys(manifest)
+    template = named_template(keys)
+    if files and template is not None:
+        files = {**files, "chat_template.jinja": template.text.encode()}
+    notes: tuple[str, ...] = ()
+    if not files:
+        named = config.components["tokenizer"]
+        whose = "the run names none" if named is None else f"transformers has none like {named.component.record.name!r}"
+        notes = (f"no tokenizer is included: {whose}",)
+    places = manifest.tensors.get("model", {}) if index is None else index
+    held = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in places.items()}
+    builder = build.model_builder(config)
+    stops = () if tokenizer is None else stop_ids(keys, tokenizer)
+    plan = plan_hf(
+        builder,
+        held,
+        tokenizer,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        more=files,
+        stop_ids=stops,
+        source=HFSource.of_facts(manifest.facts.hf),
+    )
+    return plan, (*notes, *plan.notes)
+
+
+def _find(storage: CheckpointStorage, step: int | None) -> Manifest:
+    """That of ``step``, or of the newest committed one; what is wrong in its files shows when they are read."""
+    if step is None:
+        steps = [status.step for status in checkpoint.list_checkpoints(storage) if status.state == "committed"]
+        if not steps:
+            raise CheckpointNotFound(where=storage.uri, reason="no step there is committed")
+        step = max(steps)
+    with explained_os_errors(storage.uri):
+        return checkpoint.read_manifest(storage, step)
