@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from nxdt_core.compile_counts import GraphCounts
 from nxdt_core.config import load
 from nxdt_core.devices import PROFILES, profile_of
-from nxdt_core.parallel.compile import GraphCounts
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, primitives

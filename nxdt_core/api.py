@@ -312,7 +312,13 @@ KINDS: tuple[Kind, ...] = (
     ),
     _kind("adapter", AdapterComponent, "adapter:Adapter", "adapter.name", "changes to a model, such as LoRA"),
     _kind("objective", ObjectiveComponent, "objective:Objective", "objective.name", "losses"),
-    _kind("parallel_engine", EngineComponent, "engine:ParallelEngine", "parallel_engine.name", "runtimes that shard"),
+    _kind(
+        "parallel_engine",
+        EngineComponent,
+        "parallel.engine:ParallelEngine",
+        "parallel_engine.name",
+        "runtimes that shard",
+    ),
     _kind("logger", LoggerComponent, "extension:LoggerFactory", "exp_manager.loggers", "where metrics go"),
     _kind("callback", CallbackComponent, "extension:CallbackFactory", "trainer.callbacks", "actions in the loop"),
 )

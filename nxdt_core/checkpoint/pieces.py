@@ -6,44 +6,32 @@ from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
+from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Box, Held, Piece
+from nxdt_core.protocols.parallel.piece import Held, Piece
 
-__all__ = ["empty_like", "list_pieces", "piece_of"]
+__all__ = ["empty_like", "list_pieces", "storable_piece"]
 
 
-def piece_of(name: str, tensor: torch.Tensor | Piece) -> Piece:
-    """This rank's piece of ``tensor``, called ``name`` in messages; a piece is one already.
+def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
+    """This rank's piece of ``tensor``, called ``name`` in messages, of which a checkpoint can hold the bytes.
 
     Raises:
         TensorStateUnsupported: it has no plain bytes (sparse, quantised, complex, on the meta device, a subclass of
-            Tensor), or is distributed as sums that are still to be made.
+            Tensor), or no place in the whole (:func:`nxdt_core.distributed.placement.piece_of`).
     """
-    if isinstance(tensor, Piece):
-        _check_plain(name, tensor.tensor)
-        return tensor
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, (DTensor, Piece)):
         _check_plain(name, tensor)
-        return Piece(tensor, shape, Box.whole(shape))
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise TensorStateUnsupported(where=name, reason="it is distributed as partial sums")
-    local = _local(tensor)
-    _check_plain(name, local)
-    sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    if sizes != tuple(local.shape):  # seen with strided shards of what two dimensions both cut unevenly (torch 2.13)
-        reason = f"torch places {sizes} of it here, and {tuple(local.shape)} are here ({tensor.placements})"
-        raise TensorStateUnsupported(where=name, reason=reason)
-    # An empty shard has no place; torch puts it at the end, on the border of the tensor.
-    return Piece(local, shape, Box(tuple(offsets), sizes))
+    piece = piece_of(tensor, name)
+    _check_plain(name, piece.tensor)
+    return piece
 
 
 def list_pieces(section: str, tensors: Mapping[str, torch.Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, Held]]:
     """The pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner."""
-    pieces = {name: piece_of(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
+    pieces = {name: storable_piece(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
     seen: dict[object, str] = {}
     held: dict[str, Held] = {}
     for name, piece in pieces.items():
@@ -64,7 +52,7 @@ def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torc
         return Piece(torch.empty_like(tensor.tensor, dtype=dtype), shape, tensor.box)
     if not isinstance(tensor, DTensor) or tuple(tensor.shape) != shape:
         return torch.empty(shape, dtype=dtype, device=tensor.device)
-    local = torch.empty_like(_local(tensor), dtype=dtype, memory_format=torch.contiguous_format)
+    local = torch.empty_like(local_of(tensor).detach(), dtype=dtype, memory_format=torch.contiguous_format)
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -73,12 +61,6 @@ def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torc
 def dtype_name(tensor: torch.Tensor) -> str:
     """``float32`` and the like."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-@torch.no_grad()
-def _local(tensor: DTensor) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local()
-    return local.detach()
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import click
 from nxdt_core.cli.terminal.table import human_size, print_facts, print_table
 
 if TYPE_CHECKING:
-    from nxdt_core.parallel.estimate import RankEstimate
+    from nxdt_core.protocols.parallel.estimate import RankEstimate
     from nxdt_core.training.plan import RunPlan
 
 __all__ = ["print_report"]
@@ -46,37 +46,20 @@ def print_report(plan: RunPlan) -> None:
 
 
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    found, work = plan.estimate, plan.work
+    found, data, sizes = plan.estimate, plan.config.run.data, plan.sizes
     yield "run", plan.config.source
-    yield "layout", " · ".join(_layout(plan))
+    yield "layout", " · ".join(plan.estimate.layout)
     trained = "" if found.trained == found.parameters else f", {_billions(found.trained)} of them trained"
     yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP a token"
     yield (
         "step",
-        f"{work.global_batch_size} sequences of {work.seq_length} = {_count(found.tokens_per_step).strip()} tokens,"
+        f"{data.global_batch_size} sequences of {data.seq_length} = {_count(found.tokens_per_step).strip()} tokens,"
         f" {_count(found.flops_per_step)}FLOP; {_plural(found.micro_batches, 'micro-batch', 'micro-batches')}"
-        f" of {work.micro_batch_size} a rank",
+        f" of {data.micro_batch_size} a rank",
     )
-    if work.sizes.pp > 1:
-        yield "pipeline", f"{work.sizes.schedule}; ranks wait {found.bubble:.1%} of a step for one another"
+    if sizes.pp > 1:
+        yield "pipeline", f"{sizes.schedule}; ranks wait {found.bubble:.1%} of a step for one another"
     yield "checkpoint", f"{human_size(found.checkpoint_bytes)}, weights and optimizer state"
-
-
-def _layout(plan: RunPlan) -> Iterator[str]:
-    work, sizes = plan.work, plan.work.sizes
-    yield _plural(sizes.world_size, "rank", "ranks")
-    named = {"TP": sizes.tp, "CP": sizes.cp, "EP": sizes.ep, "PP": sizes.pp, "VPP": sizes.vpp, "DP": sizes.dp}
-    yield from (f"{name} {size}" for name, size in named.items() if size > 1)
-    if work.options.sequence_parallel:
-        yield "sequence parallel"
-    if sizes.dp_replicate > 1:
-        yield f"{sizes.dp_replicate} replicas"
-    if sizes.dp > 1:
-        yield f"ZeRO-{sizes.zero_stage}" if sizes.zero_stage else "no ZeRO"
-    yield work.precision.name
-    if work.options.recompute_granularity is not None:
-        what = "layers" if work.options.recompute_granularity == "full" else ", ".join(work.options.recompute_names)
-        yield f"recomputes {what}"
 
 
 def _columns(ranks: tuple[RankEstimate, ...]) -> list[RankEstimate]:
@@ -91,7 +74,7 @@ def _columns(ranks: tuple[RankEstimate, ...]) -> list[RankEstimate]:
 
 
 def _title(rank: RankEstimate, plan: RunPlan) -> str:
-    return f"PP {rank.pp_rank}" if plan.work.sizes.pp > 1 else "EACH RANK"
+    return f"PP {rank.pp_rank}" if plan.sizes.pp > 1 else "EACH RANK"
 
 
 def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -> None:
@@ -134,7 +117,7 @@ def _verdict(plan: RunPlan) -> str:
     fullest = plan.estimate.fullest
     needed = fullest.memory.total
     largest = max(_PARTS, key=lambda part: int(getattr(fullest.memory, part)))
-    who = f"pipeline rank {fullest.pp_rank} is the fullest: it" if plan.work.sizes.pp > 1 else "each rank"
+    who = f"pipeline rank {fullest.pp_rank} is the fullest: it" if plan.sizes.pp > 1 else "each rank"
     need = f"{who} needs {human_size(needed)}, most of it {largest}"
     if plan.memory_bytes is None:
         return f"{need}; --memory-gib compares it with a device"

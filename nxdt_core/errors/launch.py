@@ -8,6 +8,7 @@ from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
     "AcceleratorMissing",
+    "EngineWithoutEstimate",
     "HeadsDoNotDivide",
     "SequenceDoesNotDivide",
     "ShardDoesNotDivide",
@@ -115,3 +116,13 @@ class SequenceDoesNotDivide(NxdtError):
     remedy = "Make data.seq_length a multiple of {ranks}, or set distributed_strategy.sequence_parallel=false."
     length: int
     ranks: int
+
+
+class EngineWithoutEstimate(NxdtError):
+    """An engine is asked for an estimate that it does not offer."""
+
+    code = "NXDT-P005"
+    happened = "The parallel engine {engine!r} of {dist} gives no estimate."
+    remedy = "Plan with parallel_engine.name=torch, whose memory and traffic may differ; training needs no estimate."
+    engine: str
+    dist: str

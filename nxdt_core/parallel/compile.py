@@ -1,25 +1,21 @@
-"""``torch.compile``, layer by layer, and what it makes: graphs, and the time that they take."""
+"""``torch.compile``, layer by layer."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError
-from torch._dynamo.utils import counters
 
+from nxdt_core.engines.recompute import forward_within
 from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
 from nxdt_core.nn.patterns import matches
-from nxdt_core.parallel.recompute import forward_within
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["CompileClock", "GraphCounts", "compile_layers"]
+__all__ = ["compile_layers"]
 
 _log = logging.getLogger(__name__)
 
@@ -92,78 +88,3 @@ class _CompiledForward:
 def _reason(error: Exception) -> str:
     """What torch says, without its hints."""
     return " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")
-
-
-class GraphCounts:
-    """What ``torch.compile`` makes anywhere in this process while the block runs.
-
-    Example::
-
-        with GraphCounts() as counts:
-            train_step(...)
-        print(counts.graphs, counts.breaks, counts.recompilations)
-    """
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        """That a backend was given."""
-        self.breaks = 0
-        """Places where a graph ended because torch could not trace what followed."""
-        self.recompilations = 0
-        """Compilations of code that had been compiled before: for training and validation, another kind of layer, or
-        because something changed."""
-
-    def __enter__(self) -> GraphCounts:
-        self._before = self._totals()
-        callback_handler.register_start_callback(self._start)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        callback_handler.remove_start_callback(self._start)
-        graphs, breaks = self._totals()
-        self.graphs, self.breaks = graphs - self._before[0], breaks - self._before[1]
-
-    @staticmethod
-    def _totals() -> tuple[int, int]:
-        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-    def _start(self, arguments: CallbackArgs) -> None:
-        of_dynamo = arguments.callback_trigger is CallbackTrigger.DYNAMO
-        self.recompilations += of_dynamo and not str(arguments.compile_id).endswith("/0")
-
-
-class CompileClock:
-    """Seconds that torch spends compiling anywhere in this process, while the block runs.
-
-    Example::
-
-        with CompileClock() as clock:
-            train_step(...)
-        print(clock.seconds)
-
-    Forward is compiled when it first runs, and backward with it or when that first runs.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """So far; grows while the block runs."""
-        self._begun = 0.0
-
-    def __enter__(self) -> CompileClock:
-        callback_handler.register_start_callback(self._start)
-        callback_handler.register_end_callback(self._end)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        callback_handler.remove_start_callback(self._start)
-        callback_handler.remove_end_callback(self._end)
-
-    def _start(self, _: CallbackArgs) -> None:
-        self._begun = time.perf_counter()
-
-    def _end(self, _: CallbackArgs) -> None:
-        self.seconds += time.perf_counter() - self._begun

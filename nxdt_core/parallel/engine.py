@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import current_device, profile_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS
@@ -26,6 +27,8 @@ from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
 from nxdt_core.protocols.parallel.engine import RankInfo
+from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["TorchEngine"]
@@ -148,6 +151,30 @@ class TorchEngine:
         empty = [override.params for override in overrides if not any(override is each for each in used)]
         if empty:
             raise ParameterGroupEmpty(patterns=empty, names=names)
+
+    @staticmethod
+    def estimate(config: ResolvedConfig, parts: RunParts) -> Estimate:
+        """What the run of ``config`` would need, measured without devices.
+
+        Raises:
+            NxdtError: the run would not start.
+        """
+        from nxdt_core.parallel.estimate.configured import estimate_configured
+
+        return estimate_configured(config, parts)
+
+    @staticmethod
+    def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+        """Elements of each parameter that rank 0 of ``sizes`` holds, measured on the meta device.
+
+        Raises:
+            NxdtError: the model's plan does not allow the layout.
+        """
+        from nxdt_core.parallel.estimate.fake_world import fake_mesh
+
+        with fake_mesh(sizes) as mesh:
+            (module,) = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules
+            return {name: local_of(parameter).numel() for name, parameter in module.named_parameters()}
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value on every rank."""

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdt_core.distributed.bucketed_sums import by_dtype, sum_over
+from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
-from nxdt_core.parallel.placement import local_of, sharded_over
 
-__all__ = ["BUCKET_BYTES", "GradientSums", "clip", "global_norm", "sum_over"]
-
-BUCKET_BYTES = 128 * 2**20
-"""Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
-
-
-def sum_over(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Add up ``tensors`` over the ranks of ``group``, in place, many in one call."""
-    for bucket in _buckets(tensors):
-        _sum_bucket(group, bucket)
+__all__ = ["GradientSums", "clip", "global_norm"]
 
 
 class GradientSums:
@@ -71,7 +63,7 @@ def global_norm(
     """2-norm of all gradients, or of all weights, over all ranks and stages, each element counted once.
 
     Args:
-        tensors: of those parameters whose elements this rank speaks for (:func:`nxdt_core.parallel.placement.owns`).
+        tensors: of those parameters whose elements this rank speaks for (:func:`nxdt_core.parallel.parameters.owns`).
         world: all ranks; None for one that is alone.
         device: of the result.
         dtype: of the result and of its summation, the same on all ranks.
@@ -80,7 +72,7 @@ def global_norm(
         A device scalar, equal on all ranks bit for bit.
     """
     held = [local_of(tensor.detach()) for tensor in tensors if tensor is not None]
-    norms = [norm for same in _by_dtype(held) for norm in torch._foreach_norm(same, 2, dtype)]
+    norms = [norm for same in by_dtype(held) for norm in torch._foreach_norm(same, 2, dtype)]
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device, dtype=dtype)
     if world is not None:
         dist.all_reduce(squares, group=world)
@@ -91,34 +83,5 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float
     """Scale all gradients to a norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
     grads = [local_of(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for same in _by_dtype(grads):
+    for same in by_dtype(grads):
         torch._foreach_mul_(same, scale.to(same[0].dtype))
-
-
-def _sum_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor]) -> None:
-    """A function of its own, so that the flat copy is gone before that of the next bucket is made."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat, group=group)
-    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-    torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    for same in _by_dtype(tensors):
-        bucket: list[torch.Tensor] = []
-        filled = 0
-        for tensor in same:
-            if bucket and filled + tensor.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(tensor)
-            filled += tensor.nbytes
-        yield bucket
-
-
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())

@@ -15,6 +15,9 @@ from torch import nn
 
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.devices import DeviceProfile
+from nxdt_core.distributed.placement import piece_of
+from nxdt_core.engines.recompute import apply_recompute
+from nxdt_core.engines.stages import cut_stage, stages_of_rank
 from nxdt_core.errors.layouts import LayoutRefused
 from nxdt_core.nn.random.init import draw, rule_for
 from nxdt_core.parallel.compile import compile_layers
@@ -26,9 +29,6 @@ from nxdt_core.parallel.expert.figures import routers_of
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle
 from nxdt_core.parallel.loss.chunked import chunk_loss
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
-from nxdt_core.parallel.pipeline.stages import cut_stage, stages_of_rank
-from nxdt_core.parallel.placement import piece_of
-from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
 from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
 from nxdt_core.protocols.adapter import Adapter

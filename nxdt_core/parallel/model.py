@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.devices import profile_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.nn.loss.token_losses import token_labels
 from nxdt_core.nn.random.dropout_masks import rows_of_batch
@@ -28,7 +29,6 @@ from nxdt_core.parallel.parameters import StageParameters
 from nxdt_core.parallel.pipeline.runner import PipelineRunner
 from nxdt_core.parallel.pipeline.stream import HiddenLike
 from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
-from nxdt_core.parallel.placement import local_of
 from nxdt_core.parallel.replicas import Replicas, replica_group
 from nxdt_core.parallel.rounding.masters import rounded_weights
 from nxdt_core.parallel.shards import shard_of

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import profile_of
+from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.parallel.placement import local_of, sharded_over
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.parallel.rounding.updates import StochasticUpdates
 from nxdt_core.parallel.shards import shard_of

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.placement import owns
+from nxdt_core.distributed.placement import sharded_over
+from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 
 __all__ = ["StageParameters"]
 
@@ -42,3 +43,14 @@ class StageParameters:
     def spoken_for(self, mesh: ParallelMesh) -> list[nn.Parameter]:
         """Parameters whose elements this rank counts in sums over all ranks."""
         return [p for name, p in self.by_name.items() if name not in self.copies and owns(p, mesh)]
+
+
+def owns(tensor: torch.Tensor, mesh: ParallelMesh) -> bool:
+    """Whether this rank is the first of those of its pipeline stage that hold the very same elements.
+
+    Sums over parameters (the gradient's norm) count the owner's elements only.
+    """
+    cut = sharded_over(tensor)
+    tensor_dims: tuple[Dimension, ...] = ("tp_kv_replica",) if "tp_kv" in cut else ("tp",)
+    data_dims: tuple[Dimension, ...] = ("efsdp",) if "ep" in cut else ("fsdp",)
+    return all(dim in cut or mesh.rank(dim) == 0 for dim in ("dp_replicate", *data_dims, *tensor_dims))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.parallel.placement import piece_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan

@@ -28,11 +28,11 @@ from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import ReadsHFConfig
 from nxdt_core.devices import HOST
+from nxdt_core.engines.recompute import apply_recompute
+from nxdt_core.engines.stages import cut_stage
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.nn.random.init import initialize
-from nxdt_core.parallel.pipeline.stages import cut_stage
-from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.models.hf_config import config_from_hf

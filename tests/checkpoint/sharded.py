@@ -23,7 +23,7 @@ from nxdt_core.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from nxdt_core.checkpoint.pieces import piece_of
+from nxdt_core.checkpoint.pieces import storable_piece
 from nxdt_core.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors import NxdtError
@@ -252,7 +252,7 @@ def boxes_in(sizes: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
         mesh = init_device_mesh(HOST.type, sizes, mesh_dim_names=names)
         wrong = []
         for text, tensor, source in _pieces(mesh):
-            piece = piece_of(text, tensor)
+            piece = storable_piece(text, tensor)
             if not torch.equal(piece.tensor, source[piece.box.within(Box.whole(tuple(source.shape)))]):
                 wrong.append(f"rank {ranks.rank}: {text}: {piece.box} holds {piece.tensor.tolist()}")
         return wrong
@@ -277,7 +277,7 @@ def partial_sums() -> tuple[str, str]:
 
     def work(ranks: Ranks) -> tuple[str, str]:
         mesh = init_device_mesh(HOST.type, (dist.get_world_size(),))
-        return error_of(lambda: piece_of("w", DTensor.from_local(torch.ones(2), mesh, [Partial()])))
+        return error_of(lambda: storable_piece("w", DTensor.from_local(torch.ones(2), mesh, [Partial()])))
 
     return in_group(work)
 

@@ -21,7 +21,7 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.pieces import piece_of
+from nxdt_core.checkpoint.pieces import storable_piece
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
 from nxdt_core.testing.ranks import RankPool
@@ -122,13 +122,13 @@ def test_saving_at_once_takes_no_copy(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_memory_of_copies_is_reused(tmp_path: Path) -> None:
     buffers = StagingBuffers()
-    share = piece_of("w", torch.ones(4, 5))
-    first = buffers.stage({"w": share, "b": piece_of("b", torch.zeros(0))})["w"].tensor.data_ptr()
-    other = piece_of("w", torch.full((4, 5), 2.0))
-    again = buffers.stage({"w": other, "b": piece_of("b", torch.zeros(0))})["w"].tensor
+    share = storable_piece("w", torch.ones(4, 5))
+    first = buffers.stage({"w": share, "b": storable_piece("b", torch.zeros(0))})["w"].tensor.data_ptr()
+    other = storable_piece("w", torch.full((4, 5), 2.0))
+    again = buffers.stage({"w": other, "b": storable_piece("b", torch.zeros(0))})["w"].tensor
     assert again.data_ptr() == first
     assert torch.equal(again, other.tensor)
-    grown = buffers.stage({"w": piece_of("w", torch.ones(6, 5))})["w"].tensor
+    grown = buffers.stage({"w": storable_piece("w", torch.ones(6, 5))})["w"].tensor
     assert grown.shape == (6, 5)
 
 

@@ -16,12 +16,12 @@ CORE = ROOT / "nxdt_core"
 LAYERS = (
     {"_version", "visible_text"},
     {"errors"},
-    {"api", "devices", "mounts", "regular_files", "torch_versions"},
+    {"api", "compile_counts", "devices", "mounts", "regular_files", "torch_versions"},
     {"progress", "protocols"},
     {"file_lock", "kernel"},
     {"config"},
     {"nn"},
-    {"distributed"},
+    {"distributed", "engines"},
     {"checkpoint", "data"},
     {"launch"},
     {"training"},
@@ -127,6 +127,15 @@ def test_a_plugin_imports_the_core_and_no_other_plugin(package):
         if name.startswith("nxdt_plugin") and name.partition(".")[0] != package.name
     ]
     assert wrong == []
+
+
+def test_the_torch_engine_is_imported_by_itself_alone():
+    """Whatever else needs an engine has the one that the configuration selects."""
+    outside = [path for path in core_files() if part_of(path) != "parallel"]
+    outside += [path for package in plugin_packages() for path in package.rglob("*.py")]
+    named = [(path, line, name) for path in outside for line, name in imports(path)]
+    assert len(outside) > 400
+    assert [f"{p}:{line} imports {name}" for p, line, name in named if name.startswith("nxdt_core.parallel")] == []
 
 
 @pytest.mark.parametrize("package", plugin_packages(), ids=lambda package: package.name)

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import torch
 
+from nxdt_core.compile_counts import GraphCounts
 from nxdt_core.devices import PROFILES
-from nxdt_core.parallel.compile import GraphCounts
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState, seed_all

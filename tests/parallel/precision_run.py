@@ -9,7 +9,7 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
-from nxdt_core.parallel.placement import local_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.training import build, primitives

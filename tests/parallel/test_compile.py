@@ -12,8 +12,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
 
-from nxdt_core.parallel.compile import CompileClock, GraphCounts, compile_layers
-from nxdt_core.parallel.recompute import apply_recompute
+from nxdt_core.compile_counts import CompileClock, GraphCounts
+from nxdt_core.engines.recompute import apply_recompute
+from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.nn.random.dropout import CausalAttentionWithDropout, Dropout
-from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import seed_all

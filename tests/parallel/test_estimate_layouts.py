@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nxdt_core.config import load
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.nn.loss import logit_rows
-from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan
@@ -140,7 +140,7 @@ def test_every_ranks_peak_is_what_was_planned(layout, ranks, monkeypatch):
     made = plan(load("recipe:llama-tiny", overrides))
     found = ranks(2).run(peak_of_a_step, overrides, timeout_s=300)
     for rank, (peak, state, weights) in enumerate(found):
-        planned = made.estimate.ranks[rank if made.work.sizes.pp > 1 else 0].memory
+        planned = made.estimate.ranks[rank if made.sizes.pp > 1 else 0].memory
         print(f"{layout}, rank {rank}: planned {planned.total / peak:.4f} of what was measured")
         assert planned.total == pytest.approx(peak, rel=WITHIN)
         assert planned.optimizer == pytest.approx(state + COPIES.get(layout, 0) * weights, rel=0.01)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nxdt_core.config import load
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.optimizers import GradientSumsRounded
-from nxdt_core.parallel.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nxdt_core.config import load
-from nxdt_core.parallel.placement import local_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.training import build, primitives

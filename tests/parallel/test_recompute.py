@@ -13,11 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 
 from nxdt_core.devices import HOST
+from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.nn.mlp import SwiGLU
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan

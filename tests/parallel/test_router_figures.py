@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.nn.moe.router import TopKRouter
 from nxdt_core.nn.random.init import initialize
 from nxdt_core.parallel.expert.figures import RouterFigures, routers_of
-from nxdt_core.parallel.recompute import apply_recompute
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.models.moe import MoEBuilder
 from nxdt_core.testing.models.moe_config import MoEConfig, MoEModelConfig

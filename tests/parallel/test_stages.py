@@ -9,6 +9,7 @@ from nxdt_plugin_llama.builder import LlamaBuilder
 from nxdt_plugin_llama.config import LlamaConfig
 from torch import nn
 
+from nxdt_core.engines.stages import cut_stage, stage_layers, stages_of_rank
 from nxdt_core.errors.layouts import (
     LayersDoNotDivide,
     MicroBatchesDoNotFit,
@@ -21,7 +22,6 @@ from nxdt_core.errors.layouts import (
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
-from nxdt_core.parallel.pipeline.stages import cut_stage, stage_layers, stages_of_rank
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.parallel.pipeline_schedules import check_micro_batches, check_whole_backward, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan

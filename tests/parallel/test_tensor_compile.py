@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.placement import local_of
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.testing.ranks import process_group

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdt_core.parallel.gradients import sum_over
+from nxdt_core.distributed.bucketed_sums import sum_over
 from nxdt_core.protocols.optimizer import ParameterShard
 
 __all__ = ["TrainedPiece", "square_sum", "sum_over_pieces", "trained_pieces", "wide"]

@@ -31,7 +31,7 @@ from nxdt_core.checkpoint.format.manifest import CheckpointFacts, FileEntry, Man
 from nxdt_core.checkpoint.format.shards import write_pieces
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
 from nxdt_core.checkpoint.os_errors import explained_os_errors
-from nxdt_core.checkpoint.pieces import dtype_name, piece_of
+from nxdt_core.checkpoint.pieces import dtype_name, storable_piece
 from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step
 from nxdt_core.errors.checkpoints import UnsavableState
@@ -180,7 +180,7 @@ def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
     assert isinstance(tensor, torch.Tensor)
     chunk = item.tensor_data.chunk
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    return piece_of(item.index.fqn, Piece(tensor, tuple(item.tensor_data.size), box))
+    return storable_piece(item.index.fqn, Piece(tensor, tuple(item.tensor_data.size), box))
 
 
 def _entry(items: Sequence[_Written]) -> TensorEntry:

@@ -10,7 +10,7 @@ import torch
 from nxdt_core.checkpoint.collective import together
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.formats.installed import open_checkpoint
-from nxdt_core.checkpoint.pieces import piece_of
+from nxdt_core.checkpoint.pieces import storable_piece
 from nxdt_core.checkpoint.read.compatibility import check_model
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_format import CheckpointReader
@@ -65,5 +65,5 @@ def load_format_into(
 def _fill(found: CheckpointReader, names: list[str], tensors: Mapping[str, torch.Tensor | Piece]) -> None:
     due = found.read([("model", name) for name in names])
     for name in names:
-        piece = piece_of(name, tensors[name])
+        piece = storable_piece(name, tensors[name])
         piece.tensor.copy_(next(due)[piece.box.within(Box.whole(piece.shape))])

@@ -17,7 +17,7 @@ from nxdt_core.checkpoint.format.manifest import Manifest, state_tensors
 from nxdt_core.checkpoint.format.state_tree import decode_state
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
-from nxdt_core.checkpoint.pieces import empty_like, piece_of
+from nxdt_core.checkpoint.pieces import empty_like, storable_piece
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.checkpoint.read.compatibility import Unmatched, check_model, check_optimizer
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
@@ -198,7 +198,7 @@ def read_tensors(
 
 
 def _local_tensors(tensors: Mapping[str, torch.Tensor | Piece]) -> list[torch.Tensor]:
-    return [piece_of(name, tensor).tensor for name, tensor in tensors.items()]
+    return [storable_piece(name, tensor).tensor for name, tensor in tensors.items()]
 
 
 def _fill(
@@ -210,7 +210,7 @@ def _fill(
 ) -> None:
     """Fill ``tensors``; those that were the same memory when saved one after the other, for no read takes a byte
     twice."""
-    rest = {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+    rest = {name: storable_piece(name, tensor) for name, tensor in tensors.items()}
     with explained_os_errors(where):
         while rest:
             by_owner = {index[name].same_as or name: name for name in reversed(rest)}

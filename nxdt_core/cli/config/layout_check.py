@@ -23,6 +23,7 @@ def check_layout(config: ResolvedConfig) -> None:
     record = config.selected("model").component.record
     if not isinstance(record, ModelComponent) or not record.tried_before_launch:
         return
+    from nxdt_core.errors.launch import EngineWithoutEstimate
     from nxdt_core.errors.models import ModelReadsValues
     from nxdt_core.training import build
     from nxdt_core.training.plan import plan
@@ -32,5 +33,5 @@ def check_layout(config: ResolvedConfig) -> None:
         return
     try:
         plan(config)
-    except ModelReadsValues:  # it cannot be tried without values, and may train well
+    except (EngineWithoutEstimate, ModelReadsValues):  # it cannot be tried like this, and may train well
         return

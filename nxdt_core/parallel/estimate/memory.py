@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
+from nxdt_core.distributed.bucketed_sums import BUCKET_BYTES
 from nxdt_core.parallel.estimate.trace import GradientUse, MicroBatchTrace
 from nxdt_core.parallel.estimate.weights import ParameterCounts
-from nxdt_core.parallel.gradients import BUCKET_BYTES
 from nxdt_core.parallel.pipeline.schedules import Operation
+from nxdt_core.protocols.parallel.estimate import Memory
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 
-__all__ = ["Memory", "Storage", "fullest_moment"]
+__all__ = ["Storage", "fullest_moment"]
 
 _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes of one rank."""
-
-    weights: int = 0
-    """Shards and what is gathered of them."""
-    gradients: int = 0
-    optimizer: int = 0
-    """State of the optimizer, and fp32 masters where the weights have another dtype."""
-    activations: int = 0
-    """Kept for backward, of all micro-batches in flight."""
-    logits: int = 0
-    """The model's output, its gradient, and what the loss needs."""
-    workspace: int = 0
-    """What backward needs on its way through a layer, recomputed activations included."""
-    communication: int = 0
-    """Buffers of gathered weights and of gradients that are being reduced."""
-
-    @property
-    def total(self) -> int:
-        """All parts."""
-        return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

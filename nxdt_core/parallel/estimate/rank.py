@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
@@ -23,7 +24,6 @@ from nxdt_core.parallel.estimate.weights import ParameterCounts, count_parameter
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
-from nxdt_core.parallel.placement import local_of
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 
 __all__ = ["MeasuredRank", "measure_rank"]

@@ -2,70 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from nxdt_core.engines.stages import stage_layers, stages_of_rank
 from nxdt_core.parallel.data import check_sums, needs_sharding
-from nxdt_core.parallel.estimate.memory import Memory, Storage, fullest_moment
+from nxdt_core.parallel.estimate.memory import Storage, fullest_moment
 from nxdt_core.parallel.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.parallel.estimate.traffic import sent_in_a_step
 from nxdt_core.parallel.estimate.weights import count_unique
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline.schedules import Operation, bubble_fraction, schedule_operations
-from nxdt_core.parallel.pipeline.stages import stage_layers, stages_of_rank
+from nxdt_core.protocols.parallel.estimate import Estimate, RankEstimate
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["Estimate", "RankEstimate", "estimate"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEstimate:
-    """The ranks of one place in the pipeline; they differ in nothing that is counted."""
-
-    pp_rank: int
-    stages: tuple[int, ...]
-    layers: int
-    parameters: int
-    """Elements that the rank computes with."""
-    stored: int
-    """Elements of them that it stores."""
-    memory: Memory
-    sent: Mapping[str, int]
-    """Bytes that it sends in a step, by mesh dimension."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Of one run."""
-
-    parameters: int
-    """Of the whole model, tied ones once."""
-    trained: int
-    micro_batches: int
-    """Of one step, on each rank."""
-    tokens_per_step: int
-    bubble: float
-    """Share of a step in which pipeline ranks wait for one another."""
-    checkpoint_bytes: int
-    """Weights and optimizer state."""
-    flops_per_token: float
-    """Forward and backward, recomputation not counted."""
-    ranks: tuple[RankEstimate, ...]
-    """By place in the pipeline."""
-
-    @property
-    def fullest(self) -> RankEstimate:
-        """Where memory ends first."""
-        return max(self.ranks, key=lambda rank: rank.memory.total)
-
-    @property
-    def flops_per_step(self) -> float:
-        """Of all ranks together."""
-        return self.flops_per_token * self.tokens_per_step
+__all__ = ["estimate"]
 
 
 def estimate(work: Workload) -> Estimate:
@@ -106,6 +60,7 @@ def estimate(work: Workload) -> Estimate:
         bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches),
         checkpoint_bytes=_checkpoint_bytes(work, storage, frozen=parameters - trained, trained=trained),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
+        layout=tuple(_layout(work)),
         ranks=tuple(ranks),
     )
 
@@ -154,3 +109,20 @@ def _of_rank(
         memory=fullest_moment(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size)),
         sent=sent_in_a_step(measured, work, storage, stages),
     )
+
+
+def _layout(work: Workload) -> Iterator[str]:
+    sizes, options = work.sizes, work.options
+    yield f"{sizes.world_size:,} {'rank' if sizes.world_size == 1 else 'ranks'}"
+    named = {"TP": sizes.tp, "CP": sizes.cp, "EP": sizes.ep, "PP": sizes.pp, "VPP": sizes.vpp, "DP": sizes.dp}
+    yield from (f"{name} {size}" for name, size in named.items() if size > 1)
+    if options.sequence_parallel:
+        yield "sequence parallel"
+    if sizes.dp_replicate > 1:
+        yield f"{sizes.dp_replicate} replicas"
+    if sizes.dp > 1:
+        yield f"ZeRO-{sizes.zero_stage}" if sizes.zero_stage else "no ZeRO"
+    yield work.precision.name
+    if options.recompute_granularity is not None:
+        what = "layers" if options.recompute_granularity == "full" else ", ".join(options.recompute_names)
+        yield f"recomputes {what}"

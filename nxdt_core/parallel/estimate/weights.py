@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.parallel.placement import local_of, sharded_over
 from nxdt_core.parallel.rounding.adam import AdamUpdates
 from nxdt_core.parallel.rounding.updates import in_buckets
 from nxdt_core.protocols.optimizer import OptimizerFactory

@@ -34,7 +34,7 @@ def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_co
     """The separated pairs, the same list on every rank.
 
     Args:
-        stages: this rank's modules by stage number, of :func:`~nxdt_core.parallel.pipeline.stages.cut_stage`, which
+        stages: this rank's modules by stage number, of :func:`~nxdt_core.engines.stages.cut_stage`, which
             refuses pairs across stages of any modules but those before and after the layers.
         plan: of the model.
         stage_count: stages in all.

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nxdt_core.devices import profile_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.nn.random.rounding import noise, rounded
-from nxdt_core.parallel.placement import local_of
 from nxdt_core.parallel.rounding.kernels import SMALL_ELEMENTS, BlockKernel, Numbers, apart, can_compile
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.protocols.optimizer import ParameterShard

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from nxdt_core.distributed.placement import sharded_over
 from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.placement import sharded_over
 from nxdt_core.parallel.tensor.heads import HeadLayout
 from nxdt_core.parallel.tensor.layers import BlockEntry
 from nxdt_core.parallel.tensor.shards import TensorSharder

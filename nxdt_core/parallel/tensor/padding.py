@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nxdt_core.parallel.placement import piece_of
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.protocols.parallel.piece import Box, Piece
 
 __all__ = ["PaddedDim", "padded_parameters", "real_part"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 
-from nxdt_core.parallel.compile import CompileClock
+from nxdt_core.compile_counts import CompileClock
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from nxdt_core.checkpoint.format.averages import AVERAGE
-from nxdt_core.checkpoint.pieces import piece_of
 from nxdt_core.config.schema.exp_manager import EmaConfig
-from nxdt_core.parallel.placement import local_of
+from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.protocols.parallel.engine import ParallelModel
 from nxdt_core.protocols.parallel.piece import Piece
 
@@ -79,7 +78,7 @@ class WeightAverage:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
         """Go on with what :func:`take_average` returned; parameters that it lacks begin with the next update."""
-        self._pieces = {name: piece_of(name, tensor) for name, tensor in state.items()}
+        self._pieces = {name: piece_of(tensor, name) for name, tensor in state.items()}
 
     def _weights_of(self, model: ParallelModel) -> dict[str, torch.Tensor]:
         """This rank's elements of the trained weights, in their own memory."""
@@ -92,7 +91,7 @@ class WeightAverage:
         if fresh:
             places = model.state_dict()
             for name, weight in fresh.items():
-                self._pieces[name] = replace(piece_of(name, places[name]), tensor=weight.to(torch.float32, copy=True))
+                self._pieces[name] = replace(piece_of(places[name], name), tensor=weight.to(torch.float32, copy=True))
 
 
 def take_average(state: MutableMapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from nxdt_core.checkpoint.pieces import piece_of
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.protocols.parallel.engine import ParallelModel
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
@@ -61,7 +61,7 @@ def samples_of(weights: Iterable[tuple[str, torch.Tensor | Piece]]) -> Iterable[
     places: list[tuple[str, int]] = []
     found: list[torch.Tensor] = []
     for name, weight in weights:
-        piece = piece_of(name, weight)
+        piece = piece_of(weight, name)
         elements = int(np.prod(piece.shape))
         for number in range(_SAMPLES):
             flat = number * (elements - 1) // (_SAMPLES - 1)

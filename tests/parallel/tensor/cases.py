@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
+from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.placement import local_of, piece_of
 from nxdt_core.parallel.tensor import apply
 from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies

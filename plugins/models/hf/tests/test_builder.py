@@ -13,6 +13,7 @@ from nxdt_plugin_hf.sharding import measure_sharding
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.nn.patterns import matches
 from nxdt_core.nn.random.init import initialize
+from nxdt_core.parallel.engine import TorchEngine
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 
 
@@ -50,7 +51,7 @@ def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, family):
 
 def test_two_ranks_hold_half_of_every_matrix_and_all_of_other_norms_and_routers(builder, family):
     made = builder(family)
-    measured = measure_sharding(made, 2)
+    measured = measure_sharding(made, 2, TorchEngine)
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in made.build().named_parameters()}
     for name, (whole, held) in measured.elements.items():
@@ -60,7 +61,7 @@ def test_two_ranks_hold_half_of_every_matrix_and_all_of_other_norms_and_routers(
 
 
 def test_four_ranks_share_two_key_heads(builder):
-    elements = measure_sharding(builder("qwen3"), 4).elements
+    elements = measure_sharding(builder("qwen3"), 4, TorchEngine).elements
     whole, held = elements["model.layers.0.self_attn.k_proj.weight"]
     assert held == whole // 2
     whole, held = elements["model.layers.0.self_attn.q_proj.weight"]
@@ -68,7 +69,7 @@ def test_four_ranks_share_two_key_heads(builder):
 
 
 def test_four_ranks_share_the_norms_of_two_key_heads(builder):
-    elements = measure_sharding(builder("cohere"), 4).elements
+    elements = measure_sharding(builder("cohere"), 4, TorchEngine).elements
     assert elements["model.layers.0.self_attn.q_norm.weight"] == (64, 16)
     assert elements["model.layers.0.self_attn.k_norm.weight"] == (32, 16)
 

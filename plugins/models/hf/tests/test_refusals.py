@@ -16,6 +16,7 @@ from nxdt_plugin_hf.sharding import measure_sharding
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.layouts import LayoutRefused
 from nxdt_core.errors.models import BadModelConfig
+from nxdt_core.parallel.engine import TorchEngine
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -144,7 +145,7 @@ def test_a_directory_whose_form_is_not_known_is_told_when_it_is_asked_for():
 def test_tensor_parallelism_that_is_refused_is_an_error_in_words():
     builder = made(model_type="gpt2", n_embd=32, n_head=4, n_layer=2)
     with pytest.raises(LayoutRefused) as caught:
-        measure_sharding(builder, 2)
+        measure_sharding(builder, 2, TorchEngine)
     assert str(caught.value).startswith(
         "[NXDT-P070] GPT2LMHeadModel cannot be laid out with distributed_strategy.tensor_model_parallel_size=2: "
     )

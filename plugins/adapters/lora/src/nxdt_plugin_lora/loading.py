@@ -11,9 +11,9 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import together
 from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.checkpoint.pieces import piece_of
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
@@ -102,7 +102,7 @@ def _load_peft(
             raise AdapterOfAnotherBase(where=str(directory), base="this run")
         with torch.no_grad():
             for name, tensor in held.items():
-                piece = piece_of(name, tensor)
+                piece = piece_of(tensor, name)
                 piece.tensor.copy_(found[name][piece.box.within(Box.whole(piece.shape))])
 
     together(engine.ranks, fill, where=str(directory))

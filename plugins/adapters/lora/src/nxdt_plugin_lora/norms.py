@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.nn.updates import Update
-from nxdt_core.parallel.placement import piece_of
 from nxdt_core.protocols.parallel.engine import ParallelModel
 
 __all__ = ["take_norms"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.parallel.placement import piece_of
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
 from nxdt_core.training import build

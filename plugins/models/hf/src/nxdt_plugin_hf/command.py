@@ -28,6 +28,8 @@ def sharding(source: str, overrides: tuple[str, ...]) -> None:
     config = load(source, (*overrides, "model.name=hf"))
     tp = config.run.distributed_strategy.tensor_model_parallel_size
 
+    from nxdt_core.errors.launch import EngineWithoutEstimate
+    from nxdt_core.protocols.parallel.estimate import MeasuresShards
     from nxdt_core.training import build  # imports torch: only a configuration that is right pays for it
     from nxdt_plugin_hf.builder import HFBuilder
     from nxdt_plugin_hf.sharding import measure_sharding
@@ -35,7 +37,11 @@ def sharding(source: str, overrides: tuple[str, ...]) -> None:
 
     builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)
-    found = measure_sharding(builder, tp)
+    selected = config.selected("parallel_engine").component
+    engine = selected.load_target()
+    if not isinstance(engine, MeasuresShards):
+        raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)
+    found = measure_sharding(builder, tp, engine)
 
     def listed(names: Iterable[str]) -> str:
         return "".join(f"\n  {pattern}" for pattern in dict.fromkeys(map(pattern_of, names))) or " none"

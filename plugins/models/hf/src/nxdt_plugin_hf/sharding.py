@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.nn.patterns import matches
-from nxdt_core.parallel.estimate.fake_world import fake_mesh
-from nxdt_core.parallel.layout import LayoutOptions, lay_out
-from nxdt_core.parallel.placement import local_of
+from nxdt_core.protocols.parallel.estimate import MeasuresShards
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_hf.builder import HFBuilder
 
 __all__ = ["Sharding", "measure_sharding"]
@@ -45,8 +42,8 @@ class Sharding:
         return sum(held for _, held in self.elements.values()) / sum(whole for whole, _ in self.elements.values())
 
 
-def measure_sharding(builder: HFBuilder, tp: int) -> Sharding:
-    """Apply the builder's plan as rank 0 of ``tp``, in a process that is in no process group.
+def measure_sharding(builder: HFBuilder, tp: int, engine: MeasuresShards) -> Sharding:
+    """Let ``engine`` apply the builder's plan as rank 0 of ``tp``, in a process that is in no process group.
 
     Raises:
         LayoutRefused: the plan that the model brings names what cannot be sharded.
@@ -56,9 +53,7 @@ def measure_sharding(builder: HFBuilder, tp: int) -> Sharding:
         model, plain = builder.build(), builder.architecture.plain()
     named = [path for path, _ in (*plain.named_modules(), *plain.named_parameters())]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    with fake_mesh(MeshSizes(tp=tp)) as mesh:
-        laid_out = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules[0]
-        held = {name: local_of(parameter).numel() for name, parameter in laid_out.named_parameters()}
+    held = engine.held_elements(builder, MeshSizes(tp=tp))
     return Sharding(
         model=builder.architecture.name,
         tp=tp,

@@ -1,0 +1,74 @@
+"""The estimate of a configured run: :meth:`nxdt_core.parallel.engine.TorchEngine.estimate`."""
+
+from __future__ import annotations
+
+import torch
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import PROFILES, DeviceProfile, profile_of
+from nxdt_core.errors.launch import UnknownAccelerator
+from nxdt_core.parallel.estimate.run import estimate
+from nxdt_core.parallel.estimate.weights import needs_stand_ins, optimizer_bytes_per_element
+from nxdt_core.parallel.estimate.workload import Workload
+from nxdt_core.parallel.layout import LayoutOptions
+from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.rounding.policy import updates_rounded
+from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["estimate_configured", "workload"]
+
+
+def estimate_configured(config: ResolvedConfig, parts: RunParts) -> Estimate:
+    """Estimate the run of ``config``.
+
+    Raises:
+        NxdtError: the run would not start.
+    """
+    return estimate(workload(config, parts))
+
+
+def workload(config: ResolvedConfig, parts: RunParts) -> Workload:
+    """Sizes of the run of ``config``."""
+    run = config.run
+    sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
+    return Workload(
+        builder=parts.builder,
+        adapters=parts.adapters,
+        objective=parts.objective,
+        precision=parts.precision,
+        state_bytes=_state_bytes(config, parts.precision) + parts.extra_state_bytes,
+        stand_ins=_stand_ins(config, parts.precision),
+        sizes=sizes,
+        options=LayoutOptions.of(run, _profile(run.trainer.accelerator), ParallelMesh(sizes, None)),
+        micro_batch_size=run.data.micro_batch_size,
+        global_batch_size=run.data.global_batch_size,
+        seq_length=run.data.seq_length,
+        saves_bfloat16=run.checkpoint.save_bf16,
+        packed=bool(getattr(config.selected("data").config, "reset_attention_mask", False)),
+    )
+
+
+def _state_bytes(config: ResolvedConfig, policy: PrecisionPolicy) -> float:
+    """Optimizer state by element. Over masters and over rounded weights the optimizer sees float32."""
+    optimizer, rounding = config.selected("optimizer"), updates_rounded(policy, config.run.seed)
+    wide = policy.master_weights or rounding is not None
+    dtype = torch.float32 if wide else getattr(torch, policy.parameters)
+    size = optimizer_bytes_per_element(optimizer.component.load_target(), optimizer.config, dtype)
+    return size / 2 if rounding is not None and rounding.state == "bfloat16" else size
+
+
+def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:
+    """Whether weights are rounded by an optimizer that has no kernel for that."""
+    optimizer = config.selected("optimizer")
+    rounded = updates_rounded(policy, config.run.seed) is not None
+    return rounded and needs_stand_ins(optimizer.component.load_target(), optimizer.config)
+
+
+def _profile(accelerator: str) -> DeviceProfile:
+    """The row of the device type that the run is for; ``auto`` is not known here, so it promises nothing."""
+    if accelerator == "auto":
+        return profile_of(torch.device("meta"))
+    if accelerator not in PROFILES:
+        raise UnknownAccelerator(accelerator=accelerator, known=tuple(PROFILES))
+    return PROFILES[accelerator]

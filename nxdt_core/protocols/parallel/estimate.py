@@ -1,0 +1,134 @@
+"""What an engine estimates of a run without its devices; ``nxdt plan`` prints it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, runtime_checkable
+
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["Estimate", "EstimatesRuns", "MeasuresShards", "Memory", "RankEstimate", "RunParts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """The components of a run that an estimate depends on, built without devices."""
+
+    builder: ModelBuilder
+    adapters: Sequence[Adapter]
+    objective: Objective
+    precision: PrecisionPolicy
+    extra_state_bytes: float = 0.0
+    """Bytes per trained element that the run holds besides the optimizer's state, such as averaged weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: int = 0
+    """Shards and what is gathered of them."""
+    gradients: int = 0
+    optimizer: int = 0
+    """State of the optimizer, and fp32 masters where the weights have another dtype."""
+    activations: int = 0
+    """Kept for backward, of all micro-batches in flight."""
+    logits: int = 0
+    """The model's output, its gradient, and what the loss needs."""
+    workspace: int = 0
+    """What backward needs on its way through a layer, recomputed activations included."""
+    communication: int = 0
+    """Buffers of gathered weights and of gradients that are being reduced."""
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEstimate:
+    """The ranks of one place in the pipeline; they differ in nothing that is counted."""
+
+    pp_rank: int
+    stages: tuple[int, ...]
+    layers: int
+    parameters: int
+    """Elements that the rank computes with."""
+    stored: int
+    """Elements of them that it stores."""
+    memory: Memory
+    sent: Mapping[str, int]
+    """Bytes that it sends in a step, by mesh dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Of one run."""
+
+    parameters: int
+    """Of the whole model, tied ones once."""
+    trained: int
+    micro_batches: int
+    """Of one step, on each rank."""
+    tokens_per_step: int
+    bubble: float
+    """Share of a step in which pipeline ranks wait for one another."""
+    checkpoint_bytes: int
+    """Weights and optimizer state."""
+    flops_per_token: float
+    """Forward and backward, recomputation not counted."""
+    layout: tuple[str, ...]
+    """How the engine lays the run out, for people: ``("8 ranks", "TP 2", "ZeRO-1")``."""
+    ranks: tuple[RankEstimate, ...]
+    """By place in the pipeline."""
+
+    @property
+    def fullest(self) -> RankEstimate:
+        """Where memory ends first."""
+        return max(self.ranks, key=lambda rank: rank.memory.total)
+
+    @property
+    def flops_per_step(self) -> float:
+        """Of all ranks together."""
+        return self.flops_per_token * self.tokens_per_step
+
+
+@runtime_checkable
+class EstimatesRuns(Protocol):
+    """Optional member of an engine's class: what a run would need."""
+
+    @staticmethod
+    def estimate(config: Any, parts: RunParts) -> Estimate:
+        """Estimate the run of ``config`` over ``trainer.devices`` x ``trainer.num_nodes`` processes.
+
+        Args:
+            config: the whole resolved configuration, checked.
+            parts: built from it.
+
+        Raises:
+            NxdtError: the run would not start.
+        """
+        ...
+
+
+@runtime_checkable
+class MeasuresShards(Protocol):
+    """Optional member of an engine's class: how much of each parameter a rank holds."""
+
+    @staticmethod
+    def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+        """Lay the builder's model out on the meta device as rank 0 of ``sizes``, in a process without a process group.
+
+        Returns:
+            By global parameter name, the number of elements that rank 0 holds.
+
+        Raises:
+            NxdtError: the model's plan does not allow the layout.
+        """
+        ...
