@@ -174,7 +174,7 @@ class NotOurBatch(NxdtError):
     happened = "A training or validation step was given a {found} instead of the micro-batches of a global batch."
     remedy = (
         "Pass NxdtDataModule(config) to the trainer, or a dataloader that yields "
-        "nxdt_core.training.lightning.datamodule.StepInput. Data of your own are a dataloader plugin."
+        "nxdt_core.training.data.StepInput. Data of your own are a dataloader plugin."
     )
     found: str
 

@@ -21,6 +21,7 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import build, primitives
 from nxdt_core.training.weights.base import base_weights
 from nxdt_core.training.weights.frozen import base_digest
+from nxdt_core.training.weights.loading import load_weights
 from nxdt_core.training.weights.saved_config import saved_chat_keys, saved_config
 
 __all__ = ["LoadedModel", "load_model"]
@@ -90,7 +91,7 @@ def load_model(uri: str, *, base: str | None = None) -> LoadedModel:
             model.load_state_dict({name: below.read(name)}, strict=False)
         if base_digest(model, engine.ranks) != manifest.facts.base:
             raise AdapterOfAnotherBase(where=build.step_uri(found, manifest.step), base=below.origin)
-    primitives.load_checkpoint(found, manifest, engine=engine, model=model)
+    load_weights(found, manifest, engine=engine, model=model)
     return LoadedModel(
         config=config,
         model=model,

@@ -1,6 +1,6 @@
-"""Training: core primitives, the Lightning classes over them, and the run that a YAML file describes.
+"""Training: a session for loops of your own, the Lightning classes over it, and the run that a YAML file describes.
 
-``primitives`` needs no Lightning; the names below are imported when first used, so that it stays so.
+``session`` and ``primitives`` need no Lightning; the names below are imported when first used, so that it stays so.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ if TYPE_CHECKING:
     from nxdt_core.training.primitives import (
         initialize_parallel_model,
         initialize_parallel_optimizer,
-        load_checkpoint,
-        save_checkpoint,
         train_step,
     )
     from nxdt_core.training.run.train import train
+    from nxdt_core.training.session import TrainSession
 
 __all__ = [
     "NxdtDataModule",
     "NxdtModule",
     "NxdtStrategy",
+    "TrainSession",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
-    "load_checkpoint",
-    "save_checkpoint",
     "train",
     "train_step",
 ]
@@ -37,6 +35,7 @@ _HOME = {
     "NxdtDataModule": "lightning.datamodule",
     "NxdtModule": "lightning.module",
     "NxdtStrategy": "lightning.strategy",
+    "TrainSession": "session",
     "train": "run.train",
 }
 

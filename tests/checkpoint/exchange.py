@@ -13,7 +13,7 @@ from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
@@ -81,9 +81,7 @@ def save_run(uri: str, overrides: Sequence[str], tokenizer: Path | None) -> None
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     state = TrainState(step=7, consumed_samples=28)
-    primitives.save_checkpoint(
-        LocalStorage(uri), config=config, engine=engine, model=model, optimizer=None, state=state
-    )
+    TrainSession(config, engine=engine, model=model, state=state).save(LocalStorage(uri))
     engine.shutdown()
 
 

@@ -16,7 +16,7 @@ from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.errors.models import HFExchangeUnsupported
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.testing.stores.faults import FaultyStorage
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 from nxdt_core.training.weights import hf_form
 from nxdt_core.training.weights.export import export_hf
@@ -39,7 +39,7 @@ def save_thrice(uri: str, overrides: tuple[str, ...], asynchronous: bool) -> Non
             for _, parameter in model.named_parameters():
                 parameter.mul_(1.5)
         state = TrainState(step=step)
-        primitives.begin_checkpoint(manager, config=config, engine=engine, model=model, optimizer=None, state=state)
+        TrainSession(config, engine=engine, model=model, state=state).begin_save(manager)
     manager.wait()
     engine.shutdown()
 
@@ -81,9 +81,7 @@ def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_pat
     form = HFForm(config, full, engine.ranks, every=1)
     manager = CheckpointManager(storage, asynchronous=False, add_files=form)
     with pytest.raises(StorageFull):
-        primitives.begin_checkpoint(
-            manager, config=config, engine=engine, model=model, optimizer=None, state=TrainState(step=1)
-        )
+        TrainSession(config, engine=engine, model=model, state=TrainState(step=1)).begin_save(manager)
     assert full.calls > 12
     assert list_checkpoints(storage) == []
 

@@ -33,7 +33,7 @@ from nxdt_core.inference.generate import generate
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.testing.stores.faults import FaultyStorage
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.run.start import ForeignStart, decide_start
 from nxdt_core.training.weights import importing
 from nxdt_core.training.weights.export import export_hf
@@ -103,7 +103,7 @@ def started(source: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
     engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine, materialise=False)
-    primitives.load_foreign(Path(source), config=config, engine=engine, model=model)
+    TrainSession(config, engine=engine, model=model).load_foreign(Path(source))
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     engine.shutdown()
     return weights

@@ -8,7 +8,7 @@ import torch
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
@@ -42,8 +42,8 @@ def run(layout: Layout, uri: str | None, *, resumes: bool, steps: int) -> tuple[
         assert uri is not None
         storage = LocalStorage(uri)
         manifest = read_manifest(storage, STEPS)
-        extra = primitives.load_checkpoint(
-            storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state
+        extra = TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).load_checkpoint(
+            storage, manifest
         )
         assert extra == {"note": "kept"}
         assert state.step == STEPS
@@ -54,14 +54,8 @@ def run(layout: Layout, uri: str | None, *, resumes: bool, steps: int) -> tuple[
         result = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
         losses.append(float(result.loss.loss))
     if uri is not None and not resumes:
-        primitives.save_checkpoint(
-            LocalStorage(uri),
-            config=config,
-            engine=engine,
-            model=model,
-            optimizer=optimizer,
-            state=state,
-            extra={"note": "kept"},
+        TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(
+            LocalStorage(uri), extra={"note": "kept"}
         )
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     engine.shutdown()

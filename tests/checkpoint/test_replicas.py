@@ -14,7 +14,7 @@ from nxdt_core.checkpoint import read_manifest
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
@@ -59,14 +59,14 @@ def save_and_load(layout, uri):
         objective, schedule = build.objective(config), build.schedule(config)
         for _ in range(2):
             primitives.train_step(model, optimizer, batches, objective, schedule, state)
-        primitives.save_checkpoint(
-            LocalStorage(uri), config=config, engine=engine, model=model, optimizer=optimizer, state=state
-        )
+        TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(LocalStorage(uri))
         before = elements(model.state_dict()), elements(optimizer.state_dict())
         store = Counting(uri)
         model = primitives.initialize_parallel_model(config, engine, materialise=False)
         optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-        primitives.load_checkpoint(store, read_manifest(store, 2), engine=engine, model=model, optimizer=optimizer)
+        TrainSession(config, engine=engine, model=model, optimizer=optimizer).load_checkpoint(
+            store, read_manifest(store, 2)
+        )
         after = elements(model.state_dict()), elements(optimizer.state_dict())
         engine.shutdown()
     return before, after, store.opened > 0

@@ -16,7 +16,7 @@ from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 
 LR, DECAY = 0.5, 0.25
@@ -138,9 +138,7 @@ def save_after_a_step(overrides, world):
     own = ROWS // world
     place = engine.rank_info.dp_rank
     primitives.train_step(model, optimizer, micro_batches()[place * own : (place + 1) * own], *parts, state)
-    primitives.save_checkpoint(
-        build.storage(config), config=config, engine=engine, model=model, optimizer=optimizer, state=state
-    )
+    TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(build.storage(config))
     engine.shutdown()
 
 

@@ -9,7 +9,7 @@ import torch
 from nxdt_plugin_lora.merging import merge_lora
 
 from nxdt_core import checkpoint
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout, Numbers
@@ -99,14 +99,16 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
     storage, state = checkpoint.open_storage(str(directory)), TrainState()
     if resumes:
         manifest = checkpoint.find_checkpoint(storage, None, warn=print, ranks=engine.ranks)
-        primitives.load_checkpoint(storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state)
+        TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).load_checkpoint(
+            storage, manifest
+        )
     batches = share(global_batch(packed=False), engine.rank_info.dp_rank, engine.rank_info.dp_size)
     objective, schedule = build.objective(config), build.schedule(config)
     losses = [
         float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
         for _ in range(steps)
     ]
-    primitives.save_checkpoint(storage, config=config, engine=engine, model=model, optimizer=optimizer, state=state)
+    TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(storage)
     target = checkpoint.open_storage(str(directory.with_name(MERGED)))
     merge_lora(storage, None, target, ranks=engine.ranks, beside=True)
     trained = {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}

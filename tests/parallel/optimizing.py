@@ -11,7 +11,7 @@ from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 
 ROWS, SEQ, STEPS, MORE = 4, 16, 3, 2
@@ -81,13 +81,8 @@ def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], e
         config = configuration(name, directory, overrides, experts)
         run = _Run(config, engine)
         losses = run.steps(STEPS)
-        primitives.save_checkpoint(
-            build.storage(config),
-            config=config,
-            engine=engine,
-            model=run.model,
-            optimizer=run.optimizer,
-            state=run.state,
+        TrainSession(config, engine=engine, model=run.model, optimizer=run.optimizer, state=run.state).save(
+            build.storage(config)
         )
         losses += run.steps(MORE)
         again = _Run(config, engine)
@@ -116,14 +111,9 @@ class _Run:
 
     def load(self) -> None:
         store = build.storage(self.config)
-        primitives.load_checkpoint(
-            store,
-            checkpoint.latest(store, warn=print),
-            engine=self.engine,
-            model=self.model,
-            optimizer=self.optimizer,
-            state=self.state,
-        )
+        TrainSession(
+            self.config, engine=self.engine, model=self.model, optimizer=self.optimizer, state=self.state
+        ).load_checkpoint(store, checkpoint.latest(store, warn=print))
 
     def same_as(self, other: _Run) -> bool:
         pairs = zip(self.model.named_parameters(), other.model.named_parameters(), strict=True)

@@ -12,7 +12,7 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 
 ROWS, SEQ = 8, 16
@@ -50,19 +50,19 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
-    whole = {"config": config, "engine": engine, "model": model, "optimizer": optimizer, "state": state}
+    session = TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state)
     if resume:
         storage = build.storage(config)
         newest = checkpoint.latest(storage, warn=print)
         full = None if resume == "weights" else optimizer
-        primitives.load_checkpoint(storage, newest, engine=engine, model=model, optimizer=full, state=state)
+        TrainSession(config, engine=engine, model=model, optimizer=full, state=state).load_checkpoint(storage, newest)
     batches = _batches(engine.rank_info, micro_batch)
     losses = []
     while state.step < steps:
         done = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
         losses.append(float(done.loss.loss))
         if state.step == save_at:
-            primitives.save_checkpoint(build.storage(config), **whole)
+            session.save()
     held = dict(model.named_parameters())
     outcome = Outcome(
         losses=losses,

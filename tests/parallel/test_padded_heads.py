@@ -5,7 +5,7 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 
 STEPS = 4
@@ -47,7 +47,9 @@ def train(directory, overrides, resume):
     storage, state = build.storage(config), TrainState()
     if resume:
         manifest = checkpoint.latest(storage, warn=print)
-        primitives.load_checkpoint(storage, manifest, engine=engine, model=model, optimizer=optimizer, state=state)
+        TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).load_checkpoint(
+            storage, manifest
+        )
     ids = torch.randint(272, (4, 17), generator=torch.Generator().manual_seed(5))
     place = engine.rank_info
     rows = [row for row in range(4) if row * place.dp_size // 4 == place.dp_rank]
@@ -58,7 +60,7 @@ def train(directory, overrides, resume):
         for _ in range(STEPS)
     ]
     if not resume:
-        primitives.save_checkpoint(storage, config=config, engine=engine, model=model, optimizer=optimizer, state=state)
+        TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(storage)
     shapes = {name: tuple(held.shape) for name, held in model.state_dict().items()}
     engine.shutdown()
     return losses, shapes

@@ -142,7 +142,7 @@ def test_validation_sees_the_average_and_training_does_not(tmp_path, metric_rows
 def evaluated(weights):
     """Validation loss of a model with these weights, without a trainer."""
     from nxdt_core.data.loader import GlobalBatchLoader
-    from nxdt_core.training.primitives import evaluate, initialize_parallel_model
+    from nxdt_core.training.primitives import initialize_parallel_model, mean_loss
 
     config = load("recipe:llama-tiny", [*SMALL, "trainer.max_steps=1"])
     engine = build.engine(config)
@@ -153,7 +153,7 @@ def evaluated(weights):
     limit = config.run.trainer.limit_val_batches
     loader = GlobalBatchLoader(data, global_batch_size=8, micro_batch_size=2, seed=1, shuffle=False, repeat=False)
     batches = [batch for number, batch in enumerate(loader) if limit is None or number < limit]
-    return evaluate(model, batches, build.objective(config))
+    return mean_loss(model.run_eval(each, build.objective(config)) for each in batches)
 
 
 def test_it_is_exported_instead_of_the_weights(small_run, tmp_path, capsys):

@@ -60,7 +60,7 @@ class Generations(pl.Callback):
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )
         keys = build.chat_keys(pl_module.config)
-        source = HFSource.of_facts(pl_module.hf_facts)
+        source = HFSource.of_facts(pl_module.session.hf_facts)
         stops = {*stop_ids(keys, tokenizer), *(() if source is None else source.stops_of(tokenizer))}
         for number, prompt in enumerate(config.prompts):
             written = continue_ids(

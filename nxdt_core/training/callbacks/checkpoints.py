@@ -20,7 +20,7 @@ from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.lightning.managed_save import ManagedSave
-from nxdt_core.training.primitives import SaveFacts
+from nxdt_core.training.session import SaveFacts
 from nxdt_core.training.weights.hf_form import HFForm
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.nn.flops import TokenFlops
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
-from nxdt_core.training.callbacks.validation_figures import UNNAMED, ValidationFigures, scalars
+from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
+from nxdt_core.training.data import UNNAMED
 from nxdt_core.training.run.metric_files import FigureFiles
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class MetricsWriter(pl.Callback):
             "loss": scalars.pop("loss"),
             "grad_norm": scalars.pop("grad_norm"),
             "skipped_steps": int(scalars.pop("skipped")),
-            "lr": module.horizon.lr * result.lr_factor,
+            "lr": module.session.horizon.lr * result.lr_factor,
             "tokens_per_s": tokens_per_s,
             "mfu": None if self._peak is None else self._flops.strict * tokens_per_s / self._peak,
             "mfu_palm": None if self._peak is None else self._flops.palm * tokens_per_s / self._peak,

@@ -25,12 +25,12 @@ class ResumeNotes(pl.Callback):
         """Say what differs."""
         if pl_module.resumed is None:
             return
-        before, now = pl_module.resumed_horizon, pl_module.horizon.max_steps
+        before, now = pl_module.resumed_horizon, pl_module.session.horizon.max_steps
         if before != now:
             self._console.say(f"the learning rate's curve now ends at step {now}, it ended at {before}")
         if pl_module.resumed.facts.plugin_fingerprint not in ("", pl_module.config.kernel.fingerprint()):
             self._console.say("the installed plugins are not those that wrote the checkpoint")
-        averages = pl_module.average is not None
+        averages = pl_module.session.average is not None
         if averages != has_average(pl_module.resumed):
             news = "begins in this run" if averages else "ends here, since exp_manager.ema.enable is false"
             self._console.say(f"the average of the weights {news}")

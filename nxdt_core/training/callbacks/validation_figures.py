@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from nxdt_core.protocols.parallel.engine import StepLoss
+from nxdt_core.training.data import UNNAMED
 
-__all__ = ["UNNAMED", "ValidationFigures", "scalars"]
-
-UNNAMED = ""
-"""Name of the only validation set."""
+__all__ = ["ValidationFigures", "scalars"]
 
 Figures = dict[str, float | int | None]
 

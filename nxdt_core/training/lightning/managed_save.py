@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nxdt_core.checkpoint import CheckpointManager
-from nxdt_core.training.primitives import SaveFacts
+from nxdt_core.training.session import SaveFacts
 
 __all__ = ["ManagedSave"]
 

@@ -18,10 +18,11 @@ from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
-from nxdt_core.launch.agreement import check_agreement, check_world_size
+from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.training import build
 from nxdt_core.training.lightning.managed_save import ManagedSave
 from nxdt_core.training.lightning.user_trainer import check_trainer
+from nxdt_core.training.session import start_engine
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -89,11 +90,10 @@ class NxdtStrategy(Strategy):
             RanksDisagree: they would not run the same.
         """
         if not self._started:
-            self.engine.start()
             self._started = True
             if self.engine.rank_info.world_size > 1:
                 atexit.register(self.close)
-            check_agreement(self.config, self.engine.ranks)
+            start_engine(self.config, self.engine)
 
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module that the trainer was given.

@@ -183,12 +183,12 @@ def _start(
         return None
     if isinstance(start, ForeignStart):
         console.say(f"starting from the weights of {start.path}")
-        module.start_from_foreign(start.path)
+        module.session.take_foreign_weights(start.path)
         return None
     uri = build.step_uri(start.storage, start.manifest.step)
     if start.weights_only:
         console.say(f"starting from the weights of {uri}")
-        module.start_from(start.storage, start.manifest)
+        module.session.take_weights(start.storage, start.manifest)
         return None
     console.say(f"resuming from {uri}")
     return uri

@@ -19,7 +19,7 @@ from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.training import primitives
+from nxdt_core.training import TrainSession
 from nxdt_core.training.state import TrainState
 from nxdt_core.training.weights.frozen import base_digest
 
@@ -132,9 +132,7 @@ def test_an_adapter_that_peft_wrote_loads_here(run, start, tmp_path, ids, reques
 
 def test_a_merged_adapter_is_what_peft_merges(run, tmp_path, ids, request):
     kept, place = (checkpoint.open_storage(str(tmp_path / name)) for name in ("kept", "merged"))
-    primitives.save_checkpoint(
-        kept, config=run.config, engine=run.engine, model=run.model, optimizer=None, state=TrainState(step=1)
-    )
+    TrainSession(run.config, engine=run.engine, model=run.model, state=TrainState(step=1)).save(kept)
     if request.node.callspec.params["run"] in UNTIED:
         with pytest.raises(MergeUnties):
             merge_lora(kept, None, place)

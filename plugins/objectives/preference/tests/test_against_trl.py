@@ -12,7 +12,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.collate import collate
 from nxdt_core.data.references import Referenced
 from nxdt_core.protocols.dataloader import MapDataset
-from nxdt_core.training import build, primitives
+from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.weights.reference import compute_log_probs
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is pinned in constraints.txt")
@@ -86,10 +86,10 @@ def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str
     dataset = pairs_of(config)
     assert len(dataset) == (2 if packing else len(PAIRS))
     if objective["name"] == "dpo":
-        primitives.load_foreign(models["reference"], config=config, engine=engine, model=model)
+        TrainSession(config, engine=engine, model=model).load_foreign(models["reference"])
         log_probs = compute_log_probs(dataset, config=config, engine=engine, model=model)
         dataset = Referenced(dataset, log_probs, model="reference")
-    primitives.load_foreign(models["policy"], config=config, engine=engine, model=model)
+    TrainSession(config, engine=engine, model=model).load_foreign(models["policy"])
     batch = collate([dataset[index] for index in range(len(dataset))])
     found = model.run_eval([batch], build.objective(config))
     engine.shutdown()

@@ -1,0 +1,190 @@
+"""A loop of one's own over a session does what ``nxdt train`` does, on one rank and on several."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxdt_core.checkpoint import CheckpointManager
+from nxdt_core.training import TrainSession, build, train
+from nxdt_core.training.state import capture_rng, restore_rng, seed_all
+from tests.training.launching import environment
+from tests.training.small import SMALL
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def losses_of(session, steps):
+    """Of the session's loop until ``steps`` steps are done."""
+    found = []
+    for batch in session.batches():
+        found.append(float(session.step(batch).loss.loss))
+        if session.state.step == steps:
+            break
+    return found
+
+
+def weights_of(session):
+    return {name: value.clone() for name, value in session.model.state_dict().items()}
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_session_equals_nxdt_train_bitwise(small_run, metric_rows, weights):
+    config = small_run("trainer.max_steps=6")
+    train(config)
+    with TrainSession(config) as session:
+        losses = losses_of(session, 6)
+        assert losses == [row["loss"] for row in metric_rows(config.run_dir).values()]
+        saved = weights(config)
+        assert all(torch.equal(value, saved[name]) for name, value in session.model.state_dict().items())
+        assert (session.state.step, session.state.consumed_samples) == (6, 48)
+
+
+def test_batches_end_with_the_steps_of_the_configuration(small_run):
+    with TrainSession(small_run("trainer.max_steps=3")) as session:
+        assert len(losses_of(session, None)) == 3
+        assert list(session.batches()) == []
+
+
+def test_a_session_saves_and_resumes(small_run):
+    config = small_run("trainer.max_steps=6", "exp_manager.ema.enable=true", "exp_manager.ema.decay=0.9")
+    with TrainSession(config) as session:
+        losses, whole, average = losses_of(session, 6), weights_of(session), session.average.state_dict()
+    with TrainSession(config) as session:
+        assert session.resume() is None
+        first = losses_of(session, 2)
+        manifest = session.save(extra={"mine": [1, 2]})
+    with TrainSession(config) as session:
+        assert session.load_checkpoint(build.storage(config), manifest) == {"mine": [1, 2]}
+    with TrainSession(config) as session:
+        assert session.resume().step == session.state.step == 2
+        assert first + losses_of(session, 6) == losses
+        assert equal(weights_of(session), whole)
+        kept = session.average.state_dict()
+        assert all(torch.equal(piece.tensor, kept[name].tensor) for name, piece in average.items())
+
+
+def test_a_session_saves_while_it_trains(small_run):
+    config = small_run("trainer.max_steps=6")
+    with TrainSession(config) as session:
+        losses, whole = losses_of(session, 6), weights_of(session)
+    with TrainSession(config) as session:
+        first = losses_of(session, 2)
+        manager = CheckpointManager(build.storage(config), ranks=session.engine.ranks)
+        assert session.begin_save(manager)
+        with torch.no_grad():
+            for _, parameter in session.model.named_parameters():
+                parameter.zero_()
+        manager.wait()
+    with TrainSession(config) as session:
+        session.resume()
+        assert first + losses_of(session, 6) == losses
+        assert equal(weights_of(session), whole)
+
+
+def test_weights_alone_leave_counters_and_optimizer(small_run):
+    config = small_run("trainer.max_steps=6")
+    with TrainSession(config) as session:
+        losses_of(session, 2)
+        manifest, trained = session.save(), weights_of(session)
+    with TrainSession(config) as session:
+        before = session.optimizer.state_dict()
+        session.load_checkpoint(build.storage(config), manifest, weights_only=True)
+        assert equal(weights_of(session), trained)
+        assert (session.state.step, session.resumed) == (0, None)
+        assert session.optimizer.state_dict().keys() == before.keys()
+
+
+def test_validation_is_the_mean_over_loss_tokens_whatever_the_batch(small_run, metric_rows):
+    found = []
+    for size in (2, 16):
+        with TrainSession(small_run(f"data.global_batch_size={size}")) as session:
+            (name, loss), *rest = session.evaluate().items()
+            assert (name, rest) == ("", [])
+            found.append(loss)
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+RANK_LOOP = """
+import json, sys
+from nxdt_core.training import TrainSession
+
+rows, samples = [], []
+with TrainSession.load("recipe:llama-tiny", sys.argv[2:]) as session:
+    for batch in session.batches():
+        samples += [str(part.input_ids[row].tolist()) for part in batch.micro_batches for row in range(part.samples)]
+        rows.append(float(session.step(batch).loss.loss))
+    session.save()
+    place = session.engine.rank_info
+with open(f"{sys.argv[1]}/rank-{place.rank}.json", "w") as file:
+    json.dump({"losses": rows, "samples": samples}, file)
+"""
+
+
+def under_torchrun(script, arguments, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        [*command, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_ranks_take_different_samples_and_train_as_the_command_line(tmp_path, metric_rows, weights):
+    script = tmp_path / "loop.py"
+    script.write_text(RANK_LOOP)
+    run = [*SMALL, "trainer.max_steps=4", "trainer.devices=2", f"exp_manager.exp_dir={tmp_path}"]
+    under_torchrun(script, [str(tmp_path), *run, "name=mine"], tmp_path)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first["losses"] == second["losses"]
+    assert len(set(first["samples"]) | set(second["samples"])) == 4 * 8
+    command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *run, "name=theirs"]
+    subprocess.run(command, env=environment(), capture_output=True, check=True, timeout=200)
+    assert first["losses"] == [row["loss"] for row in metric_rows(tmp_path / "theirs").values()]
+
+
+def test_the_loop_of_the_readme_runs_on_two_ranks_and_shards_the_data(tmp_path):
+    """It prints each step's loss; two ranks print the same losses as one."""
+    (loop,) = [
+        block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "TrainSession" in block
+    ]
+    assert len(loop.strip().splitlines()) <= 10
+    script = tmp_path / "loop.py"
+    script.write_text(loop.replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {[*SMALL, "trainer.max_steps=3"]!r}'))
+    one = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    (tmp_path / "nxdt_experiments").rename(tmp_path / "first")
+    script.write_text(script.read_text().replace("trainer.max_steps=3'", "trainer.max_steps=3', 'trainer.devices=2'"))
+    lines = sorted(under_torchrun(script, [], tmp_path).splitlines())
+    alone = [[float(word) for word in line.split()] for line in one.stdout.splitlines()]
+    both = [[float(word) for word in line.split()] for line in lines]
+    assert [step for step, _ in alone] == [1, 2, 3]
+    assert both[0::2] == both[1::2]
+    assert [loss for _, loss in both[0::2]] == pytest.approx([loss for _, loss in alone], rel=1e-5)
+
+
+def test_random_generators_come_back():
+    import random
+
+    import numpy as np
+
+    seed_all(7)
+    state = capture_rng(torch.device("cpu"))
+    draw = lambda: (random.random(), float(np.random.rand()), float(torch.rand(1)))  # noqa: E731
+    first = draw()
+    assert draw() != first
+    restore_rng(state, torch.device("cpu"))
+    assert draw() == first
+
+
+def test_a_session_does_not_import_lightning():
+    code = "import sys; sys.modules['pytorch_lightning'] = None; import nxdt_core.training.session"
+    subprocess.run([sys.executable, "-c", code], check=True)
