@@ -19,7 +19,7 @@ sys.dont_write_bytecode = False
 os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/test_encodings.py tries other encodings
 locale.setlocale(locale.LC_ALL, "")
 
-pytest_plugins = ["nxdt_core.testing.s3_server"]
+pytest_plugins = ["nxdt_plugin_s3.testing.server"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

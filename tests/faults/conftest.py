@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from nxdt_plugin_s3.testing.server import BUCKET
 
-from nxdt_core.testing.s3_server import BUCKET
 from tests.faults.place import Place
 from tests.sampling import sampled
 

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nxdt_core.testing.http_faults import Exchange, Fault, lose_answer, reset, stall
-from nxdt_core.testing.s3_server import refuse_s3
+from nxdt_plugin_s3.testing.http_faults import Exchange, Fault, lose_answer, reset, stall
+from nxdt_plugin_s3.testing.server import refuse_s3
+
 from nxdt_core.testing.stores.faults import When, disk_full
 
 __all__ = ["CALLS", "CALL_DEATHS", "REQUESTS", "REQUEST_DEATHS", "Call", "Injection", "Request", "let_go"]

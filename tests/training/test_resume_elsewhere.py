@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_plugin_s3.testing.server import ENVIRONMENT
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
-from nxdt_core.testing.s3_server import ENVIRONMENT
 from tests.sampling import sampled
 from tests.training.small import SMALL
 

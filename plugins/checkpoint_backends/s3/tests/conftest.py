@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
-
-from nxdt_core.testing.http_faults import FaultProxy
-from nxdt_core.testing.s3_server import S3Server
+from nxdt_plugin_s3.testing.http_faults import FaultProxy
+from nxdt_plugin_s3.testing.server import S3Server
 
 PART_BYTES = 5 * 2**20
 Open = Callable[..., S3Storage]

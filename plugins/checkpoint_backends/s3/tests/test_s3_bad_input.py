@@ -10,11 +10,11 @@ from email.utils import format_datetime
 import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
+from nxdt_plugin_s3.testing.server import BUCKET, ENVIRONMENT, READER, refuse_s3
 
 from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.storage import check_writable
 from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, StorageDenied, StorageError, StorageFull
-from nxdt_core.testing.s3_server import BUCKET, ENVIRONMENT, READER, refuse_s3
 
 
 def refused(storage, use=check_writable) -> StorageError:

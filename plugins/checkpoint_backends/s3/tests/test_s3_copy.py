@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from nxdt_plugin_s3.storage import S3Storage
+from nxdt_plugin_s3.testing.server import S3Server
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, save_checkpoint, verify
@@ -21,7 +22,6 @@ from nxdt_core.checkpoint.copying import copy_checkpoint
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.errors.signing import CheckpointNotSigned
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.testing.s3_server import S3Server
 from tests.checkpoint.signed import load_trusted, make_key
 
 STEP = 7

@@ -6,9 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.testing.http_faults import (
+from nxdt_plugin_s3.testing.http_faults import (
     flip_answer_bit,
     flip_request_bit,
     lose_answer,
@@ -17,7 +15,9 @@ from nxdt_core.testing.http_faults import (
     stall,
     truncate,
 )
-from nxdt_core.testing.s3_server import BUCKET, refuse_s3
+from nxdt_plugin_s3.testing.server import BUCKET, refuse_s3
+
+from nxdt_core.errors.checkpoints import StorageError
 
 PART = 5 * 2**20
 LARGE = bytes(range(256)) * (8 * 2**20 // 256)

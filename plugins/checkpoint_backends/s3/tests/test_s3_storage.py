@@ -13,8 +13,7 @@ from dataclasses import replace
 
 import pytest
 from nxdt_plugin_s3.storage import S3Storage
-
-from nxdt_core.testing.s3_server import BUCKET, refuse_s3
+from nxdt_plugin_s3.testing.server import BUCKET, refuse_s3
 
 PART = 5 * 2**20
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
-from nxdt_core.testing.http_faults import (
+from nxdt_plugin_s3.testing.http_faults import (
     Fault,
     FaultProxy,
     flip_answer_bit,
