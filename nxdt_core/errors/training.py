@@ -19,6 +19,7 @@ __all__ = [
     "NoTrainingData",
     "NotOurBatch",
     "NotOurModule",
+    "NotOurStrategy",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "ReferenceLost",
@@ -167,6 +168,15 @@ class NotOurModule(NxdtError):
     found: str
 
 
+class NotOurStrategy(NxdtError):
+    """A Lightning strategy that cannot train the module."""
+
+    code = "NXDT-T043"
+    happened = "An NxdtModule runs on the engine of an NxdtStrategy, and the Trainer has a {found}."
+    remedy = "Construct the trainer as Trainer(strategy=NxdtStrategy(config), devices=1, …)."
+    found: str
+
+
 class NotOurBatch(NxdtError):
     """A batch that comes from another dataloader than the data module's."""
 
@@ -174,7 +184,7 @@ class NotOurBatch(NxdtError):
     happened = "A training or validation step was given a {found} instead of the micro-batches of a global batch."
     remedy = (
         "Pass NxdtDataModule(config) to the trainer, or a dataloader that yields "
-        "nxdt_core.training.lightning.datamodule.StepInput. Data of your own are a dataloader plugin."
+        "nxdt_core.training.lightning.step_input.StepInput. Data of your own are a dataloader plugin."
     )
     found: str
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -14,33 +13,22 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.limits import first_batches, together
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ReferenceNeedsLength, ShareOfUnknownLength
-from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.validation_figures import UNNAMED
+from nxdt_core.training.lightning.module import NxdtModule
+from nxdt_core.training.lightning.step_input import StepInput
 from nxdt_core.training.weights.reference import with_reference
 
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.module import NxdtModule
-
-__all__ = ["NxdtDataModule", "StepInput", "TrainLoader"]
+__all__ = ["NxdtDataModule", "TrainLoader"]
 
 Dataset = MapDataset | IterableDataset
 
 _CACHE = "data"
 """Directory of the run for what is derived from its data."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInput:
-    """What one training step consumes."""
-
-    micro_batches: Sequence[Batch]
-    position: dict[str, Any]
-    """State of the loader after these, for the checkpoint of this step."""
 
 
 class TrainLoader:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -18,24 +18,22 @@ from nxdt_core.checkpoint.formats.installed import format_of
 from nxdt_core.checkpoint.hf.source import read_hf_source
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.digest import digest
-from nxdt_core.errors.training import NotOurBatch
+from nxdt_core.errors.training import NotOurBatch, NotOurStrategy
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.training import build, primitives
 from nxdt_core.training.callbacks.validation_figures import UNNAMED, ValidationFigures, scalars
 from nxdt_core.training.hidden_state import watch_objective
 from nxdt_core.training.lightning.managed_save import ManagedSave
-from nxdt_core.training.lightning.strategy import NxdtStrategy
+from nxdt_core.training.lightning.step_input import StepInput
 from nxdt_core.training.state import TrainState, seed_all
 from nxdt_core.training.weights.average import WeightAverage
 from nxdt_core.training.weights.reference import check_base_frozen, with_base
 from nxdt_core.training.weights.shape_mismatch import misfit_explained
-
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.datamodule import StepInput
 
 __all__ = ["NxdtModule"]
 
@@ -83,10 +81,15 @@ class NxdtModule(pl.LightningModule):
 
     @property
     def engine(self) -> ParallelEngine:
-        """The strategy's engine."""
-        strategy = self.trainer.strategy
-        assert isinstance(strategy, NxdtStrategy), "NxdtModule needs Trainer(strategy=NxdtStrategy(config))"
-        return strategy.engine
+        """Return the strategy's engine.
+
+        Raises:
+            NotOurStrategy: the ``Trainer`` has a strategy without one.
+        """
+        engine: ParallelEngine | None = getattr(self.trainer.strategy, "engine", None)
+        if engine is None:
+            raise NotOurStrategy(found=type(self.trainer.strategy).__name__)
+        return engine
 
     def start_from(self, storage: CheckpointStorage, manifest: Manifest) -> None:
         """Begin a new run with the weights of a checkpoint (``model.weight_init_only``)."""
@@ -119,7 +122,7 @@ class NxdtModule(pl.LightningModule):
             primitives.load_foreign(self._foreign, config=self.config, engine=self.engine, model=self.model)
         if self._resume is None:
             for adapter in build.adapters(self.config):
-                adapter.begin(self.model, self.config, self.engine)
+                adapter.begin(self.model, self.config, self.engine.ranks)
         if self._refers:
             check_base_frozen(self.model, self.config.run.objective.name)
 
