@@ -2,8 +2,9 @@
 #   make demo    train a small Llama on real text, stop, resume, generate, plot
 #   make test    all tests
 # Others: install, test-full (every case where `make test` takes a sample; hours), its parts test-parallel (layouts),
-#   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean; accelerator
-#   (measure on a GPU that is lent for a short time) and accelerator-bundle (wheels for one without a network);
+#   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean; offers (write
+#   the list of components that plugins of this repository declare, for advice such as "pip install nxdt-plugin-gpt");
+#   accelerator (measure on a GPU that is lent for a short time), accelerator-bundle (wheels for one without a network);
 #   test-torch TORCH=2.11.0 for another version of torch, in an environment of its own: layouts, checkpoints, recipes.
 #   WITH= names other requirements for it, such as WITH="transformers==5.17.0 huggingface_hub~=1.5".
 
@@ -12,10 +13,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-DISTS := . plugins/adapters/lora plugins/checkpoint_backends/fsx plugins/checkpoint_backends/s3 \
-	plugins/datasets/hf_data plugins/datasets/megatron_data plugins/datasets/sft_chat plugins/datasets/text \
-	plugins/evaluation/evaluate plugins/migration/nxd \
-	plugins/models/gpt plugins/models/hf plugins/models/llama plugins/models/mixtral plugins/objectives/preference
+# The core, and every folder of plugins/ with a pyproject.toml.
+DISTS := . $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
 # Processes that share the files of tests: one per core, at most 4, each with one thread (conftest.py). 0 runs all tests
 # in one process, as a debugger needs it.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
@@ -29,15 +28,16 @@ ARGS ?=
 EXTRAS ?=
 BUNDLE := dist/accelerator
 
-.PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch lint docs wheels bench accelerator \
-	accelerator-bundle clean
+.PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch lint docs wheels offers bench \
+	accelerator accelerator-bundle clean
 
 install: $(STAMP)
 
 $(STAMP): constraints.txt requirements-dev.txt requirements-data.txt $(DISTS:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch==2.13.0 hatchling editables
-	$(PIP) install --quiet --no-build-isolation -c constraints.txt -r requirements-dev.txt
+	$(BIN)/python scripts/distributions.py editable > $(VENV)/editable.txt
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -r $(VENV)/editable.txt -r requirements-dev.txt
 	$(PIP) install --quiet --no-deps -c constraints.txt -r requirements-data.txt
 	touch $(STAMP)
 
@@ -68,6 +68,9 @@ docs: $(STAMP)
 wheels: $(STAMP)
 	rm -rf dist
 	for dist in $(DISTS); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$dist || exit 1; done
+
+offers: $(STAMP)
+	$(BIN)/python scripts/distributions.py offers
 
 bench: $(STAMP)
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

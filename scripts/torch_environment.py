@@ -22,7 +22,8 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from distributions import ROOT, editable
+
 TOOLS = ("hypothesis", "pytest", "pytest-timeout")
 STAMP = ".installed"
 FAILING = "libcuda_calls_fail.so"
@@ -50,9 +51,8 @@ def main(version: str, folder: Path, *replaced: str) -> None:
 
 
 def requirements() -> list[str]:
-    """Return the dists of requirements-dev.txt, editable and without their extras, and the tools of the tests."""
-    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
-    return [*(re.sub(r"\[.*\]", "", line) for line in lines if line.startswith("-e ")), *TOOLS]
+    """Return all distributions, editable and without their extras, and the tools of the tests."""
+    return [*editable(extras=False), *TOOLS]
 
 
 def constraints(version: str, replaced: Sequence[str]) -> list[str]:

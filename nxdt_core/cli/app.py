@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import click
 
 from nxdt_core._version import __version__
-from nxdt_core.cli.lazy import LazyCommand, LazyGroup
+from nxdt_core.cli.groups import LazyGroup
+from nxdt_core.cli.lazy import LazyCommand
 from nxdt_core.errors import NxdtError
 from nxdt_core.visible_text import VisibleFormatter
 

@@ -7,9 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import click
-
-from nxdt_core.cli.lazy import LazyCommand, LazyGroup
+from nxdt_core.cli.lazy import LazyCommand
 from nxdt_core.kernel import Kernel
 
 __all__ = ["PluginGroup", "contributed_commands"]
@@ -35,11 +33,6 @@ class PluginGroup:
     def summary(self) -> str:
         """The line of a listing."""
         return f"Commands of plugins: {', '.join(self.verbs)}."
-
-    def load(self) -> click.Command:
-        """Make the group; its verbs are imported when they are called."""
-        examples = [f"nxdt {self.name} {verb} --help" for verb in self.verbs]
-        return LazyGroup(name=self.name, lazy={}, help=self.summary, examples=examples)
 
 
 def contributed_commands(group: str, *, reserved: Container[str]) -> dict[str, LazyCommand | PluginGroup]:

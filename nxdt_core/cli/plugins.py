@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal.table import print_facts, print_table, shade
-from nxdt_core.cli.verb import VerbGroup, as_json, print_json, print_note
+from nxdt_core.cli.verb import as_json, print_json, print_note
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel, RegisteredComponent
@@ -94,7 +95,7 @@ def lock(file: Path) -> None:
     """
     from nxdt_core.kernel.integrity.lock import write_lock
 
-    write_lock(_start(), file)
+    write_lock(_start().plugins, file)
     click.echo(f"wrote {file}", err=True)
 
 

@@ -7,8 +7,9 @@ from operator import attrgetter
 
 import click
 
+from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal.table import print_table
-from nxdt_core.cli.verb import VerbGroup, as_json, print_json, say
+from nxdt_core.cli.verb import as_json, print_json, say
 
 __all__ = ["recipes"]
 

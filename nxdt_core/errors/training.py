@@ -19,6 +19,7 @@ __all__ = [
     "NoTrainingData",
     "NotOurBatch",
     "NotOurModule",
+    "NotOurStrategy",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "ReferenceLost",
@@ -164,6 +165,15 @@ class NotOurModule(NxdtError):
         "Pass NxdtModule(config) or a subclass of it. A loss of your own is an objective plugin, or the attribute "
         "objective of a subclass; a model of your own is a model plugin."
     )
+    found: str
+
+
+class NotOurStrategy(NxdtError):
+    """A Lightning strategy that cannot train the module."""
+
+    code = "NXDT-T043"
+    happened = "An NxdtModule runs on the engine of an NxdtStrategy, and the Trainer has a {found}."
+    remedy = "Construct the trainer as Trainer(strategy=NxdtStrategy(config), devices=1, …)."
     found: str
 
 

@@ -16,7 +16,7 @@ from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.training import CannotGenerate
 from nxdt_core.inference.sampling import Sampling, continue_ids
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.parallel.engine import ParallelModel
+from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import build, primitives
 from nxdt_core.training.weights.base import base_weights

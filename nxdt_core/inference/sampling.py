@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.devices import HOST
-from nxdt_core.protocols.parallel.engine import ParallelModel
+from nxdt_core.protocols.parallel.model import ParallelModel
 
 __all__ = ["Sampling", "continue_ids"]
 

@@ -23,7 +23,7 @@ from nxdt_core.parallel.rounding.policy import masters_rounded
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.parallel.engine import StepLoss
+from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["GlobalBatch", "Numerics"]

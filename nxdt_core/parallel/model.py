@@ -36,7 +36,7 @@ from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.engine import StepLoss
+from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -45,7 +45,7 @@ __all__ = ["TorchModel"]
 
 
 class TorchModel:
-    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.engine.ParallelModel`."""
+    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
 
     def __init__(self, stages: Stages, mesh: ParallelMesh, numerics: Numerics, *, micro_batches: int) -> None:
         """``micro_batches``: of a rank in a training step; a pipeline's schedule must fit them.
@@ -163,7 +163,7 @@ class TorchModel:
         return logits[:, :length]
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.engine.ParallelModel`."""
+        """Log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
         passing = LabelLogProbs()
         self.run_eval(micro_batches, passing)
         kept = passing.kept

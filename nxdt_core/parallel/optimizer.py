@@ -75,7 +75,7 @@ def chosen(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig
 
 
 class TorchOptimizer:
-    """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.parallel.engine.ParallelOptimizer`.
+    """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.parallel.model.ParallelOptimizer`.
 
     The stock optimizer sees plain tensors that share the shards' memory: its fused and foreach kernels then run once
     over all of them, whatever meshes they are cut over.

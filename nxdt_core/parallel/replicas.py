@@ -25,7 +25,7 @@ def replica_group(mesh: ParallelMesh, *, sharded: bool) -> dist.ProcessGroup | N
 
 
 class Replicas:
-    """See :class:`nxdt_core.protocols.parallel.engine.Replicas`."""
+    """See :class:`nxdt_core.protocols.parallel.model.Replicas`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

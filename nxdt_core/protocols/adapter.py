@@ -11,7 +11,7 @@ from nxdt_core.protocols.plan import ParallelPlan
 if TYPE_CHECKING:
     import torch
 
-    from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+    from nxdt_core.protocols.parallel.model import ParallelModel
     from nxdt_core.protocols.parallel.ranks import RankAgreement
 
 __all__ = ["Adapter"]
@@ -38,7 +38,7 @@ class Adapter(Protocol):
         """Rules for the parameters that it added; they precede the model's own."""
         ...
 
-    def begin(self, model: ParallelModel, config: Any, engine: ParallelEngine) -> None:
+    def begin(self, model: ParallelModel, config: Any, ranks: RankAgreement) -> None:
         """Set what depends on the base's weights, or load what was trained before. Collective; called once the base has
         its weights, in a run that does not go on from a checkpoint of its own. ``config`` is the whole resolved
         configuration."""

@@ -42,7 +42,8 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.dataloader import MapDataset
 from nxdt_core.protocols.objective import ObjectiveTraits, traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.training import build
 from nxdt_core.training.data import Dataset, RunData, StepInput, TrainLoader
@@ -227,7 +228,7 @@ class TrainSession:
             self.load_foreign(self._foreign)
         if resumes is None:
             for adapter in build.adapters(self.config):
-                adapter.begin(self.model, self.config, self.engine)
+                adapter.begin(self.model, self.config, self.engine.ranks)
         if self._traits.reference == "step":
             check_base_frozen(self.model, self.config.run.objective.name)
 

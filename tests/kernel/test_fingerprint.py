@@ -9,7 +9,7 @@ import pytest
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.integrity.fingerprint import digest_plugin
-from nxdt_core.kernel.integrity.lock import verify_lock, write_lock
+from nxdt_core.kernel.integrity.lock import compare_with_lock, write_lock
 
 EDITABLE = json.dumps({"url": "file:///src", "dir_info": {"editable": True}})
 
@@ -89,12 +89,12 @@ def locked(site, tmp_path):
     site.add_optimizer("nxdt-plugin-wolf", "wolf")
     site.add("nxdt-plugin-bad", "1 / 0")
     lock = tmp_path / "plugins.lock"
-    write_lock(site.start(), lock)
+    write_lock(site.start().plugins, lock)
     return lock
 
 
 def test_what_was_locked_verifies(site, locked):
-    verify_lock(site.start(lock=locked), locked)
+    compare_with_lock(site.start(lock=locked).plugins, locked)
     assert [path.name for path in locked.parent.iterdir() if path.is_file()] == ["plugins.lock"]
 
 
@@ -115,7 +115,7 @@ def test_another_release_or_content_than_locked_is_refused(new_site, locked, ver
     other = new_site("other")
     other.add_optimizer("nxdt-plugin-wolf", name, version=version)
     with pytest.raises(PluginLockMismatch) as caught:
-        verify_lock(Kernel.start(path=[str(other.path)]), locked)
+        compare_with_lock(Kernel.start(path=[str(other.path)]).plugins, locked)
     assert f"'wolf' of nxdt-plugin-wolf {words}" in str(caught.value)
     assert "'bad' of nxdt-plugin-bad is missing" in str(caught.value)
 

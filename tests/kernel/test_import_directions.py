@@ -6,6 +6,8 @@ Imports inside functions and under ``TYPE_CHECKING`` count as well: what they na
 from __future__ import annotations
 
 import ast
+import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,44 @@ def test_the_torch_engine_is_imported_by_itself_alone():
 @pytest.mark.parametrize("package", plugin_packages(), ids=lambda package: package.name)
 def test_an_entry_module_imports_the_api_alone(package):
     modules = {name for _, name in runs_at_import(package / "__init__.py")}
-    import sys
-
     assert {name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names} <= {"nxdt_core.api"}
+
+
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """Modules of a package that each module of it imports; a name that an ``__init__`` defines counts as that file."""
+    files = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
+    graph = {}
+    for module, path in files.items():
+        named = {name if name in files else name.rpartition(".")[0] for _, name in imports(path)}
+        graph[module] = (named & files.keys()) - {module}
+    return graph
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Modules of one cycle, each imported by the one after it; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.mark.parametrize("package", [CORE, *plugin_packages()], ids=lambda package: package.name)
+def test_no_modules_import_each_other(package):
+    """Move what both need into a module below them, pass the object in, or name a component's target as text."""
+    graph = import_graph(package)
+    assert sum(len(imported) for imported in graph.values()) > 0
+    assert cycle_in(graph) == []
+
+
+def test_a_cycle_is_found_in_functions_under_type_checking_and_through_a_package(tmp_path):
+    package = tmp_path / "pkg"
+    (package / "sub").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("def f():\n    from pkg.sub import name\n")
+    (package / "sub" / "__init__.py").write_text("from pkg.sub.b import name\n")
+    (package / "sub" / "b.py").write_text("if TYPE_CHECKING:\n    import pkg.a\n")
+    assert set(cycle_in(import_graph(package))) == {"pkg.a", "pkg.sub", "pkg.sub.b"}

@@ -2,46 +2,18 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email.parser import Parser
 
 import pytest
 
 from nxdt_core import __version__
-from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.components.known import known_offers
-from tests.packaging.conftest import DISTS
+from tests.packaging.conftest import DISTS, ROOT
 
-OURS = {
-    "nxdt_core": (
-        "nxdt-core",
-        ("nxdt_core/api.py", "nxdt_core/data/chat/shipped_templates/chatml.jinja"),
-    ),
-    "nxdt_plugin_evaluate": ("nxdt-plugin-evaluate", ("nxdt_plugin_evaluate/rouge.py",)),
-    "nxdt_plugin_fsx": ("nxdt-plugin-fsx", ("nxdt_plugin_fsx/lfs.py",)),
-    "nxdt_plugin_s3": ("nxdt-plugin-s3", ("nxdt_plugin_s3/storage.py",)),
-    "nxdt_plugin_hf_data": ("nxdt-plugin-hf-data", ("nxdt_plugin_hf_data/data/kjv/train/state.json",)),
-    "nxdt_plugin_megatron_data": ("nxdt-plugin-megatron-data", ("nxdt_plugin_megatron_data/reader.py",)),
-    "nxdt_plugin_sft_chat": ("nxdt-plugin-sft-chat", ("nxdt_plugin_sft_chat/data/chats.jsonl",)),
-    "nxdt_plugin_text": ("nxdt-plugin-text", ("nxdt_plugin_text/data/kjv.txt",)),
-    "nxdt_plugin_gpt": ("nxdt-plugin-gpt", ("nxdt_plugin_gpt/recipes/gpt-tiny.yaml",)),
-    "nxdt_plugin_hf": ("nxdt-plugin-hf", ("nxdt_plugin_hf/configs/qwen3-tiny/config.json",)),
-    "nxdt_plugin_lora": ("nxdt-plugin-lora", ("nxdt_plugin_lora/recipes/llama-tiny-lora.yaml",)),
-    "nxdt_plugin_llama": ("nxdt-plugin-llama", ("nxdt_plugin_llama/recipes/llama-tiny.yaml",)),
-    "nxdt_plugin_migrate": ("nxdt-plugin-migrate", ("nxdt_plugin_migrate/config/nxdt.py",)),
-    "nxdt_plugin_mixtral": ("nxdt-plugin-mixtral", ("nxdt_plugin_mixtral/recipes/mixtral-tiny.yaml",)),
-    "nxdt_plugin_preference": ("nxdt-plugin-preference", ("nxdt_plugin_preference/recipes/llama-tiny-dpo.yaml",)),
-}
-
-
-def test_an_advice_to_install_names_a_dist_of_this_repository_that_offers_the_component():
-    registry = Kernel.start().registry
-    advised = [(kind.name, dist, names) for kind in registry.kinds() for dist, names in known_offers(kind.name).items()]
-    assert len(advised) > 10
-    for kind, dist, names in advised:
-        records = [each.record for each in registry.all(kind) if each.dist == dist]
-        offered = {name for record in records for name in (record.name, *record.aliases)}
-        assert set(names) <= offered, (kind, dist)
+PROJECTS = {path: tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"] for path in DISTS}
+OURS = {project["name"].replace("-", "_"): path for path, project in PROJECTS.items()}
+"""Folder by name of the package, which is that of the distribution too."""
 
 
 def _open(wheels, package):
@@ -51,19 +23,22 @@ def _open(wheels, package):
 
 @pytest.mark.parametrize("package", OURS)
 def test_a_wheel_holds_its_package_types_data_and_licence_and_nothing_else(wheels, package):
-    names = _open(wheels, package).namelist()
+    wheel = _open(wheels, package)
+    names = wheel.namelist()
     info = f"{package}-{__version__}.dist-info"
-    for wanted in (f"{package}/__init__.py", f"{package}/py.typed", f"{info}/licenses/LICENSE", *OURS[package][1]):
-        assert wanted in names, wanted
-    assert {name.partition("/")[0] for name in names} == {package, info}
-    assert not [name for name in names if "test" in name.split("/") or name.endswith(".pyc")]
+    root = ROOT / OURS[package] / ("." if package == "nxdt_core" else "src")
+    files = [path for path in (root / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {f"{package}/__init__.py", f"{package}/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
+    assert {name for name in names if not name.startswith(info)} == {str(path.relative_to(root)) for path in files}
+    recorded = wheel.read(f"{info}/RECORD").decode().splitlines()
+    assert {line.partition(",")[0] for line in recorded} == set(names)
 
 
 @pytest.mark.parametrize("package", OURS)
 def test_metadata_names_version_licence_and_ranges(wheels, package):
     wheel = _open(wheels, package)
     metadata = Parser().parsestr(wheel.read(f"{package}-{__version__}.dist-info/METADATA").decode())
-    assert metadata["Name"] == OURS[package][0]
+    assert metadata["Name"] == PROJECTS[OURS[package]]["name"]
     assert metadata["Version"] == __version__
     assert metadata["License-Expression"] == "Apache-2.0"
     required = [line.partition(";")[0].strip() for line in metadata.get_all("Requires-Dist", [])]

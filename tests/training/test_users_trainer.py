@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 
-from nxdt_core.errors.training import NotOurBatch, NotOurModule, TrainerArgumentsIgnored
+from nxdt_core.errors.training import NotOurBatch, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
 from tests.training.small import SMALL
@@ -162,6 +162,13 @@ def test_another_module_and_other_data_are_named(small_run):
     plain = torch.utils.data.DataLoader(torch.zeros(4, 8, dtype=torch.int64), batch_size=2)
     with pytest.raises(NotOurBatch, match="Tensor"):
         trainer_of(config, limit_val_batches=0).fit(NxdtModule(config), plain)
+
+
+def test_another_strategy_is_named(small_run, tmp_path):
+    config = small_run(*SHORT)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, default_root_dir=tmp_path)
+    with pytest.raises(NotOurStrategy, match="SingleDeviceStrategy"):
+        trainer.fit(NxdtModule(config), NxdtDataModule(config))
 
 
 def test_the_figures_of_a_run_of_nxdt_train_are_not_logged_twice(small_run):

@@ -22,7 +22,7 @@ from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.checkpoint.read.compatibility import Unmatched, check_model, check_optimizer
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.parallel.engine import Replicas
+from nxdt_core.protocols.parallel.model import Replicas
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 

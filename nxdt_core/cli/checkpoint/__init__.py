@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from nxdt_core.cli.lazy import LazyCommand, LazyGroup
+from nxdt_core.cli.groups import LazyGroup
+from nxdt_core.cli.lazy import LazyCommand
 
 __all__ = ["VERBS", "checkpoint"]
 

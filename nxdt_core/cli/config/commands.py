@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.config.migrate import migrate
+from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal.table import print_facts
-from nxdt_core.cli.verb import VerbGroup, as_json, config_arguments, print_json, print_note, say
+from nxdt_core.cli.verb import as_json, config_arguments, print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from nxdt_core.api import KINDS, CliCommand, Component, Kind
@@ -54,7 +55,7 @@ def declare(plugin: PluginInfo, hooks: Hooks) -> Declaration:
     components = [
         _registered(plugin, kind, record)
         for kind in KINDS
-        for record in _yielded(kind.hook, getattr(hooks, kind.hook), kind.record)
+        for record in _yielded(kind.hook, partial(hooks.components, kind), kind.record)
     ]
     _refuse_duplicates(components)
     _yielded("nxdt_cli", hooks.nxdt_cli, CliCommand)  # checked now; the command line calls it again

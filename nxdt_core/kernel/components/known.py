@@ -1,72 +1,81 @@
 """Which distribution offers a component or reads an architecture, where none that is installed does: our own plugins.
 
-It serves one sentence, ``pip install nxdt-plugin-mixtral``, where a name is unknown. Plugins of third parties are
-not listed; a name that is missing here only loses that sentence.
+It serves one sentence, ``pip install nxdt-plugin-mixtral``, where a name is unknown. ``make offers`` writes the file
+that is read here from the entry modules of the plugins. Plugins of third parties are not in it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Final
 
 __all__ = ["known_offers", "offering_dist", "reading_model", "serving_dist"]
 
-_COMPONENTS: Final = {
-    ("model_builder", "llama"): "nxdt-plugin-llama",
-    ("model_builder", "gpt"): "nxdt-plugin-gpt",
-    ("model_builder", "mistral"): "nxdt-plugin-llama",
-    ("model_builder", "mixtral"): "nxdt-plugin-mixtral",
-    ("model_builder", "hf"): "nxdt-plugin-hf",
-    ("dataloader", "text"): "nxdt-plugin-text",
-    ("dataloader", "megatron"): "nxdt-plugin-megatron-data",
-    ("dataloader", "megatron-data"): "nxdt-plugin-megatron-data",
-    ("dataloader", "hf"): "nxdt-plugin-hf-data",
-    ("dataloader", "hf-data"): "nxdt-plugin-hf-data",
-    ("dataloader", "sft-chat"): "nxdt-plugin-sft-chat",
-    ("checkpoint_storage", "s3"): "nxdt-plugin-s3",
-    ("checkpoint_storage", "fsx"): "nxdt-plugin-fsx",
-    ("adapter", "lora"): "nxdt-plugin-lora",
-    ("dataloader", "preference"): "nxdt-plugin-preference",
-    ("objective", "dpo"): "nxdt-plugin-preference",
-    ("objective", "orpo"): "nxdt-plugin-preference",
-    ("checkpoint_format", "neuronx"): "nxdt-plugin-migrate",
-    ("metric", "rouge"): "nxdt-plugin-evaluate",
-    ("task_suite", "lm-eval"): "nxdt-plugin-evaluate",
-    ("config_migration", "nxdt"): "nxdt-plugin-migrate",
-    ("config_migration", "nemo"): "nxdt-plugin-migrate",
-    ("config_migration", "nnm"): "nxdt-plugin-migrate",
-}
+_FILE: Final = Path(__file__).with_name("first_party.json")
 
-_ARCHITECTURES: Final = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "GPT2LMHeadModel": "gpt",
-    "GPTNeoXForCausalLM": "gpt",
-    "*ForCausalLM": "hf",
-    "*LMHeadModel": "hf",
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """One component of one distribution; the fields are those of its record."""
+
+    kind: str
+    dist: str
+    name: str
+    aliases: Sequence[str] = ()
+    hf_architectures: Sequence[str] = ()
+    uri_schemes: Sequence[str] = ()
+
+
+@cache
+def _offers() -> tuple[_Offer, ...]:
+    return tuple(_Offer(**row) for row in json.loads(_FILE.read_text(encoding="utf-8")))
 
 
 def offering_dist(kind: str, name: str) -> str | None:
-    """Distribution that offers the component, however the name is written (``SFT_Chat``, ``Mixtral``)."""
-    return _COMPONENTS.get((kind, name.lower().replace("_", "-")))
+    """Return the distribution that offers the component, in any spelling of its name (``SFT_Chat``, ``Mixtral``)."""
+    sought = _spelling(name)
+    return next(
+        (
+            offer.dist
+            for offer in _offers()
+            if offer.kind == kind and sought in map(_spelling, (offer.name, *offer.aliases))
+        ),
+        None,
+    )
 
 
 def known_offers(kind: str) -> dict[str, list[str]]:
-    """Names of the components of ``kind`` that each distribution offers, by distribution."""
-    offers: dict[str, list[str]] = {}
-    for (of, name), dist in _COMPONENTS.items():
-        if of == kind:
-            offers.setdefault(dist, []).append(name)
-    return offers
+    """Return the names of the components of ``kind`` that each distribution offers, by distribution."""
+    found: dict[str, list[str]] = {}
+    for offer in _offers():
+        if offer.kind == kind:
+            found.setdefault(offer.dist, []).append(offer.name)
+    return found
 
 
 def reading_model(architecture: str) -> str | None:
-    """Name of the model that is built from a Hugging Face ``config.json`` with that architecture."""
-    return next((name for pattern, name in _ARCHITECTURES.items() if fnmatchcase(architecture, pattern)), None)
+    """Return the name of the model that is built from a Hugging Face ``config.json`` with that architecture.
+
+    A model that names the architecture comes before one that has a pattern of it.
+    """
+    named = (offer.name for offer in _offers() if architecture in offer.hf_architectures)
+    matching = (
+        offer.name
+        for offer in _offers()
+        if any(fnmatchcase(architecture, pattern) for pattern in offer.hf_architectures)
+    )
+    return next(named, None) or next(matching, None)
 
 
 def serving_dist(scheme: str) -> str | None:
-    """Distribution that serves ``scheme://`` locations of checkpoints."""
-    return _COMPONENTS.get(("checkpoint_storage", scheme.lower()))
+    """Return the distribution that serves ``scheme://`` locations of checkpoints."""
+    return next((offer.dist for offer in _offers() if scheme.lower() in offer.uri_schemes), None)
+
+
+def _spelling(name: str) -> str:
+    return name.lower().replace("_", "-")

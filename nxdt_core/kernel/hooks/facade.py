@@ -1,7 +1,8 @@
 """The typed facade of the hooks: one method for each specification, under the specification's name.
 
-Registration hooks are called by the kernel alone, when it starts; the registry holds what they gave. The others
-are called by the configuration, the training path and the checkpoints, with one frozen context.
+The registration hooks of the kinds differ in their records alone and share :meth:`Hooks.components`. Registration
+hooks are called by the kernel alone, when it starts; the registry holds what they gave. The others are called by the
+configuration, the training path and the checkpoints, with one frozen context.
 """
 
 from __future__ import annotations
@@ -39,69 +40,9 @@ class Hooks:
 
     # Registration
 
-    def nxdt_model_builders(self) -> tuple[HookResult[Iterable[api.ModelComponent]], ...]:
-        """Architectures that plugins offer."""
-        return tuple(self._calls.collect("nxdt_model_builders"))
-
-    def nxdt_dataloaders(self) -> tuple[HookResult[Iterable[api.DataloaderComponent]], ...]:
-        """Sources of samples that plugins offer."""
-        return tuple(self._calls.collect("nxdt_dataloaders"))
-
-    def nxdt_tokenizers(self) -> tuple[HookResult[Iterable[api.TokenizerComponent]], ...]:
-        """Tokenizers that plugins offer."""
-        return tuple(self._calls.collect("nxdt_tokenizers"))
-
-    def nxdt_optimizers(self) -> tuple[HookResult[Iterable[api.OptimizerComponent]], ...]:
-        """Update rules that plugins offer."""
-        return tuple(self._calls.collect("nxdt_optimizers"))
-
-    def nxdt_lr_schedulers(self) -> tuple[HookResult[Iterable[api.LRSchedulerComponent]], ...]:
-        """Learning-rate curves that plugins offer."""
-        return tuple(self._calls.collect("nxdt_lr_schedulers"))
-
-    def nxdt_precision_policies(self) -> tuple[HookResult[Iterable[api.PrecisionComponent]], ...]:
-        """Choices of dtypes that plugins offer."""
-        return tuple(self._calls.collect("nxdt_precision_policies"))
-
-    def nxdt_checkpoint_storages(self) -> tuple[HookResult[Iterable[api.StorageComponent]], ...]:
-        """Stores that plugins offer."""
-        return tuple(self._calls.collect("nxdt_checkpoint_storages"))
-
-    def nxdt_checkpoint_formats(self) -> tuple[HookResult[Iterable[api.CheckpointFormatComponent]], ...]:
-        """Checkpoints of other programs that plugins read."""
-        return tuple(self._calls.collect("nxdt_checkpoint_formats"))
-
-    def nxdt_config_migrations(self) -> tuple[HookResult[Iterable[api.ConfigMigrationComponent]], ...]:
-        """Configurations of other programs that plugins take over."""
-        return tuple(self._calls.collect("nxdt_config_migrations"))
-
-    def nxdt_metrics(self) -> tuple[HookResult[Iterable[api.MetricComponent]], ...]:
-        """Figures of answers that plugins compute."""
-        return tuple(self._calls.collect("nxdt_metrics"))
-
-    def nxdt_task_suites(self) -> tuple[HookResult[Iterable[api.TaskSuiteComponent]], ...]:
-        """Tasks that plugins run on a model."""
-        return tuple(self._calls.collect("nxdt_task_suites"))
-
-    def nxdt_adapters(self) -> tuple[HookResult[Iterable[api.AdapterComponent]], ...]:
-        """Adapters that plugins offer."""
-        return tuple(self._calls.collect("nxdt_adapters"))
-
-    def nxdt_objectives(self) -> tuple[HookResult[Iterable[api.ObjectiveComponent]], ...]:
-        """Losses that plugins offer."""
-        return tuple(self._calls.collect("nxdt_objectives"))
-
-    def nxdt_parallel_engines(self) -> tuple[HookResult[Iterable[api.EngineComponent]], ...]:
-        """Engines that plugins offer."""
-        return tuple(self._calls.collect("nxdt_parallel_engines"))
-
-    def nxdt_loggers(self) -> tuple[HookResult[Iterable[api.LoggerComponent]], ...]:
-        """Loggers that plugins offer."""
-        return tuple(self._calls.collect("nxdt_loggers"))
-
-    def nxdt_callbacks(self) -> tuple[HookResult[Iterable[api.CallbackComponent]], ...]:
-        """Callbacks that plugins offer."""
-        return tuple(self._calls.collect("nxdt_callbacks"))
+    def components(self, kind: api.Kind) -> tuple[HookResult[Iterable[api.Component]], ...]:
+        """Call the registration hook of a kind and return the records that plugins offer."""
+        return tuple(self._calls.collect(kind.hook))
 
     def nxdt_kinds(self) -> tuple[HookResult[Iterable[api.Kind]], ...]:
         """Kinds that plugins add."""

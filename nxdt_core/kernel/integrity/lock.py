@@ -9,16 +9,13 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable
 from nxdt_core.kernel.integrity.fingerprint import digest_plugin
 from nxdt_core.kernel.plugin import PluginInfo
 
-if TYPE_CHECKING:
-    from nxdt_core.kernel.manager import Kernel
-
-__all__ = ["compare_with_lock", "verify_lock", "write_lock"]
+__all__ = ["compare_with_lock", "write_lock"]
 
 _FORMAT: Final = 1
 _FIELDS: Final = ("version", "digest")
@@ -27,32 +24,21 @@ Entries = dict[tuple[str, str], dict[str, str]]
 """Version and digest by distribution and entry point."""
 
 
-def write_lock(kernel: Kernel, path: Path) -> None:
-    """Write the lock file of a started kernel, replacing an older one at once."""
-    entries = _entries(kernel.plugins)
-    plugins = [{"dist": dist, "plugin": name, **facts} for (dist, name), facts in sorted(entries.items())]
-    text = json.dumps({"format": _FORMAT, "plugins": plugins}, indent=2) + "\n"
+def write_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
+    """Write the lock file of a started kernel's plugins, replacing an older one atomically."""
+    rows = [{"dist": dist, "plugin": name, **facts} for (dist, name), facts in sorted(_entries(plugins).items())]
+    text = json.dumps({"format": _FORMAT, "plugins": rows}, indent=2) + "\n"
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
-
-
-def verify_lock(kernel: Kernel, path: Path) -> None:
-    """Compare a started kernel with a lock file.
-
-    Raises:
-        PluginLockMismatch: another set of plugins, versions or files.
-        PluginLockUnreadable: no such file, or no lock file.
-    """
-    compare_with_lock(kernel.plugins, path)
 
 
 def compare_with_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
     """Compare plugins found with a lock file; their code need not have run.
 
     Raises:
-        PluginLockMismatch: as :func:`verify_lock`.
-        PluginLockUnreadable: as :func:`verify_lock`.
+        PluginLockMismatch: another set of plugins, versions or files.
+        PluginLockUnreadable: the file does not exist or is not a lock file.
     """
     locked, found = _read(path), _entries(plugins)
     differences = [

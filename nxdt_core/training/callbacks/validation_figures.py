@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.protocols.parallel.engine import StepLoss
+from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.training.data import UNNAMED
 
 __all__ = ["ValidationFigures", "scalars"]

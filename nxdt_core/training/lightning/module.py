@@ -5,28 +5,25 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors.training import NotOurBatch
+from nxdt_core.errors.training import NotOurBatch, NotOurStrategy
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.objective import Objective, traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
-from nxdt_core.training.data import UNNAMED
+from nxdt_core.training.data import UNNAMED, StepInput
 from nxdt_core.training.lightning.managed_save import ManagedSave
-from nxdt_core.training.lightning.strategy import NxdtStrategy
 from nxdt_core.training.primitives import StepResult
 from nxdt_core.training.session import TrainSession
 from nxdt_core.training.state import TrainState
-
-if TYPE_CHECKING:
-    from nxdt_core.training.data import StepInput
 
 __all__ = ["NxdtModule"]
 
@@ -62,10 +59,15 @@ class NxdtModule(pl.LightningModule):
 
     @property
     def engine(self) -> ParallelEngine:
-        """The strategy's engine."""
-        strategy = self.trainer.strategy
-        assert isinstance(strategy, NxdtStrategy), "NxdtModule needs Trainer(strategy=NxdtStrategy(config))"
-        return strategy.engine
+        """Return the strategy's engine.
+
+        Raises:
+            NotOurStrategy: the ``Trainer`` has a strategy without one.
+        """
+        engine: ParallelEngine | None = getattr(self.trainer.strategy, "engine", None)
+        if engine is None:
+            raise NotOurStrategy(found=type(self.trainer.strategy).__name__)
+        return engine
 
     @property
     def model(self) -> ParallelModel:

@@ -21,13 +21,12 @@ from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.training import build
 from nxdt_core.training.lightning.managed_save import ManagedSave
+from nxdt_core.training.lightning.module import NxdtModule
 from nxdt_core.training.lightning.user_trainer import check_trainer
 from nxdt_core.training.session import start_engine
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-
-    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["NxdtStrategy"]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nxdt_core.errors.training import NotOurModule, TrainerArgumentsIgnored
+from nxdt_core.training.lightning.module import NxdtModule
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -14,14 +15,12 @@ __all__ = ["check_trainer"]
 
 
 def check_trainer(module: pl.LightningModule) -> None:
-    """Refuse what Lightning would take and nxdt not carry out.
+    """Refuse what Lightning would accept and nxdt not carry out.
 
     Raises:
-        NotOurModule: the model is no :class:`nxdt_core.training.NxdtModule`.
+        NotOurModule: the model is not an :class:`nxdt_core.training.NxdtModule`.
         TrainerArgumentsIgnored: arguments whose work the configuration decides.
     """
-    from nxdt_core.training.lightning.module import NxdtModule
-
     if not isinstance(module, NxdtModule):
         raise NotOurModule(found=type(module).__name__)
     found = tuple(_ignored(module.trainer))

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from nxdt_core.checkpoint.format.averages import AVERAGE
 from nxdt_core.config.schema.exp_manager import EmaConfig
 from nxdt_core.distributed.placement import local_of, piece_of
-from nxdt_core.protocols.parallel.engine import ParallelModel
+from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.piece import Piece
 
 __all__ = ["AVERAGE_BYTES", "WeightAverage", "take_average"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.protocols.parallel.engine import ParallelModel
+from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 

@@ -11,7 +11,8 @@ from nxdt_core.checkpoint import Manifest
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.training import build
 from nxdt_core.training.weights.frozen import base_digest, without_base

@@ -24,7 +24,8 @@ from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
 from nxdt_core.nn.updates import updates_off
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import MapDataset
-from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.training import build
 from nxdt_core.training.run.files import run_dir_explained
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.engine import ParallelModel, ParallelOptimizer
+from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import MICRO_BATCHES, ROWS, SEQ, VOCAB, global_batch, share

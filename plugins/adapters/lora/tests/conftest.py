@@ -16,7 +16,8 @@ from nxdt_plugin_lora.targets import tables_of
 from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.training import build, primitives
 
 _SIZES = {
@@ -119,7 +120,7 @@ def start():
         engine.start()
         built = primitives.initialize_parallel_model(config, engine)
         for adapter_ in build.adapters(config):
-            adapter_.begin(built, config, engine)
+            adapter_.begin(built, config, engine.ranks)
         return Run(config=config, engine=engine, model=built)
 
     yield begun

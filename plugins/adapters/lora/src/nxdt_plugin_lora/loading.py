@@ -16,8 +16,9 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
 from nxdt_core.training.weights.frozen import base_digest, without_base
 from nxdt_core.training.weights.saved_config import saved_values
@@ -33,7 +34,7 @@ __all__ = ["check_options", "load_adapter"]
 _COMPUTED = ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
 
 
-def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
     """Fill what trains. Collective: it succeeds on all ranks or fails on all.
 
     Raises:
@@ -45,9 +46,9 @@ def load_adapter(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, 
     directory = Path(own.lora_save_dir, "" if own.lora_load_tag is None else str(own.lora_load_tag))
     if is_peft(directory):
         refuse_foreign(build.trusted_keys(config), directory)
-        _load_peft(directory, own, model, config, engine)
+        _load_peft(directory, own, model, config, ranks)
     else:
-        _load_checkpoint(own, model, config, engine)
+        _load_checkpoint(own, model, config, ranks)
 
 
 def check_options(own: LoraConfig, saved: Mapping[str, Any], where: str) -> None:
@@ -65,21 +66,21 @@ def check_options(own: LoraConfig, saved: Mapping[str, Any], where: str) -> None
         raise AdapterDiffers(where=where, differences=different)
 
 
-def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
     uri = str(own.lora_save_dir)
     if own.lora_load_tag is not None:
         tag = str(own.lora_load_tag)
         uri = f"{uri.rstrip('/')}/{step_name(int(tag)) if tag.isdigit() else tag}"
     storage, step = build.locate(config, uri)
     trusted = build.trusted_keys(config)
-    manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=engine.ranks, trusted=trusted)
+    manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=ranks, trusted=trusted)
     where = build.step_uri(storage, manifest.step)
     check_options(own, saved_values(manifest, ["adapter"], where=where).get("adapter", {}), where)
-    if manifest.facts.base and manifest.facts.base != base_digest(model, engine.ranks):
+    if manifest.facts.base and manifest.facts.base != base_digest(model, ranks):
         raise AdapterOfAnotherBase(where=where, base="this run")
     weights = without_base(model, model.state_dict())
     unmatched = checkpoint.load_model_into(
-        storage, manifest, weights, ranks=engine.ranks, replicas=model.replicas, strict=manifest.facts.without_base
+        storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=manifest.facts.without_base
     )
     if unmatched.missing:
         raise WeightsDoNotFit(missing=unmatched.missing, extra=[], shapes=[])
@@ -87,12 +88,12 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
 
 
 def _load_peft(
-    directory: Path, own: LoraConfig, model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine
+    directory: Path, own: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement
 ) -> None:
-    digest = base_digest(model, engine.ranks)
+    digest = base_digest(model, ranks)
     held = without_base(model, model.state_dict())
     own_shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    shapes = {name: shape for each in engine.ranks.all_gather_object(own_shapes) for name, shape in each.items()}
+    shapes = {name: shape for each in ranks.all_gather_object(own_shapes) for name, shape in each.items()}
 
     def fill() -> None:
         _check_peft_options(own, directory)
@@ -105,7 +106,7 @@ def _load_peft(
                 piece = piece_of(tensor, name)
                 piece.tensor.copy_(found[name][piece.box.within(Box.whole(piece.shape))])
 
-    together(engine.ranks, fill, where=str(directory))
+    together(ranks, fill, where=str(directory))
     model.load_state_dict(held, strict=False)
 
 

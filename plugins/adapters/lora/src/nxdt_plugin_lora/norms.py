@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.nn.updates import Update
-from nxdt_core.protocols.parallel.engine import ParallelModel
+from nxdt_core.protocols.parallel.model import ParallelModel
 
 __all__ = ["take_norms"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
+from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
 from nxdt_plugin_lora.errors import BaseIsNoReference
 from nxdt_plugin_lora.updates import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
@@ -13,17 +14,17 @@ from nxdt_plugin_lora.updates import EmbeddingUpdate, ExpertsUpdate, LowRankUpda
 __all__ = ["changes_base", "check_reference"]
 
 
-def check_reference(model: ParallelModel, config: ResolvedConfig, engine: ParallelEngine) -> None:
+def check_reference(model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
     """Let a model pass whose updates are zero, or whose objective does not ask the base at every step. Collective.
 
     Raises:
         BaseIsNoReference: it does, and they are not.
     """
-    if traits_of(build.objective(config)).reference == "step" and changes_base(model, engine):
+    if traits_of(build.objective(config)).reference == "step" and changes_base(model, ranks):
         raise BaseIsNoReference(objective=config.run.objective.name)
 
 
-def changes_base(model: ParallelModel, engine: ParallelEngine) -> bool:
+def changes_base(model: ParallelModel, ranks: RankAgreement) -> bool:
     """Whether an update of ``model`` has left its start. Collective."""
     grown = {
         f"{path}.{part.grows}"
@@ -32,4 +33,4 @@ def changes_base(model: ParallelModel, engine: ParallelEngine) -> bool:
         if isinstance(part, (LowRankUpdate, EmbeddingUpdate, ExpertsUpdate))
     }
     own = any(bool(piece_of(p).tensor.any()) for name, p in model.named_parameters() if name in grown)
-    return engine.ranks.any_rank(own)
+    return ranks.any_rank(own)

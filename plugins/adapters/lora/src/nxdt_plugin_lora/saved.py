@@ -15,7 +15,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build
 from nxdt_core.training.weights.base import BaseWeights, base_weights
 from nxdt_core.training.weights.saved_config import saved_config
-from nxdt_plugin_lora.adapter import LoraAdapter
+from nxdt_plugin_lora.adaptation import adapt
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoAdapterHere
 from nxdt_plugin_lora.peft_names import base_of
@@ -90,7 +90,7 @@ def open_saved(
     builder = build.model_builder(config)
     with torch.device("meta"):
         model = builder.build()
-        LoraAdapter(chosen.config).apply(model, builder.plan())
+        adapt(model, builder.plan(), chosen.config)
     return SavedLora(
         storage=storage,
         manifest=manifest,

@@ -10,7 +10,7 @@ from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_plugin_gpt import hf
+from nxdt_plugin_gpt import hf, hf_export
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.modeling import GPT
 from nxdt_plugin_gpt.plan import norms_of, plan_of
@@ -71,9 +71,9 @@ class GPTBuilder:
         return 6.0 * weights + 12.0 * c.num_layers * query_width * sequence_length
 
     def config_to_hf(self) -> dict[str, Any]:
-        """As :func:`nxdt_plugin_gpt.hf.config_to_hf`."""
-        return hf.config_to_hf(self.config)
+        """As :func:`nxdt_plugin_gpt.hf_export.config_to_hf`."""
+        return hf_export.config_to_hf(self.config)
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """As :func:`nxdt_plugin_gpt.hf.key_map`."""
-        return hf.key_map(self.config)
+        """As :func:`nxdt_plugin_gpt.hf_export.key_map`."""
+        return hf_export.key_map(self.config)

@@ -1,25 +1,20 @@
-"""Correspondence to Hugging Face: which of its families a configuration is, and what these share. No torch here.
+"""Reads a Hugging Face ``config.json``: which family it is of, and the keys of ours that it gives. No torch here.
 
-The families are in :mod:`nxdt_plugin_gpt.hf_gpt2` and :mod:`nxdt_plugin_gpt.hf_neox`.
+The families are in :mod:`nxdt_plugin_gpt.hf_gpt2` and :mod:`nxdt_plugin_gpt.hf_neox`; the way back is
+:mod:`nxdt_plugin_gpt.hf_export`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
-from nxdt_core.protocols.model import KeyMap
-from nxdt_plugin_gpt.errors import NoHuggingFaceForm
 from nxdt_plugin_gpt.hf_family import HFFamily
 from nxdt_plugin_gpt.hf_gpt2 import GPT2
 from nxdt_plugin_gpt.hf_neox import GPT_NEOX
 
-if TYPE_CHECKING:
-    from nxdt_plugin_gpt.config import GPTConfig
-
-__all__ = ["FAMILIES", "IGNORED", "config_from_hf", "config_to_hf", "key_map", "names_in_hf"]
+__all__ = ["FAMILIES", "IGNORED", "config_from_hf", "names_in_hf"]
 
 FAMILIES: Mapping[str, HFFamily] = {family.architecture: family for family in (GPT2, GPT_NEOX)}
 """By architecture."""
@@ -27,9 +22,6 @@ FAMILIES: Mapping[str, HFFamily] = {family.architecture: family for family in (G
 IGNORED = tuple(name for family in FAMILIES.values() for name in family.ignored)
 """Tensors that a directory may hold and no parameter needs: masks and rotary tables of old exports, and the head beside
 a tied embedding (with an untied one the key map takes it)."""
-
-
-_VOCABULARY = ("embedding.tokens.weight", "lm_head.weight")
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,46 +52,3 @@ def names_in_hf(hf_config: Mapping[str, Any]) -> dict[str, str]:
     """Ours → theirs, of a file that :func:`config_from_hf` has read."""
     family = next(family for family in FAMILIES.values() if family.model_type == hf_config["model_type"])
     return dict(family.keys) | {ours: theirs for ours, (theirs, _) in family.optional_keys.items()}
-
-
-def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """The ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation, which only
-    training knows, has no place in it, nor have the rows that fill the vocabulary up.
-
-    Raises:
-        NoHuggingFaceForm: no family computes what this configuration does.
-    """
-    family = _family_of(config)
-    theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    theirs |= {key: allowed[0] for key, allowed in family.only.items() if allowed[0] is not None}
-    theirs |= {key: getattr(config, ours) for ours, key in family.keys.items()}
-    theirs |= {key: getattr(config, ours) for ours, (key, _) in family.optional_keys.items()}
-    return theirs | dict(family.to_hf(config))
-
-
-def key_map(config: GPTConfig) -> tuple[KeyMap, ...]:
-    """One entry a parameter; a tied head has none of its own. Rows that fill the vocabulary up are ours alone.
-
-    Raises:
-        NoHuggingFaceForm: no family has these parameters.
-    """
-    tied = config.share_embeddings_and_output_weights
-    entries = (
-        entry
-        for entry in _family_of(config).key_map(config.num_attention_heads)
-        if not (tied and entry.name == "lm_head.weight")
-    )
-    if config.vocab_rows == config.vocab_size:
-        return tuple(entries)
-    return tuple(
-        replace(entry, transform="pad", sections=(config.vocab_size,)) if entry.name in _VOCABULARY else entry
-        for entry in entries
-    )
-
-
-def _family_of(config: GPTConfig) -> HFFamily:
-    obstacles = {family.architecture: list(family.obstacles(config)) for family in FAMILIES.values()}
-    for architecture, found in obstacles.items():
-        if not found:
-            return FAMILIES[architecture]
-    raise NoHuggingFaceForm(obstacles=obstacles)

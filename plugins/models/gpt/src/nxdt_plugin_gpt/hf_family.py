@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxdt_core.protocols.model import KeyMap
 
-if TYPE_CHECKING:
-    from nxdt_plugin_gpt.config import GPTConfig
-
-__all__ = ["ACTIVATIONS", "HFFamily", "activation_to_hf", "common_obstacles", "with_biases"]
+__all__ = ["ACTIVATIONS", "HFFamily", "with_biases"]
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_new": "gelu_tanh",
@@ -35,32 +32,9 @@ class HFFamily:
     """Features of which one value is implemented; the first is named in the error."""
     from_hf: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     """Further keys of ours."""
-    to_hf: Callable[[GPTConfig], Mapping[str, Any]]
-    """Further keys of theirs."""
     key_map: Callable[[int], Sequence[KeyMap]]
     """All parameters of a model with so many heads."""
-    obstacles: Callable[[GPTConfig], Iterator[str]]
-    """Why the architecture does not compute what a configuration says; nothing where it does."""
     ignored: tuple[str, ...]
-
-
-def activation_to_hf(config: GPTConfig) -> str:
-    """Their name of the activation."""
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
-
-
-def common_obstacles(config: GPTConfig) -> Iterator[str]:
-    """What neither family has."""
-    if config.normalization != "layernorm":
-        yield f"normalization {config.normalization}"
-    if config.activation not in ACTIVATIONS.values():
-        yield f"activation {config.activation}"
-    if not config.has_bias:
-        yield "has_bias false"
-    if not config.fused_qkv:
-        yield "fewer key than query heads"
-    if config.head_size * config.num_attention_heads != config.hidden_size:
-        yield "kv_channels other than hidden_size / num_attention_heads"
 
 
 def with_biases(modules: Mapping[str, str], transform: str = "none") -> Iterator[KeyMap]:

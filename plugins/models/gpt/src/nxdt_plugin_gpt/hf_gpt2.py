@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
-from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
-
-if TYPE_CHECKING:
-    from nxdt_plugin_gpt.config import GPTConfig
+from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, with_biases
 
 __all__ = ["GPT2"]
 
@@ -45,15 +42,6 @@ def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_hf(config: GPTConfig) -> dict[str, Any]:
-    return {
-        "activation_function": activation_to_hf(config),
-        "embd_pdrop": config.hidden_dropout,
-        "resid_pdrop": config.hidden_dropout,
-        "n_inner": config.ffn_size,
-    }
-
-
 def _key_map(heads: int) -> Sequence[KeyMap]:
     kinds = (3, heads)
     return (
@@ -68,14 +56,6 @@ def _key_map(heads: int) -> Sequence[KeyMap]:
         ),
         KeyMap(name=f"{_QKV}.bias", hf_names=(f"{_THEIR_QKV}.bias",), transform="interleave", sections=kinds),
     )
-
-
-def _obstacles(config: GPTConfig) -> Iterator[str]:
-    yield from common_obstacles(config)
-    if config.position_embedding_type != "learned_absolute":
-        yield f"position_embedding_type {config.position_embedding_type}"
-    if config.transformer_block_type != "pre_ln":
-        yield f"transformer_block_type {config.transformer_block_type}"
 
 
 GPT2 = HFFamily(
@@ -103,8 +83,6 @@ GPT2 = HFFamily(
         "quantization_config": (None,),
     },
     from_hf=_from_hf,
-    to_hf=_to_hf,
     key_map=_key_map,
-    obstacles=_obstacles,
     ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias", "lm_head.weight"),
 )

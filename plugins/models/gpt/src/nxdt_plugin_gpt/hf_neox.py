@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nxdt_core.config.huggingface.values import number_of, rope_of
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
-from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
+from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, with_biases
 
-if TYPE_CHECKING:
-    from nxdt_plugin_gpt.config import GPTConfig
-
-__all__ = ["GPT_NEOX"]
+__all__ = ["BLOCKS", "GPT_NEOX"]
 
 _LAYER = "gpt_neox.layers.*"
 _MODULES = {
@@ -26,7 +23,7 @@ _MODULES = {
     "norm": "gpt_neox.final_layer_norm",
 }
 _TABLES = {"embedding.tokens": "gpt_neox.embed_in", "lm_head": "embed_out"}
-_BLOCKS = {True: "gpt_j", False: "pre_ln"}
+BLOCKS = {True: "gpt_j", False: "pre_ln"}
 """``use_parallel_residual`` → ours."""
 
 
@@ -38,26 +35,11 @@ def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         raise HFUnsupported(model="gpt", key="rope_type", found=kind, supported="'default' and 'linear'")
     return {
         "activation": ACTIVATIONS[hf_config.get("hidden_act") or "gelu"],
-        "transformer_block_type": _BLOCKS[bool(hf_config.get("use_parallel_residual", True))],
+        "transformer_block_type": BLOCKS[bool(hf_config.get("use_parallel_residual", True))],
         "position_embedding_type": "rope",
         "rotary_percentage": number_of(rope, "partial_rotary_factor", 0.25),
         "position_freq_base": number_of(rope, "rope_theta", 10_000.0),
         "positition_interpolation_factor": number_of(rope, "factor", 1.0) if kind == "linear" else 1.0,
-    }
-
-
-def _to_hf(config: GPTConfig) -> dict[str, Any]:
-    base = config.position_freq_base * config.position_abf_factor
-    factor = config.positition_interpolation_factor
-    rope = {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
-    return {
-        "hidden_act": activation_to_hf(config),
-        "use_parallel_residual": config.transformer_block_type == "gpt_j",
-        "attention_bias": True,
-        "intermediate_size": config.ffn_size,
-        "rotary_pct": config.rotary_percentage,
-        "rotary_emb_base": base,
-        "rope_parameters": {**rope, "rope_theta": base, "partial_rotary_factor": config.rotary_percentage},
     }
 
 
@@ -66,14 +48,6 @@ def _key_map(heads: int) -> Sequence[KeyMap]:
         *(KeyMap(name=f"{ours}.weight", hf_names=(f"{theirs}.weight",)) for ours, theirs in _TABLES.items()),
         *with_biases(_MODULES),
     )
-
-
-def _obstacles(config: GPTConfig) -> Iterator[str]:
-    yield from common_obstacles(config)
-    if config.position_embedding_type != "rope":
-        yield f"position_embedding_type {config.position_embedding_type}"
-    if config.transformer_block_type not in _BLOCKS.values():
-        yield f"transformer_block_type {config.transformer_block_type}"
 
 
 GPT_NEOX = HFFamily(
@@ -100,9 +74,7 @@ GPT_NEOX = HFFamily(
         "quantization_config": (None,),
     },
     from_hf=_from_hf,
-    to_hf=_to_hf,
     key_map=_key_map,
-    obstacles=_obstacles,
     ignored=(
         f"{_LAYER}.attention.bias",
         f"{_LAYER}.attention.masked_bias",

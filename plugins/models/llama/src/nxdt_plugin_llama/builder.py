@@ -111,11 +111,23 @@ class LlamaBuilder:
         return 6.0 * weights + 12.0 * c.num_layers * query_width * seen
 
     def config_to_hf(self) -> dict[str, Any]:
-        """As :func:`nxdt_plugin_llama.hf.config_to_hf`."""
-        return hf.config_to_hf(self.config, self.hf_family)
+        """Return the ``config.json``, with keys that both transformers 4 and 5 read."""
+        config, scaling, theirs = self.config, self.config.rope_scaling, None
+        if scaling is not None and scaling.kind != "default":
+            values = {key: getattr(scaling, key) for key in hf.SCALING_KEYS if getattr(scaling, key) is not None}
+            theirs = {"rope_type": scaling.kind} | values
+        return {
+            "architectures": [self.hf_family.architecture],
+            "model_type": self.hf_family.values.model,
+            **self.hf_family.values.write(config),
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_size,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": theirs,
+        }
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """As :func:`nxdt_plugin_llama.hf.key_map`."""
+        """Return one entry per parameter; a tied head has none of its own."""
         return hf.key_map(tied=self.config.share_embeddings_and_output_weights)
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxdt_core.config.huggingface.values import HFValues, number_of, rope_of
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
 
-if TYPE_CHECKING:
-    from nxdt_plugin_llama.config import LlamaConfig
-
-__all__ = ["IGNORED", "LLAMA", "MISTRAL", "HFFamily", "config_from_hf", "config_to_hf", "key_map"]
+__all__ = ["IGNORED", "LLAMA", "MISTRAL", "SCALING_KEYS", "HFFamily", "config_from_hf", "key_map"]
 
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")
 """Tensors that a directory may hold and no parameter needs: rotary tables of old exports, and the head beside a tied
@@ -76,7 +73,8 @@ MISTRAL = HFFamily(
     ),
 )
 
-_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Numbers of a ``rope_scaling``, of the same name in both programs."""
 
 _PARAMETERS = {
     "embed_tokens": "model.embed_tokens",
@@ -119,27 +117,10 @@ def _scaling_from_hf(rope: Mapping[str, Any], model: str, max_position_embedding
         raise HFUnsupported(model=model, key="partial_rotary_factor", found=found, supported="1.0")
     if kind == "default":
         return None
-    scaling = {"rope_type": kind} | {key: rope[key] for key in _SCALING_KEYS if key in rope}
+    scaling = {"rope_type": kind} | {key: rope[key] for key in SCALING_KEYS if key in rope}
     if kind == "llama3":
         scaling.setdefault("original_max_position_embeddings", max_position_embeddings)
     return scaling
-
-
-def config_to_hf(config: LlamaConfig, family: HFFamily) -> dict[str, Any]:
-    """The ``config.json``, with keys that both transformers 4 and 5 read."""
-    scaling, theirs = config.rope_scaling, None
-    if scaling is not None and scaling.kind != "default":
-        values = {key: getattr(scaling, key) for key in _SCALING_KEYS if getattr(scaling, key) is not None}
-        theirs = {"rope_type": scaling.kind} | values
-    return {
-        "architectures": [family.architecture],
-        "model_type": family.values.model,
-        **family.values.write(config),
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": theirs,
-    }
 
 
 def key_map(*, tied: bool) -> tuple[KeyMap, ...]:

@@ -12,6 +12,7 @@ from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_plugin_mixtral import hf
 from nxdt_plugin_mixtral.config import MixtralConfig
+from nxdt_plugin_mixtral.errors import NoHFForm
 from nxdt_plugin_mixtral.modeling import Mixtral
 
 __all__ = ["MixtralBuilder"]
@@ -118,11 +119,26 @@ class MixtralBuilder:
         return 6.0 * weights + 12.0 * c.num_layers * query_width * seen
 
     def config_to_hf(self) -> dict[str, Any]:
-        """As :func:`nxdt_plugin_mixtral.hf.config_to_hf`."""
-        return hf.config_to_hf(self.config)
+        """Return the ``config.json``, with keys that both transformers 4 and 5 read.
+
+        Raises:
+            NoHFForm: transformers' model computes something else.
+        """
+        config = self.config
+        for key, wanted in (("frequency", 1), ("routing_algorithm", "top_k"), ("normalize_top_k_affinities", True)):
+            found = getattr(config.moe, key)
+            if found != wanted:
+                raise NoHFForm(key=f"model.moe.{key}", found=found, wanted=wanted)
+        theirs = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rope_theta": config.rope_theta}
+        return {
+            **theirs,
+            **hf.VALUES.write(config),
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_size,
+        }
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """As :func:`nxdt_plugin_mixtral.hf.key_map`."""
+        """Return one entry per parameter; a tied head has none of its own."""
         return hf.key_map(tied=self.config.share_embeddings_and_output_weights)
 
     @property

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxdt_core.config.huggingface.values import HFValues, number_of, rope_of
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.protocols.model import KeyMap
-from nxdt_plugin_mixtral.errors import NoHFForm
 
-if TYPE_CHECKING:
-    from nxdt_plugin_mixtral.config import MixtralConfig
-
-__all__ = ["IGNORED", "VALUES", "config_from_hf", "config_to_hf", "key_map"]
+__all__ = ["IGNORED", "VALUES", "config_from_hf", "key_map"]
 
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")
 """Tensors that a directory may hold and no parameter needs: rotary tables of old exports, and the head beside a tied
@@ -82,25 +78,6 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     ours["rope_theta"] = number_of(rope, "rope_theta", 1_000_000.0)
     ours["use_scaled_init_method"] = False
     return ours
-
-
-def config_to_hf(config: MixtralConfig) -> dict[str, Any]:
-    """The ``config.json``, with keys that both transformers 4 and 5 read.
-
-    Raises:
-        NoHFForm: transformers' model computes something else.
-    """
-    for key, wanted in (("frequency", 1), ("routing_algorithm", "top_k"), ("normalize_top_k_affinities", True)):
-        found = getattr(config.moe, key)
-        if found != wanted:
-            raise NoHFForm(key=f"model.moe.{key}", found=found, wanted=wanted)
-    theirs = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rope_theta": config.rope_theta}
-    return {
-        **theirs,
-        **VALUES.write(config),
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-    }
 
 
 def key_map(*, tied: bool) -> tuple[KeyMap, ...]:

@@ -1,0 +1,111 @@
+"""Groups of ``nxdt`` commands: each suggests a close name, shows examples, and lists what plugins put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nxdt_core.cli.lazy import LazyCommand
+from nxdt_core.cli.verb import Verb, write_examples
+
+if TYPE_CHECKING:
+    from nxdt_core.cli.contributed import PluginGroup
+
+__all__ = ["LazyGroup", "SuggestingGroup", "VerbGroup"]
+
+
+class SuggestingGroup(click.Group):
+    """A group with examples, which names the command that was probably meant, and which plugins may add verbs to."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+
+    def summaries(self) -> dict[str, str]:
+        """The group's own commands in the order of the help text, each with its line there."""
+        return {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+
+    def own_command(self, name: str) -> click.Command | None:
+        """One of these; None where there is none of that name."""
+        return self.commands.get(name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The group's own names, then those of plugins."""
+        return [*self.summaries(), *self._contributed()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Find a command; plugins are asked only for a name that the group does not have."""
+        command = self.own_command(cmd_name)
+        if command is not None:
+            return command
+        entry = self._contributed().get(cmd_name)
+        if entry is None:
+            return None
+        return entry.load() if isinstance(entry, LazyCommand) else _plugin_group(entry)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write both listings from the summaries, importing nothing."""
+        contributed = {name: entry.summary for name, entry in self._contributed().items()}
+        for title, rows in (("Commands", self.summaries()), ("Commands of plugins", contributed)):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(list(rows.items()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples below the commands."""
+        write_examples(self.examples, formatter)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of the first word; the usage error suggests a close one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not close:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean '{close[0]}'?", ctx) from None
+
+    def _contributed(self) -> dict[str, LazyCommand | PluginGroup]:
+        from nxdt_core.cli.contributed import contributed_commands  # it starts the kernel, which few commands need
+
+        return contributed_commands(self.place, reserved=self.summaries())
+
+    @property
+    def place(self) -> str:
+        """The words between ``nxdt`` and a verb of this group."""
+        return self.name or ""
+
+
+class VerbGroup(SuggestingGroup):
+    """A group of verbs, listed in the order of their definition."""
+
+    command_class = Verb
+
+
+class LazyGroup(SuggestingGroup):
+    """A group over :class:`LazyCommand` entries, listed in the order in which they were given."""
+
+    def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy = lazy
+
+    def summaries(self) -> dict[str, str]:
+        """Names in the order of declaration: the order in which a newcomer needs them."""
+        return {name: entry.summary for name, entry in self.lazy.items()}
+
+    def own_command(self, name: str) -> click.Command | None:
+        """Import and return one command; None where there is none of that name."""
+        entry = self.lazy.get(name)
+        return entry.load() if entry else None
+
+
+def _plugin_group(group: PluginGroup) -> SuggestingGroup:
+    """Make a group that has the verbs of plugins alone; they are imported when they are called."""
+    examples = [f"nxdt {group.name} {verb} --help" for verb in group.verbs]
+    return SuggestingGroup(name=group.name, help=group.summary, examples=examples)

@@ -1,0 +1,138 @@
+"""What an engine makes of a model and an optimizer: both in their layout, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.parallel.piece import Piece
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ParallelModel", "ParallelOptimizer", "Replicas", "StepLoss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoss:
+    """What forward and backward over a global batch gave; scalars stay on the device."""
+
+    loss: torch.Tensor
+    """Sum over the whole global batch divided by ``weight``; equal on all ranks."""
+    weight: torch.Tensor
+    """Loss weight (mostly loss tokens) of the whole global batch."""
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Replicas(Protocol):
+    """The ranks that hold the very same elements of all parameters as this one."""
+
+    reads: bool
+    """Whether this one reads a checkpoint for all of them."""
+
+    def spread(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every rank the elements of the one that reads, in place. Collective."""
+        ...
+
+
+@runtime_checkable
+class ParallelModel(Protocol):
+    """A model in its layout."""
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Ranks that had better share one reading of a checkpoint; None where each reads what it holds."""
+        ...
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Parameters of the whole model that adapters added."""
+        ...
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read different samples: ``RankInfo.dp_size``."""
+        ...
+
+    def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Forward and backward over this rank's micro-batches of one global batch. Gradients come out
+        reduced, and are those of the loss divided by the global weight."""
+        ...
+
+    def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Forward only, in evaluation mode, without gradients."""
+        ...
+
+    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Log-probability of each label of these micro-batches, [rows, seq], 0 where there is none; in evaluation
+        mode, without gradients. Collective; equal on all ranks that read the same samples."""
+        ...
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, seq, vocab] of ``input_ids`` [batch, seq], of the whole vocabulary; without gradients, in
+        evaluation mode. Collective; equal on all ranks that read the same samples."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under their global names; a tied parameter once, under its owner."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Parameters and saved buffers under their global names (DTensor or piece where sharded); a tied parameter
+        once."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
+        """Copy ``state`` in; ``strict`` refuses missing and extra names."""
+        ...
+
+    def parameter_norm(self) -> torch.Tensor:
+        """2-norm of the whole model's weights (masters where there are some), each element counted once; a device
+        scalar, equal on all ranks. Collective."""
+        ...
+
+    def local_modules(self) -> Sequence[torch.nn.Module]:
+        """The plain modules of this rank: one a pipeline stage."""
+        ...
+
+
+@runtime_checkable
+class ParallelOptimizer(Protocol):
+    """An optimizer over a :class:`ParallelModel`."""
+
+    inner: torch.optim.Optimizer
+    """The stock optimizer, for schedulers and loggers."""
+    skipped_steps: torch.Tensor | int
+    """Steps of this process that :meth:`reject_unless_finite` kept from the weights; mostly a device scalar."""
+
+    def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
+        """Clip by the true global 2-norm and return it (before clipping), as a device scalar; None only measures."""
+        ...
+
+    def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Let the coming :meth:`step` leave the weights alone, and count it, unless both scalars are finite. They are
+        equal on all ranks, so all of them decide alike."""
+        ...
+
+    def step(self) -> None:
+        """Update the parameters (and masters), then clear the gradients."""
+        ...
+
+    def begin_step(self, step: int) -> None:
+        """Tell the number of the coming :meth:`step` in the run, on which the random numbers that it draws depend."""
+        ...
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Set each group's learning rate to its initial one times ``factor``."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Optimizer state flat: ``<parameter name>/<state name>`` → tensor."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        ...

@@ -1,0 +1,81 @@
+"""The distributions of this repository: the core, and each folder of ``plugins/*/*`` with a ``pyproject.toml``.
+
+    python scripts/distributions.py editable    print a requirements file with all of them and all of their extras
+    python scripts/distributions.py offers      write what the plugins offer into the core, for its install advice
+
+``make install`` calls the first, ``make offers`` the second. A new plugin is a new folder: no list names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+__all__ = ["OFFERS", "ROOT", "editable", "folders", "offers"]
+
+ROOT = Path(__file__).resolve().parent.parent
+OFFERS = ROOT / "nxdt_core" / "kernel" / "components" / "first_party.json"
+"""Read by :mod:`nxdt_core.kernel.components.known`."""
+
+
+def folders() -> list[str]:
+    """Return the folders of all distributions, relative to the repository; the core's, ``.``, first."""
+    return [".", *sorted(f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
+
+
+def editable(*, extras: bool = True) -> list[str]:
+    """Return a line ``-e FOLDER[EXTRAS]`` for each distribution."""
+    return [f"-e {folder}{_extras(folder) if extras else ''}" for folder in folders()]
+
+
+def offers() -> str:
+    """Return the text of :data:`OFFERS`: the components that the entry modules of the plugins declare."""
+    from nxdt_core.api import ENTRY_POINT_GROUP, KINDS
+
+    rows = []
+    for folder in folders()[1:]:
+        project = _project(folder)
+        sys.path.insert(0, str(ROOT / folder / "src"))
+        modules = [importlib.import_module(entry) for entry in project["entry-points"][ENTRY_POINT_GROUP].values()]
+        del sys.path[0]
+        rows += [
+            _row(kind.name, project["name"], record)
+            for module in modules
+            for kind in KINDS
+            for record in getattr(module, kind.hook, list)()
+        ]
+    lines = (json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda row: tuple(row.values())[:3]))
+    return "[\n  " + ",\n  ".join(lines) + "\n]\n"
+
+
+def _row(kind: str, dist: str, record: Any) -> dict[str, Any]:
+    further = {key: list(getattr(record, key, ())) for key in ("aliases", "hf_architectures", "uri_schemes")}
+    return {"kind": kind, "dist": dist, "name": record.name} | {key: value for key, value in further.items() if value}
+
+
+def _extras(folder: str) -> str:
+    names = ",".join(_project(folder).get("optional-dependencies", {}))
+    return f"[{names}]" if names else ""
+
+
+def _project(folder: str) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def main(command: str) -> None:
+    """Print or write what the first argument names."""
+    if command == "editable":
+        print("\n".join(editable()))
+    elif command == "offers":
+        OFFERS.write_text(offers())
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2] or [""])

@@ -1,0 +1,46 @@
+"""A distribution of this repository is a folder with a ``pyproject.toml``: every list of them is derived."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.packaging.conftest import DISTS, ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import distributions
+
+NAMES = [tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]["name"] for path in DISTS]
+
+
+def test_install_advice_is_what_the_plugins_of_this_repository_declare():
+    written = distributions.OFFERS.read_text()
+    assert written == distributions.offers(), "run `make offers`"
+    assert {row["dist"] for row in json.loads(written)} == set(NAMES) - {"nxdt-core"}
+
+
+def test_make_install_has_every_distribution_with_its_extras():
+    lines = {line.removeprefix("-e ").partition("[")[0]: line for line in distributions.editable()}
+    assert [*lines] == [".", *(f"./{path}" for path in DISTS[1:])]
+    for path, line in lines.items():
+        extras = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"].get("optional-dependencies", {})
+        assert line == f"-e {path}" + (f"[{','.join(extras)}]" if extras else "")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_builds_a_wheel_of_every_distribution():
+    done = subprocess.run(["make", "-n", "wheels"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    (loop,) = (line for line in done.stdout.splitlines() if line.startswith("for dist in "))
+    assert loop.removeprefix("for dist in ").partition(";")[0].split() == [*DISTS]
+
+
+def test_mypy_checks_every_package():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    checked = {path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern)}
+    packages = [path.parent for path in ROOT.glob("**/py.typed") if ".venv" not in path.parts]
+    assert len([*packages]) >= len(DISTS)
+    for package in packages:
+        assert checked & {package.relative_to(ROOT), package.parent.relative_to(ROOT)}, package
