@@ -33,8 +33,11 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         class AcmeBuilder(RotaryDecoderBuilder[AcmeConfig]):
             hf_architectures = ("AcmeForCausalLM",)
 
-            def build(self) -> RotaryDecoder: return Acme(self.config)
-            def plan(self) -> ParallelPlan: return rotary_decoder_plan(self.config, feed_forward={MLP: SWIGLU_STYLES}, …)
+            def build(self) -> RotaryDecoder:
+                return Acme(self.config)
+
+            def plan(self) -> ParallelPlan:
+                return rotary_decoder_plan(self.config, feed_forward={MLP: SWIGLU_STYLES}, recompute={"MLP": (MLP,)})
     """
 
     hf_architectures: ClassVar[tuple[str, ...]]

@@ -42,8 +42,8 @@ def decoder_flops_per_token(
     """Return the operations of one training token in PaLM's convention (arXiv:2204.02311, appendix B).
 
     Each weight that a token is multiplied with counts 6, and each layer, query channel and position that a token
-    attends to counts 12. Later positions count too, as in the convention; a window bounds their number. The embedding is
-    looked up, not multiplied.
+    attends to counts 12. Later positions count too, as in the convention; a window bounds their number. The embedding
+    is looked up, not multiplied.
 
     Args:
         sizes: of attention.

@@ -16,7 +16,15 @@ from torch import nn
 from nxdt_core.devices import HOST
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 
-__all__ = ["LinearScaling", "Llama3Scaling", "RotaryEmbedding", "RotaryScaling", "frequencies", "rotary_scaling", "rotate"]
+__all__ = [
+    "LinearScaling",
+    "Llama3Scaling",
+    "RotaryEmbedding",
+    "RotaryScaling",
+    "frequencies",
+    "rotary_scaling",
+    "rotate",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

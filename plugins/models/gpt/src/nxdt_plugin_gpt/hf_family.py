@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nxdt_core.config.huggingface.values import HFValues
 from nxdt_core.protocols.model import KeyMap
-
-if TYPE_CHECKING:
-    from nxdt_plugin_gpt.config import GPTConfig
+from nxdt_plugin_gpt.architecture import GPTArchitecture
 
 __all__ = ["ACTIVATIONS", "HFFamily", "activation_to_hf", "common_obstacles", "with_biases"]
 
@@ -27,29 +26,25 @@ class HFFamily:
 
     architecture: str
     model_type: str
-    keys: Mapping[str, str]
-    """Ours → theirs, where a file must have the key."""
-    optional_keys: Mapping[str, tuple[str, Any]]
-    """Ours → theirs, and what transformers takes where a file lacks the key."""
-    only: Mapping[str, tuple[Any, ...]]
-    """Features of which one value is implemented; the first is named in the error."""
+    values: HFValues
+    """Keys of ``config.json`` that need no translation of their values."""
     from_hf: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     """Further keys of ours."""
-    to_hf: Callable[[GPTConfig], Mapping[str, Any]]
+    to_hf: Callable[[GPTArchitecture], Mapping[str, Any]]
     """Further keys of theirs."""
     key_map: Callable[[int], Sequence[KeyMap]]
     """All parameters of a model with so many heads."""
-    obstacles: Callable[[GPTConfig], Iterator[str]]
+    obstacles: Callable[[GPTArchitecture], Iterator[str]]
     """Why the architecture does not compute what a configuration says; nothing where it does."""
     ignored: tuple[str, ...]
 
 
-def activation_to_hf(config: GPTConfig) -> str:
+def activation_to_hf(config: GPTArchitecture) -> str:
     """Their name of the activation."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
 
 
-def common_obstacles(config: GPTConfig) -> Iterator[str]:
+def common_obstacles(config: GPTArchitecture) -> Iterator[str]:
     """What neither family has."""
     if config.normalization != "layernorm":
         yield f"normalization {config.normalization}"

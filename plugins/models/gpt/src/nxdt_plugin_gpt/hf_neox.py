@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nxdt_core.config.huggingface.values import number_of, rope_of
+from nxdt_core.config.huggingface.values import HFValues, number_of, rope_of
 from nxdt_core.errors.models import HFUnsupported
+from nxdt_core.models.huggingface import weight_keys
 from nxdt_core.protocols.model import KeyMap
+from nxdt_plugin_gpt.architecture import GPTArchitecture
 from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
-
-if TYPE_CHECKING:
-    from nxdt_plugin_gpt.config import GPTConfig
 
 __all__ = ["GPT_NEOX"]
 
@@ -46,7 +45,7 @@ def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_hf(config: GPTConfig) -> dict[str, Any]:
+def _to_hf(config: GPTArchitecture) -> dict[str, Any]:
     base = config.position_freq_base * config.position_abf_factor
     factor = config.positition_interpolation_factor
     rope = {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
@@ -63,12 +62,12 @@ def _to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def _key_map(heads: int) -> Sequence[KeyMap]:
     return (
-        *(KeyMap(name=f"{ours}.weight", hf_names=(f"{theirs}.weight",)) for ours, theirs in _TABLES.items()),
+        *weight_keys(_TABLES),
         *with_biases(_MODULES),
     )
 
 
-def _obstacles(config: GPTConfig) -> Iterator[str]:
+def _obstacles(config: GPTArchitecture) -> Iterator[str]:
     yield from common_obstacles(config)
     if config.position_embedding_type != "rope":
         yield f"position_embedding_type {config.position_embedding_type}"
@@ -79,26 +78,29 @@ def _obstacles(config: GPTConfig) -> Iterator[str]:
 GPT_NEOX = HFFamily(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
-    keys={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "ffn_hidden_size": "intermediate_size",
-        "num_attention_heads": "num_attention_heads",
-        "vocab_size": "vocab_size",
-    },
-    optional_keys={
-        "max_position_embeddings": ("max_position_embeddings", 2048),
-        "layernorm_epsilon": ("layer_norm_eps", 1e-5),
-        "hidden_dropout": ("hidden_dropout", 0.0),
-        "attention_dropout": ("attention_dropout", 0.0),
-        "init_method_std": ("initializer_range", 0.02),
-        "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
-    },
-    only={
-        "hidden_act": (*ACTIVATIONS, None),
-        "attention_bias": (True, None),
-        "quantization_config": (None,),
-    },
+    values=HFValues(
+        model="gpt",
+        required={
+            "num_layers": "num_hidden_layers",
+            "hidden_size": "hidden_size",
+            "ffn_hidden_size": "intermediate_size",
+            "num_attention_heads": "num_attention_heads",
+            "vocab_size": "vocab_size",
+        },
+        optional={
+            "max_position_embeddings": ("max_position_embeddings", 2048),
+            "layernorm_epsilon": ("layer_norm_eps", 1e-5),
+            "hidden_dropout": ("hidden_dropout", 0.0),
+            "attention_dropout": ("attention_dropout", 0.0),
+            "init_method_std": ("initializer_range", 0.02),
+            "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
+        },
+        only={
+            "hidden_act": tuple(ACTIVATIONS),
+            "attention_bias": (True,),
+            "quantization_config": (None,),
+        },
+    ),
     from_hf=_from_hf,
     to_hf=_to_hf,
     key_map=_key_map,
