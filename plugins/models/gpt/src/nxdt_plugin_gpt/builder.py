@@ -49,8 +49,8 @@ class GPTBuilder:
         return plan_of(self.config)
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Return the rules of :func:`nxdt_core.models.initialisation.residual_init_rules`; ``layernorm1p`` starts at zero,
-        its difference from one."""
+        """Return the rules of :func:`nxdt_core.models.initialisation.residual_init_rules`; a ``layernorm1p`` starts at
+        zero, its difference from one."""
         c = self.config
         return residual_init_rules(
             norms=norms_of(c),
