@@ -7,45 +7,35 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.nn.norm import RMSNorm
-from nxdt_core.nn.rotary import RotaryEmbedding
+from nxdt_core.nn.rotary import RotaryEmbedding, rotary_scaling
 
 __all__ = ["RotaryDecoder"]
 
 
 class RotaryDecoder(nn.Module):
-    """What Llama, Mixtral and their like are around their layers.
+    """The modules that Llama, Mistral and Mixtral have around their layers.
 
     A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what lies
     on other stages; its first argument is then the hidden states. One whose hidden states are cut along the sequence
     must be given ``position_ids``.
 
     Args:
-        layers: in order, each called as ``layer(hidden, rotary, document_ids)``.
-        rotary: makes the tables that the layers get.
-        vocab_size: rows of embedding and head.
-        hidden_size: width of the hidden states.
-        epsilon: of the final RMSNorm.
-        tied: whether the head's weight is the embedding's.
+        config: sizes of embedding, head and rotary embedding.
+        layers: in order, each called as ``layer(hidden, rotary, document_ids)``, such as
+            :class:`~nxdt_core.nn.decoder_layer.RotaryDecoderLayer`.
     """
 
-    def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        rotary: RotaryEmbedding,
-        *,
-        vocab_size: int,
-        hidden_size: int,
-        epsilon: float,
-        tied: bool,
-    ) -> None:
+    def __init__(self, config: RotaryDecoderConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
-        self.rotary = rotary
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        scaling = rotary_scaling(config.scaling)
+        self.rotary = RotaryEmbedding(config.head_size, theta=config.rope_theta, scaling=scaling)
         self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
-        self.norm = RMSNorm(hidden_size, epsilon)
-        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
-        if tied:
+        self.norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.share_embeddings_and_output_weights:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(

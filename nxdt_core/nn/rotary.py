@@ -14,8 +14,17 @@ import torch
 from torch import nn
 
 from nxdt_core.devices import HOST
+from nxdt_core.models.rope_scaling import RopeScalingConfig
 
-__all__ = ["LinearScaling", "Llama3Scaling", "RotaryEmbedding", "RotaryScaling", "frequencies", "rotate"]
+__all__ = [
+    "LinearScaling",
+    "Llama3Scaling",
+    "RotaryEmbedding",
+    "RotaryScaling",
+    "frequencies",
+    "rotary_scaling",
+    "rotate",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,24 @@ class Llama3Scaling:
 
 
 RotaryScaling = LinearScaling | Llama3Scaling
+
+
+def rotary_scaling(config: RopeScalingConfig | None) -> RotaryScaling | None:
+    """Return the scaling that a checked section ``rope_scaling`` describes."""
+    if config is None or config.kind == "default":
+        return None
+    assert config.factor is not None
+    if config.kind == "linear":
+        return LinearScaling(factor=config.factor)
+    assert config.low_freq_factor is not None
+    assert config.high_freq_factor is not None
+    assert config.original_max_position_embeddings is not None
+    return Llama3Scaling(
+        factor=config.factor,
+        low_freq_factor=config.low_freq_factor,
+        high_freq_factor=config.high_freq_factor,
+        original_max_position_embeddings=config.original_max_position_embeddings,
+    )
 
 
 def frequencies(head_dim: int, theta: float, scaling: RotaryScaling | None = None) -> torch.Tensor:

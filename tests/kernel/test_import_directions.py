@@ -22,6 +22,7 @@ LAYERS = (
     {"progress", "protocols"},
     {"file_lock", "kernel"},
     {"config"},
+    {"models"},
     {"nn"},
     {"distributed", "engines"},
     {"checkpoint", "data"},
@@ -37,7 +38,7 @@ LIKE_PLUGINS = {"builtins", "parallel", "testing"}
 """Built-in components, the torch engine and the kits: they import the core, which names them only as text."""
 
 HEAVY = {"torch", "numpy", "pytorch_lightning", "lightning", "transformers", "tokenizers", "safetensors"}
-TORCH_FREE = ("api.py", "errors", "kernel", "config", "protocols", "cli")
+TORCH_FREE = ("api.py", "errors", "kernel", "config", "models", "protocols", "cli")
 
 
 def level(part: str) -> int:

@@ -16,7 +16,15 @@ SEVEN = (
     "precision_policy",
     "checkpoint_storage",
 )
-PUBLIC = ("nxdt_core.api", "nxdt_core.protocols", "nxdt_core.nn", "nxdt_core.testing", "nxdt_core.errors")
+PUBLIC = (
+    "nxdt_core.api",
+    "nxdt_core.config.huggingface.values",
+    "nxdt_core.errors",
+    "nxdt_core.models",
+    "nxdt_core.nn",
+    "nxdt_core.protocols",
+    "nxdt_core.testing",
+)
 
 
 def _nxdt(clean, *args, cwd):
@@ -54,10 +62,10 @@ def test_plugins_list_shows_all_of_them(clean, tmp_path):
     assert {row["state"] for row in rows.values()} == {"ok"}
 
 
-def test_one_component_of_each_of_the_seven_kinds_is_registered(clean, tmp_path):
+def test_one_component_of_each_of_the_seven_kinds_and_a_second_model_are_registered(clean, tmp_path):
     rows = json.loads(_nxdt(clean, "plugins", "list", "--json", cwd=tmp_path))
     (acme,) = [row for row in rows if row["name"] == "acme"]
-    assert sorted(component["kind"] for component in acme["components"]) == sorted(SEVEN)
+    assert sorted(component["kind"] for component in acme["components"]) == sorted((*SEVEN, "model_builder"))
     assert set(SEVEN) <= {kind.name for kind in KINDS}
 
 
@@ -95,6 +103,16 @@ def test_checkpoints_lie_in_its_store(clean, runs):
     rows = json.loads(_nxdt(clean, "checkpoint", "list", "sqlite://halves.db", "--json", cwd=runs))
     assert [row["step"] for row in rows if row["state"] == "committed"][-1] == 12
     _nxdt(clean, "checkpoint", "verify", "sqlite://halves.db", cwd=runs)
+
+
+def test_the_decoder_made_of_parts_of_the_core_trains(clean, tmp_path):
+    sizes = ("num_layers=2", "hidden_size=32", "ffn_hidden_size=48", "num_attention_heads=4", "vocab_size=16")
+    model = (f"model.{size}" for size in ("name=acme-decoder", *sizes))
+    own = ("name=decoder", "trainer.max_steps=12", "trainer.log_every_n_steps=1", "precision.type=fp32")
+    _nxdt(clean, "train", "recipe:acme-tour", *own, *model, cwd=tmp_path)
+    losses = _losses(tmp_path / "nxdt_experiments" / "decoder" / "metrics.jsonl")
+    assert list(losses) == list(range(1, 13))
+    assert losses[12] < losses[1]
 
 
 def test_it_generates_with_its_model_tokenizer_and_store(clean, runs):

@@ -14,9 +14,12 @@ from nxdt_core.api import (
 
 @hookimpl
 def nxdt_model_builders() -> list[ModelComponent]:
-    """A model."""
-    config = "acme_nxdt.config:BigramConfig"
-    return [ModelComponent(name="bigram", target="acme_nxdt.model:BigramBuilder", config=config)]
+    """A model from scratch, and one that is made of parts of the core."""
+    bigram, decoder = "acme_nxdt.config:BigramConfig", "acme_nxdt.decoder_config:DecoderConfig"
+    return [
+        ModelComponent(name="bigram", target="acme_nxdt.model:BigramBuilder", config=bigram),
+        ModelComponent(name="acme-decoder", target="acme_nxdt.decoder:DecoderBuilder", config=decoder),
+    ]
 
 
 @hookimpl

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from nxdt_core.errors.models import BadModelConfig
+from nxdt_core.models.flops import decoder_flops_per_token
+from nxdt_core.models.initialisation import residual_init_rules
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_plugin_gpt import hf, hf_export
+from nxdt_plugin_gpt import hf
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.modeling import GPT
 from nxdt_plugin_gpt.plan import norms_of, plan_of
@@ -48,32 +49,28 @@ class GPTBuilder:
         return plan_of(self.config)
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Identities for norms, zeros for biases, normal for matrices; narrower for those that write to the residual
-        stream, of which each adds its variance (Radford et al. 2019, section 2.3)."""
+        """Return the rules of :func:`nxdt_core.models.initialisation.residual_init_rules`; a ``layernorm1p`` starts at
+        zero, its difference from one."""
         c = self.config
-        std = c.init_method_std
-        scaled = std / math.sqrt(2 * c.num_layers) if c.use_scaled_init_method else std
-        one = 0.0 if c.normalization == "layernorm1p" else 1.0
-        return (
-            *(InitRule(pattern=f"{norm}.weight", distribution="constant", mean=one) for norm in norms_of(c)),
-            InitRule(pattern="*.bias", distribution="constant"),
-            *(InitRule(pattern=path, distribution="normal", std=scaled) for path in _RESIDUAL_WRITERS),
-            InitRule(pattern="*", distribution="normal", std=std),
+        return residual_init_rules(
+            norms=norms_of(c),
+            residual_writers=_RESIDUAL_WRITERS,
+            std=c.init_method_std,
+            num_layers=c.num_layers,
+            scaled=c.use_scaled_init_method,
+            norm_weight=0.0 if c.normalization == "layernorm1p" else 1.0,
         )
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """6 for each weight that a token is multiplied with (embeddings are looked up, not multiplied), and 12 for
-        each layer, query channel and position: PaLM's convention (arXiv:2204.02311, appendix B)."""
+        """Return the operations of :func:`nxdt_core.models.flops.decoder_flops_per_token` for this model."""
         c = self.config
-        query_width, kv_width = c.num_attention_heads * c.head_size, c.kv_heads * c.head_size
-        layer = c.hidden_size * (2 * query_width + 2 * kv_width + (3 if c.gated else 2) * c.ffn_size)
-        weights = c.num_layers * layer + c.vocab_rows * c.hidden_size
-        return 6.0 * weights + 12.0 * c.num_layers * query_width * sequence_length
+        block = (3 if c.gated else 2) * c.hidden_size * c.ffn_size
+        return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=c.vocab_rows)
 
     def config_to_hf(self) -> dict[str, Any]:
-        """As :func:`nxdt_plugin_gpt.hf_export.config_to_hf`."""
-        return hf_export.config_to_hf(self.config)
+        """As :func:`nxdt_plugin_gpt.hf.config_to_hf`."""
+        return hf.config_to_hf(self.config)
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """As :func:`nxdt_plugin_gpt.hf_export.key_map`."""
-        return hf_export.key_map(self.config)
+        """As :func:`nxdt_plugin_gpt.hf.key_map`."""
+        return hf.key_map(self.config)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nxdt_core.config.huggingface.values import HFValues
 from nxdt_core.protocols.model import KeyMap
+from nxdt_plugin_gpt.architecture import GPTArchitecture
 
-__all__ = ["ACTIVATIONS", "HFFamily", "with_biases"]
+__all__ = ["ACTIVATIONS", "HFFamily", "activation_to_hf", "common_obstacles", "with_biases"]
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_new": "gelu_tanh",
@@ -24,17 +26,36 @@ class HFFamily:
 
     architecture: str
     model_type: str
-    keys: Mapping[str, str]
-    """Ours → theirs, where a file must have the key."""
-    optional_keys: Mapping[str, tuple[str, Any]]
-    """Ours → theirs, and what transformers takes where a file lacks the key."""
-    only: Mapping[str, tuple[Any, ...]]
-    """Features of which one value is implemented; the first is named in the error."""
+    values: HFValues
+    """Keys of ``config.json`` that need no translation of their values."""
     from_hf: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     """Further keys of ours."""
+    to_hf: Callable[[GPTArchitecture], Mapping[str, Any]]
+    """Further keys of theirs."""
     key_map: Callable[[int], Sequence[KeyMap]]
     """All parameters of a model with so many heads."""
+    obstacles: Callable[[GPTArchitecture], Iterator[str]]
+    """Why the architecture does not compute what a configuration says; nothing where it does."""
     ignored: tuple[str, ...]
+
+
+def activation_to_hf(config: GPTArchitecture) -> str:
+    """Their name of the activation."""
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+
+
+def common_obstacles(config: GPTArchitecture) -> Iterator[str]:
+    """What neither family has."""
+    if config.normalization != "layernorm":
+        yield f"normalization {config.normalization}"
+    if config.activation not in ACTIVATIONS.values():
+        yield f"activation {config.activation}"
+    if not config.has_bias:
+        yield "has_bias false"
+    if not config.fused_qkv:
+        yield "fewer key than query heads"
+    if config.head_size * config.num_attention_heads != config.hidden_size:
+        yield "kv_channels other than hidden_size / num_attention_heads"
 
 
 def with_biases(modules: Mapping[str, str], transform: str = "none") -> Iterator[KeyMap]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nxdt_core.config.huggingface.values import number_of, rope_of
+from nxdt_core.config.huggingface.values import HFValues, number_of, rope_of
 from nxdt_core.errors.models import HFUnsupported
+from nxdt_core.models.huggingface import weight_keys
 from nxdt_core.protocols.model import KeyMap
-from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, with_biases
+from nxdt_plugin_gpt.architecture import GPTArchitecture
+from nxdt_plugin_gpt.hf_family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
 
-__all__ = ["BLOCKS", "GPT_NEOX"]
+__all__ = ["GPT_NEOX"]
 
 _LAYER = "gpt_neox.layers.*"
 _MODULES = {
@@ -23,7 +25,7 @@ _MODULES = {
     "norm": "gpt_neox.final_layer_norm",
 }
 _TABLES = {"embedding.tokens": "gpt_neox.embed_in", "lm_head": "embed_out"}
-BLOCKS = {True: "gpt_j", False: "pre_ln"}
+_BLOCKS = {True: "gpt_j", False: "pre_ln"}
 """``use_parallel_residual`` → ours."""
 
 
@@ -35,7 +37,7 @@ def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         raise HFUnsupported(model="gpt", key="rope_type", found=kind, supported="'default' and 'linear'")
     return {
         "activation": ACTIVATIONS[hf_config.get("hidden_act") or "gelu"],
-        "transformer_block_type": BLOCKS[bool(hf_config.get("use_parallel_residual", True))],
+        "transformer_block_type": _BLOCKS[bool(hf_config.get("use_parallel_residual", True))],
         "position_embedding_type": "rope",
         "rotary_percentage": number_of(rope, "partial_rotary_factor", 0.25),
         "position_freq_base": number_of(rope, "rope_theta", 10_000.0),
@@ -43,38 +45,66 @@ def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _to_hf(config: GPTArchitecture) -> dict[str, Any]:
+    base = config.position_freq_base * config.position_abf_factor
+    factor = config.positition_interpolation_factor
+    rope = {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
+    return {
+        "hidden_act": activation_to_hf(config),
+        "use_parallel_residual": config.transformer_block_type == "gpt_j",
+        "attention_bias": True,
+        "intermediate_size": config.ffn_size,
+        "rotary_pct": config.rotary_percentage,
+        "rotary_emb_base": base,
+        "rope_parameters": {**rope, "rope_theta": base, "partial_rotary_factor": config.rotary_percentage},
+    }
+
+
 def _key_map(heads: int) -> Sequence[KeyMap]:
     return (
-        *(KeyMap(name=f"{ours}.weight", hf_names=(f"{theirs}.weight",)) for ours, theirs in _TABLES.items()),
+        *weight_keys(_TABLES),
         *with_biases(_MODULES),
     )
+
+
+def _obstacles(config: GPTArchitecture) -> Iterator[str]:
+    yield from common_obstacles(config)
+    if config.position_embedding_type != "rope":
+        yield f"position_embedding_type {config.position_embedding_type}"
+    if config.transformer_block_type not in _BLOCKS.values():
+        yield f"transformer_block_type {config.transformer_block_type}"
 
 
 GPT_NEOX = HFFamily(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
-    keys={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "ffn_hidden_size": "intermediate_size",
-        "num_attention_heads": "num_attention_heads",
-        "vocab_size": "vocab_size",
-    },
-    optional_keys={
-        "max_position_embeddings": ("max_position_embeddings", 2048),
-        "layernorm_epsilon": ("layer_norm_eps", 1e-5),
-        "hidden_dropout": ("hidden_dropout", 0.0),
-        "attention_dropout": ("attention_dropout", 0.0),
-        "init_method_std": ("initializer_range", 0.02),
-        "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
-    },
-    only={
-        "hidden_act": (*ACTIVATIONS, None),
-        "attention_bias": (True, None),
-        "quantization_config": (None,),
-    },
+    values=HFValues(
+        model="gpt",
+        required={
+            "num_layers": "num_hidden_layers",
+            "hidden_size": "hidden_size",
+            "ffn_hidden_size": "intermediate_size",
+            "num_attention_heads": "num_attention_heads",
+            "vocab_size": "vocab_size",
+        },
+        optional={
+            "max_position_embeddings": ("max_position_embeddings", 2048),
+            "layernorm_epsilon": ("layer_norm_eps", 1e-5),
+            "hidden_dropout": ("hidden_dropout", 0.0),
+            "attention_dropout": ("attention_dropout", 0.0),
+            "init_method_std": ("initializer_range", 0.02),
+            "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
+        },
+        only={
+            "hidden_act": tuple(ACTIVATIONS),
+            "attention_bias": (True,),
+            "quantization_config": (None,),
+        },
+    ),
     from_hf=_from_hf,
+    to_hf=_to_hf,
     key_map=_key_map,
+    obstacles=_obstacles,
     ignored=(
         f"{_LAYER}.attention.bias",
         f"{_LAYER}.attention.masked_bias",

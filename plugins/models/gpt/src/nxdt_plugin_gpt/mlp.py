@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.nn.random.dropout import Dropout
-from nxdt_plugin_gpt.config import Activation, GPTConfig
+from nxdt_plugin_gpt.architecture import Activation
+from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.norms import norm_of
 
 __all__ = ["FeedForward"]

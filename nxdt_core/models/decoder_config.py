@@ -1,0 +1,106 @@
+"""Section ``model`` of a decoder with rotary positions: the keys that Llama, Mistral and Mixtral have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.models.huggingface import HFFamily
+from nxdt_core.models.rope_scaling import RopeScalingConfig
+
+__all__ = ["RotaryDecoderConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryDecoderConfig:
+    """Architecture of a decoder with rotary positions, RMSNorm and SwiGLU; the names of the keys are NxD Training's.
+
+    A model inherits from it, sets ``hf_family`` and adds keys or other defaults::
+
+        @dataclass(frozen=True, slots=True, kw_only=True)
+        class AcmeConfig(RotaryDecoderConfig):
+            hf_family: ClassVar[HFFamily] = ACME
+            rope_theta: float = 500_000.0
+    """
+
+    hf_family: ClassVar[HFFamily]
+    """The corresponding model of Hugging Face."""
+
+    num_layers: PositiveInt
+    """Decoder layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    ffn_hidden_size: PositiveInt
+    """Width of the feed-forward block (``intermediate_size`` of Hugging Face)."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_kv_heads: PositiveInt | None = None
+    """Key and value heads, each shared by a group of query heads; ``null``: as many as query heads."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; ``null``: ``hidden_size / num_attention_heads``."""
+    vocab_size: PositiveInt
+    """Rows of the embedding; at least the tokenizer's number of ids."""
+    max_position_embeddings: PositiveInt = 4096
+    """Longest sequence in tokens."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    layernorm_epsilon: NonNegativeFloat = 1e-5
+    """Added to the mean square in RMSNorm (``rms_norm_eps`` of Hugging Face)."""
+    share_embeddings_and_output_weights: bool = False
+    """One matrix for embedding and head (``tie_word_embeddings`` of Hugging Face)."""
+    init_method_std: NonNegativeFloat = 0.02
+    """Standard deviation of fresh weights (``initializer_range`` of Hugging Face)."""
+    use_scaled_init_method: bool = True
+    """Divide it by √(2 · ``num_layers``) for the matrices that write to the residual stream."""
+
+    @property
+    def kv_heads(self) -> int:
+        """``num_kv_heads`` with its default applied."""
+        return self.num_kv_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """``head_dim`` with its default applied."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens each token attends to, itself included; None for all before it. A model with a sliding window
+        overrides it."""
+        return None
+
+    @property
+    def scaling(self) -> RopeScalingConfig | None:
+        """Scaling of the rotary frequencies; None for none. A model with a key ``rope_scaling`` overrides it."""
+        return None
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
+        return cls.hf_family.read(hf)
+
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> dict[str, str]:
+        """Return key of this section → key of that file; keys within a section of it are dotted."""
+        return cls.hf_family.values.names
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work together.
+
+        A subclass that adds checks begins with ``yield from RotaryDecoderConfig.check(self)``: ``super()`` without
+        arguments does not work in a dataclass with slots.
+        """
+        heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            yield "hidden_size", f"must be a multiple of num_attention_heads ({heads}), or head_dim be given"
+        elif self.head_size % 2:
+            yield "head_dim", f"must be even for the rotary embedding, not {self.head_size}"
+        if heads % self.kv_heads:
+            yield "num_kv_heads", f"must divide num_attention_heads ({heads})"
+        if self.rope_theta <= 0:
+            yield "rope_theta", "must be above 0"
+        if self.scaling is not None:
+            for key, problem in self.scaling.check():
+                yield f"rope_scaling.{key}", problem

@@ -1,0 +1,110 @@
+"""How a rotary decoder of ours corresponds to a model of Hugging Face: its ``config.json`` and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nxdt_core.config.huggingface.values import HFValues, number_of, rope_of
+from nxdt_core.models.rope_scaling import RopeType, scaling_from_hf
+from nxdt_core.protocols.model import KeyMap
+
+__all__ = ["DECODER_MODULES", "IGNORED", "ONLY", "OPTIONAL", "REQUIRED", "SWIGLU_MODULES", "HFFamily", "weight_keys"]
+
+REQUIRED: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+"""Sizes that a ``config.json`` must give: ours → theirs."""
+
+OPTIONAL: Mapping[str, tuple[str, Any]] = {
+    "num_kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None),
+    "max_position_embeddings": ("max_position_embeddings", 2048),
+    "layernorm_epsilon": ("rms_norm_eps", 1e-6),
+    "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
+    "init_method_std": ("initializer_range", 0.02),
+}
+"""Ours → theirs, with the defaults of transformers' ``LlamaConfig``."""
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0.0,),
+    "quantization_config": (None,),
+}
+"""Keys of theirs of which these values are implemented."""
+
+IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")
+"""Tensors that a directory may contain and that no parameter takes: rotary tables of old exports, and the head next to
+a tied embedding. The key map of an untied model takes the head."""
+
+DECODER_MODULES: Mapping[str, str] = {
+    "embed_tokens": "model.embed_tokens",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.attention.q_proj": "model.layers.*.self_attn.q_proj",
+    "layers.*.attention.k_proj": "model.layers.*.self_attn.k_proj",
+    "layers.*.attention.v_proj": "model.layers.*.self_attn.v_proj",
+    "layers.*.attention.o_proj": "model.layers.*.self_attn.o_proj",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+}
+"""Modules of every :class:`~nxdt_core.nn.decoder.RotaryDecoder`: ours → theirs. The feed-forward blocks are missing."""
+
+SWIGLU_MODULES: Mapping[str, str] = {
+    "layers.*.mlp.gate_proj": "model.layers.*.mlp.gate_proj",
+    "layers.*.mlp.up_proj": "model.layers.*.mlp.up_proj",
+    "layers.*.mlp.down_proj": "model.layers.*.mlp.down_proj",
+}
+"""Modules of dense SwiGLU blocks: ours → theirs."""
+
+
+def weight_keys(modules: Mapping[str, str]) -> tuple[KeyMap, ...]:
+    """Return one entry for the ``weight`` of each module, whose names are given ours → theirs."""
+    return tuple(KeyMap(name=f"{ours}.weight", hf_names=(f"{theirs}.weight",)) for ours, theirs in modules.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFFamily:
+    """A rotary decoder of transformers: the keys of its ``config.json`` and the names of its tensors."""
+
+    values: HFValues
+    """Keys of ``config.json`` other than the rotary embedding's; ``values.model`` is its ``model_type``."""
+    keys: tuple[KeyMap, ...]
+    """All parameters; that of the head is left out where it is tied."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies where the file gives none."""
+    rope_types: tuple[RopeType, ...] = ("default",)
+    """Types of rotary scaling that the model implements. With another than ``default`` its section has a key
+    ``rope_scaling``."""
+
+    @property
+    def scales_rope(self) -> bool:
+        """Whether the section of the model has a key ``rope_scaling``."""
+        return self.rope_types != ("default",)
+
+    def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of the model's section from a ``config.json`` that transformers 4 or 5 wrote.
+
+        Raises:
+            HFUnsupported: the model has a feature that is not implemented.
+            HFFileDamaged: a size is missing, or a value is of a wrong type.
+        """
+        ours = self.values.read(hf_config)
+        older = {key: hf_config[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf_config}
+        rope = older | dict(rope_of(hf_config))
+        ours["rope_theta"] = number_of(rope, "rope_theta", self.rope_theta)
+        scaling = scaling_from_hf(
+            rope,
+            model=self.values.model,
+            supported=self.rope_types,
+            max_position_embeddings=ours["max_position_embeddings"],
+        )
+        if self.scales_rope:
+            ours["rope_scaling"] = scaling
+        ours["use_scaled_init_method"] = False
+        return ours

@@ -1,0 +1,52 @@
+"""A decoder layer with rotary positions: grouped-query attention and a feed-forward block of the model's choice."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nxdt_core.models.decoder_config import RotaryDecoderConfig
+from nxdt_core.nn.attention.documents import DocumentMasks
+from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.norm import RMSNorm
+
+__all__ = ["RotaryDecoderLayer"]
+
+
+class RotaryDecoderLayer(nn.Module):
+    """Attention and a feed-forward block, each normalised before and added to the residual stream.
+
+    Args:
+        config: sizes of attention, and the window.
+        masks: shared by all layers of a model.
+        feed_forward: maps [batch, seq, hidden] to the same shape, such as :class:`~nxdt_core.nn.mlp.SwiGLU`.
+        name: attribute of the feed-forward block, part of the names of its parameters.
+    """
+
+    def __init__(
+        self, config: RotaryDecoderConfig, masks: DocumentMasks, feed_forward: nn.Module, *, name: str = "mlp"
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.attention = GroupedQueryAttention(
+            config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+            core=CausalAttention(masks, window=config.window),
+        )
+        self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.feed_forward_name = name
+        self.add_module(name, feed_forward)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as ``RotaryEmbedding`` returns it."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids)
+        feed_forward = getattr(self, self.feed_forward_name)  # read here: an engine may have replaced the module
+        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden))
+        return hidden + transformed
