@@ -160,10 +160,17 @@ class TrainSession:
     def load(cls, source: str, overrides: Sequence[str] = ()) -> Self:
         """Make a session of a configuration file, ``recipe:NAME`` and overrides as ``nxdt train`` takes them.
 
+        Under ``torchrun`` and other launchers, the processes that were started take the place of ``trainer.devices`` and
+        ``trainer.num_nodes``, unless an override sets one of them.
+
         Raises:
             ConfigError: the configuration is wrong; all its problems in one report.
         """
-        return cls(load_config(source, overrides))
+        keys = ("trainer.devices", "trainer.num_nodes")
+        started = place_from_environment().world_size
+        given = any(override.partition("=")[0] in keys for override in overrides)
+        world = () if started == 1 or given else (f"{keys[0]}={started}", f"{keys[1]}=1")
+        return cls(load_config(source, (*overrides, *world)))
 
     @cached_property
     def engine(self) -> ParallelEngine:

@@ -153,7 +153,9 @@ def test_the_table_has_a_column_for_each_figure_and_blanks_where_a_device_has_no
 
 def test_the_tests_of_an_accelerator_are_found_by_their_mark():
     found = [path.as_posix() for path in marked_tests(HERE.parents[1])]
-    assert {"tests/parallel/test_context_kernels.py", "tests/parallel/test_estimate_memory.py"} <= {*found}
+    assert {"tests/parallel/context/test_context_kernels.py", "tests/parallel/estimate/test_estimate_memory.py"} <= {
+        *found
+    }
 
 
 def test_a_bundle_follows_requirements_and_leaves_out_what_comes_with_torch():

@@ -13,8 +13,8 @@ from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager
 from nxdt_core.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull
-from tests.checkpoint import sharded
-from tests.checkpoint.sharded import Layout, error_of, in_group
+from tests.checkpoint.layouts import sharded
+from tests.checkpoint.layouts.sharded import Layout, error_of, in_group
 
 LIMIT_S = 30.0
 

@@ -28,7 +28,7 @@ from nxdt_core.testing.ranks import RankPool
 from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until
-from tests.checkpoint.sharded import SHAPES, STEP, Layout, whole
+from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
 
 
 def committed(storage: Any) -> list[int]:

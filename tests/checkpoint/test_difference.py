@@ -17,7 +17,7 @@ from nxdt_core.checkpoint.read.difference import Difference, Side, compare_check
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.testing.stores.memory import MemoryStorage
-from tests.checkpoint.sharded import STEP, Layout, save_in
+from tests.checkpoint.layouts.sharded import STEP, Layout, save_in
 
 
 def side(model: Mapping[str, torch.Tensor], *, config: Any = None, state: Any = None, **more: Any) -> Side:

@@ -51,7 +51,7 @@ from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.testing.stores.memory import MemoryStorage
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
-from tests.checkpoint.exchange import save_run
+from tests.checkpoint.hf.exchange import save_run
 from tests.checkpoint.signed import load_trusted, make_key, write_key
 
 FILES = (

@@ -9,7 +9,8 @@ from nxdt_core.testing.ranks import RankPool
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-(LOOP,) = (code for code in PROGRAMS if "train_step" in code)
+FEW_STEPS = ("trainer.max_steps=4", "checkpoint.enabled=false")
+(LOOP,) = (code for code in PROGRAMS if "TrainSession" in code)
 
 
 def steps_of_the_loop():
@@ -17,12 +18,12 @@ def steps_of_the_loop():
     seen = []
 
     def note(step, loss):
-        rows = [tuple(row.tolist()) for batch in names["micro_batches"] for row in batch.input_ids]
+        rows = [tuple(row.tolist()) for part in names["batch"].micro_batches for row in part.input_ids]
         seen.append((loss, float(names["result"].grad_norm), rows))
 
     names = {"print": note}
-    exec(LOOP, names)
-    return seen, names["state"].to_dict()
+    exec(LOOP.replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {list(FEW_STEPS)!r}'), names)
+    return seen, names["session"].state.to_dict()
 
 
 def test_ranks_share_the_global_batch_of_one_process():

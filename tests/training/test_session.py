@@ -1,10 +1,8 @@
 """A loop of one's own over a session does what ``nxdt train`` does, on one rank and on several."""
 
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +10,8 @@ import torch
 from nxdt_core.checkpoint import CheckpointManager
 from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.state import capture_rng, restore_rng, seed_all
-from tests.training.launching import environment
+from tests.training.launch.launching import environment
 from tests.training.small import SMALL
-
-README = Path(__file__).parents[2] / "README.md"
 
 
 def losses_of(session, steps):
@@ -140,35 +136,23 @@ def under_torchrun(script, arguments, tmp_path):
 def test_two_ranks_take_different_samples_and_train_as_the_command_line(tmp_path, metric_rows, weights):
     script = tmp_path / "loop.py"
     script.write_text(RANK_LOOP)
-    run = [*SMALL, "trainer.max_steps=4", "trainer.devices=2", f"exp_manager.exp_dir={tmp_path}"]
+    run = [*SMALL, "trainer.max_steps=4", f"exp_manager.exp_dir={tmp_path}"]
     under_torchrun(script, [str(tmp_path), *run, "name=mine"], tmp_path)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert first["losses"] == second["losses"]
     assert len(set(first["samples"]) | set(second["samples"])) == 4 * 8
-    command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *run, "name=theirs"]
+    command = [
+        sys.executable,
+        "-m",
+        "nxdt_core",
+        "train",
+        "recipe:llama-tiny",
+        *run,
+        "trainer.devices=2",
+        "name=theirs",
+    ]
     subprocess.run(command, env=environment(), capture_output=True, check=True, timeout=200)
     assert first["losses"] == [row["loss"] for row in metric_rows(tmp_path / "theirs").values()]
-
-
-def test_the_loop_of_the_readme_runs_on_two_ranks_and_shards_the_data(tmp_path):
-    """It prints each step's loss; two ranks print the same losses as one."""
-    (loop,) = [
-        block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "TrainSession" in block
-    ]
-    assert len(loop.strip().splitlines()) <= 10
-    script = tmp_path / "loop.py"
-    script.write_text(loop.replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {[*SMALL, "trainer.max_steps=3"]!r}'))
-    one = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
-    )
-    (tmp_path / "nxdt_experiments").rename(tmp_path / "first")
-    script.write_text(script.read_text().replace("trainer.max_steps=3'", "trainer.max_steps=3', 'trainer.devices=2'"))
-    lines = sorted(under_torchrun(script, [], tmp_path).splitlines())
-    alone = [[float(word) for word in line.split()] for line in one.stdout.splitlines()]
-    both = [[float(word) for word in line.split()] for line in lines]
-    assert [step for step, _ in alone] == [1, 2, 3]
-    assert both[0::2] == both[1::2]
-    assert [loss for _, loss in both[0::2]] == pytest.approx([loss for _, loss in alone], rel=1e-5)
 
 
 def test_random_generators_come_back():

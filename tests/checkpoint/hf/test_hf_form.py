@@ -1,0 +1,92 @@
+"""Checkpoints that carry the Hugging Face form of their model: part of the commit, and equal to an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.checkpoint import CheckpointManager, list_checkpoints, read_manifest, verify
+from nxdt_core.distributed.environment import Place
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.errors.checkpoints import StorageFull
+from nxdt_core.errors.models import HFExchangeUnsupported
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.testing.stores.faults import FaultyStorage
+from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training.state import TrainState
+from nxdt_core.training.weights import hf_form
+from nxdt_core.training.weights.export import export_hf
+from nxdt_core.training.weights.hf_form import HFForm
+from tests.checkpoint.hf.exchange import llama
+
+LAYOUT = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
+
+
+def save_thrice(uri: str, overrides: tuple[str, ...], asynchronous: bool) -> None:
+    """Every second save carries the form; weights move in between."""
+    config = llama(*overrides)
+    engine = build.engine(config)
+    engine.start()
+    model, storage = primitives.initialize_parallel_model(config, engine), LocalStorage(uri)
+    form = HFForm(config, storage, engine.ranks, every=2)
+    manager = CheckpointManager(storage, ranks=engine.ranks, asynchronous=asynchronous, add_files=form)
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            for _, parameter in model.named_parameters():
+                parameter.mul_(1.5)
+        state = TrainState(step=step)
+        TrainSession(config, engine=engine, model=model, state=state).begin_save(manager)
+    manager.wait()
+    engine.shutdown()
+
+
+def carried(uri: str, step: int) -> dict[str, bytes]:
+    """Files of the form by name, without their digests."""
+    manifest = read_manifest(LocalStorage(uri), step)
+    names = [name for name in manifest.files if name.startswith("hf/")]
+    return {name.removeprefix("hf/"): Path(uri, manifest.prefix, name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize(("ranks", "overrides", "asynchronous"), [(1, (), True), (2, LAYOUT, True), (2, LAYOUT, False)])
+def test_every_second_save_carries_what_an_export_writes(tmp_path, ranks, overrides, asynchronous):
+    uri = str(tmp_path / "store")
+    RankPool(ranks).run(save_thrice, uri, overrides, asynchronous)
+    export_hf(f"{uri}/step-00000002", str(tmp_path / "hf"))
+    assert carried(uri, 2) == {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    assert carried(uri, 1) == carried(uri, 3) == {}
+    assert verify(LocalStorage(uri), 2, deep=True) == []
+
+
+def test_a_flipped_bit_in_the_form_is_damage_of_the_checkpoint(tmp_path):
+    uri = str(tmp_path / "store")
+    RankPool(1).run(save_thrice, uri, (), False)
+    file = next(Path(uri).rglob("hf/model.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (problem,) = verify(LocalStorage(uri), 2, deep=True)
+    assert "hf/model.safetensors" in problem
+
+
+def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_path):
+    config = llama()
+    engine = build.engine(config)
+    engine.start()
+    model, storage = primitives.initialize_parallel_model(config, engine), LocalStorage(str(tmp_path))
+    full = FaultyStorage(storage, 12)
+    form = HFForm(config, full, engine.ranks, every=1)
+    manager = CheckpointManager(storage, asynchronous=False, add_files=form)
+    with pytest.raises(StorageFull):
+        TrainSession(config, engine=engine, model=model, state=TrainState(step=1)).begin_save(manager)
+    assert full.calls > 12
+    assert list_checkpoints(storage) == []
+
+
+def test_a_model_without_a_counterpart_is_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_form.build, "model_builder", lambda config: SimpleNamespace())
+    with pytest.raises(HFExchangeUnsupported):
+        HFForm(llama(), LocalStorage(str(tmp_path)), Ranks(Place(host="here")), every=1)

@@ -1,0 +1,26 @@
+"""Compiled runs stay compiled: a graph for each kind of layer in training and one in validation, two of the loss, no
+breaks, and no other graph when steps, documents and micro-batches change.
+
+``--samples`` decides which of the cases run (tests/sampling.py).
+"""
+
+import pytest
+
+from tests.parallel.compile.compiling import CASES, counted, expected
+from tests.sampling import sampled
+
+SAMPLE = 4
+TIMEOUT_S = 300
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
+
+
+def test_a_run_has_its_graphs_after_the_first_step_and_computes_the_same(ranks, case):
+    case, pool = CASES[case], ranks(CASES[case].layout.world)
+    plain = pool.run(expected, case, timeout_s=TIMEOUT_S)
+    for found, losses in zip(pool.run(counted, case, timeout_s=TIMEOUT_S), plain, strict=True):
+        assert (found.graphs, found.breaks, found.late) == (case.graphs + case.loss_graphs, 0, 0)
+        assert found.losses == pytest.approx(losses, rel=1e-5)

@@ -1,0 +1,67 @@
+"""With dropout a layout trains as one process does: masks follow from positions.
+
+``--samples`` decides which of the cases run (tests/sampling.py). Masks of attention probabilities, and of the rows of
+experts, are left out: they differ by rank.
+"""
+
+from tests.parallel.layouts.adapting import KINDS, numbers_of
+from tests.parallel.matrix.judgement import computed_wrong
+from tests.parallel.matrix.layouts import Layout
+from tests.parallel.matrix.training import train
+from tests.sampling import sampled
+
+STEPS = 4
+MODELS = {name: KINDS[name] for name in ("linear-dropout", "dora-dropout", "fused-dropout", "hf-dropout")}
+MODELS["gpt-dropout"] = (KINDS["fused-dropout"][0] | {"hidden_dropout": 0.3, "ffn_dropout": 0.3}, None)
+MODELS["gpt-gated-dropout"] = (MODELS["gpt-dropout"][0] | {"activation": "swiglu", "hidden_dropout": 0.0}, None)
+TP2, TP2_SP = Layout(tp=2), Layout(tp=2, sp=True)
+CASES = {
+    "linear-dp2": ("linear-dropout", Layout(dp=2)),
+    "linear-zero3": ("linear-dropout", Layout(dp=2, zero=3)),
+    "linear-tp2": ("linear-dropout", TP2),
+    "linear-tp2-sp": ("linear-dropout", TP2_SP),
+    "linear-pp2": ("linear-dropout", Layout(pp=2)),
+    "linear-pp2-interleaved": ("linear-dropout", Layout(pp=2, vpp=2)),
+    "linear-pp2-recomputed": ("linear-dropout", Layout(pp=2, recompute="full")),
+    "linear-cp2-ring": ("linear-dropout", Layout(cp=2, cp_method="ring")),
+    "linear-cp2-gather": ("linear-dropout", Layout(cp=2, cp_method="gather")),
+    "linear-cp2-tp2-sp": ("linear-dropout", Layout(cp=2, cp_method="ring", tp=2, sp=True)),
+    "linear-recomputed": ("linear-dropout", Layout(dp=2, zero=3, recompute="full")),
+    "linear-dp2-tp2-pp2": ("linear-dropout", Layout(dp=2, tp=2, sp=True, pp=2, zero=3)),
+    "linear-packed-tp2": ("linear-dropout", Layout(tp=2, packed=True)),
+    "dora-tp2": ("dora-dropout", TP2),
+    "dora-tp2-sp": ("dora-dropout", TP2_SP),
+    "fused-tp2-sp": ("fused-dropout", TP2_SP),
+    "fused-zero1": ("fused-dropout", Layout(dp=2)),
+    "hf-tp2-sp": ("hf-dropout", TP2_SP),
+    "hf-zero2": ("hf-dropout", Layout(dp=2, zero=2)),
+    "gpt-tp2": ("gpt-dropout", TP2),
+    "gpt-tp2-sp": ("gpt-dropout", TP2_SP),
+    "gpt-pp2": ("gpt-dropout", Layout(pp=2)),
+    "gpt-cp2": ("gpt-dropout", Layout(cp=2, cp_method="ring")),
+    "gpt-zero3-recomputed": ("gpt-dropout", Layout(dp=2, zero=3, recompute="full")),
+    "gpt-gated-tp2": ("gpt-gated-dropout", TP2),
+}
+SAMPLE = 3
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
+
+
+def test_a_layout_drops_what_one_process_drops(ranks, alone, case):
+    kind, layout = CASES[case]
+    model, adapter = MODELS[kind]
+    numbers = numbers_of(kind)
+    reports = ranks(layout.world).run(train, layout, numbers, STEPS, model, adapter, timeout_s=240)
+    reference = alone(numbers, STEPS, model, adapter, packed=layout.packed)
+    wrong = computed_wrong(numbers, reports, reference)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_masks_matter(alone):
+    model, adapter = MODELS["gpt-dropout"]
+    dropped = alone("float64", STEPS, model, adapter)
+    plain = alone("float64", STEPS, {**model, "hidden_dropout": 0.0, "ffn_dropout": 0.0}, adapter)
+    assert abs(dropped.losses[0] - plain.losses[0]) > 1e-4

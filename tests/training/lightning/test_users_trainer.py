@@ -1,0 +1,180 @@
+"""A ``Trainer`` of the user's own: every entry point in any order on one and on two ranks, monitors, arguments."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+
+from nxdt_core.errors.training import NotOurBatch, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
+from tests.training.small import SMALL
+
+PAGE = Path(__file__).parents[3] / "docs" / "lightning.md"
+SHORT = ("trainer.limit_val_batches=2", "trainer.max_steps=3")
+
+
+def trainer_of(config, **more):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    defaults = {
+        "max_steps": 3,
+        "max_epochs": -1,
+        "limit_val_batches": 2,
+        "limit_test_batches": 2,
+        "limit_predict_batches": 2,
+        "enable_checkpointing": False,
+        **quiet,
+    }
+    return pl.Trainer(strategy=NxdtStrategy(config), accelerator="cpu", **{"devices": 1, **defaults, **more})
+
+
+def everything(directory, overrides):
+    """Figures of each entry point, called one after the other on one model, in one trainer and in a second one."""
+    from nxdt_core.config import load
+
+    config = load("recipe:llama-tiny", [*SMALL, *SHORT, f"exp_manager.exp_dir={directory}", "name=run", *overrides])
+    module, data, trainer = NxdtModule(config), NxdtDataModule(config), trainer_of(config)
+    found = {}
+    trainer.fit(module, data)
+    found["fit"] = float(trainer.callback_metrics["loss"])
+    (figures,) = trainer.validate(module, data)
+    found["validate"] = figures["val_loss"]
+    (figures,) = trainer.test(module, data)
+    found["test"] = figures["test_loss"]
+    found["predict"] = [float(each["loss"]) for each in trainer.predict(module, data)]
+    trainer.fit_loop.epoch_loop.max_steps = 5
+    trainer.fit(module, data)
+    found["more"] = float(trainer.callback_metrics["loss"])
+    found["steps"] = module.train_state.step
+    again = trainer_of(config)
+    (figures,) = again.validate(module, data)
+    found["other trainer"] = figures["val_loss"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    (found,) = RankPool(1).run(everything, str(tmp_path_factory.mktemp("alone")), (), timeout_s=240)
+    return found
+
+
+def test_every_entry_point_works_after_every_other(alone):
+    assert alone["steps"] == 5
+    assert alone["validate"] == alone["test"] == pytest.approx(sum(alone["predict"]) / len(alone["predict"]), rel=1e-5)
+    assert alone["more"] < alone["fit"]
+    assert alone["other trainer"] < alone["validate"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(), ("distributed_strategy.tensor_model_parallel_size=2",), ("distributed_strategy.zero_stage=3",)],
+    ids=["data parallel", "tensor parallel", "sharded"],
+)
+def test_two_ranks_find_what_one_finds(alone, tmp_path, layout):
+    found = RankPool(2).run(everything, str(tmp_path), ("trainer.devices=2", *layout), timeout_s=240)
+    assert found[0] == found[1]
+    for name, value in alone.items():
+        assert found[0][name] == pytest.approx(value, rel=1e-4), name
+
+
+def programs():
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def focal(directory, overrides):
+    from nxdt_core.config import load
+
+    config = load("recipe:llama-tiny", [*SMALL, *SHORT, f"exp_manager.exp_dir={directory}", "name=run", *overrides])
+    namespace = {"NxdtModule": NxdtModule}
+    exec(programs()[1], namespace)
+    module, trainer = namespace["FocalModule"](config), trainer_of(config)
+    trainer.fit(module, NxdtDataModule(config))
+    return float(trainer.callback_metrics["loss"])
+
+
+def test_the_loss_of_the_page_is_the_same_with_a_sharded_vocabulary(alone, tmp_path):
+    (one,) = RankPool(1).run(focal, str(tmp_path / "1"), (), timeout_s=240)
+    layout = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
+    two = RankPool(2).run(focal, str(tmp_path / "2"), layout, timeout_s=240)
+    assert two == pytest.approx([one, one], rel=1e-4)
+    assert one < alone["fit"]
+
+
+def test_the_program_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = f"[*{SMALL!r}, 'trainer.max_steps=3']"
+    namespace = {}
+    exec(
+        programs()[0].replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {small}').replace("=10,", "=2,"), namespace
+    )
+    assert namespace["trainer"].global_step == 3
+    assert "val_loss" in namespace["trainer"].callback_metrics
+
+
+def test_figures_can_be_monitored(small_run, tmp_path):
+    config = small_run(*SHORT, "data.seq_length=16")
+    stop = pl.callbacks.EarlyStopping("val_loss", patience=1, min_delta=100.0)
+    best = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "pl", monitor="val_loss", save_top_k=1)
+    logger = pl.loggers.CSVLogger(tmp_path, name="csv")
+    trainer = trainer_of(
+        config,
+        max_steps=8,
+        val_check_interval=1,
+        check_val_every_n_epoch=None,
+        log_every_n_steps=1,
+        callbacks=[stop, best],
+        enable_checkpointing=True,
+        logger=logger,
+    )
+    trainer.fit(NxdtModule(config), NxdtDataModule(config))
+    assert trainer.global_step == 2, "no validation was better by 100: the second one stops"
+    assert best.best_model_score == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=0.1)
+    assert {"loss", "grad_norm", "lr", "val_loss", "val_perplexity"} <= set(trainer.callback_metrics)
+    header = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"loss", "grad_norm", "lr", "val_loss"} <= set(header)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"precision": "bf16-mixed"}, ("precision='bf16-mixed'", "precision.type")),
+        ({"gradient_clip_val": 0.5}, ("gradient_clip_val=0.5", "trainer.gradient_clip_val")),
+        ({"accumulate_grad_batches": 4}, ("accumulate_grad_batches=4", "data.global_batch_size")),
+        ({"devices": 2}, ("devices=2", "torchrun")),
+    ],
+    ids=["precision", "clipping", "accumulation", "devices"],
+)
+def test_arguments_that_would_do_nothing_are_refused(small_run, arguments, named):
+    config = small_run(*SHORT)
+    with pytest.raises(TrainerArgumentsIgnored) as caught:
+        trainer_of(config, **arguments).fit(NxdtModule(config), NxdtDataModule(config))
+    assert all(part in str(caught.value) for part in named)
+
+
+def test_another_module_and_other_data_are_named(small_run):
+    config = small_run(*SHORT)
+    with pytest.raises(NotOurModule, match="BoringModel"):
+        trainer_of(config).fit(BoringModel())
+    plain = torch.utils.data.DataLoader(torch.zeros(4, 8, dtype=torch.int64), batch_size=2)
+    with pytest.raises(NotOurBatch, match="Tensor"):
+        trainer_of(config, limit_val_batches=0).fit(NxdtModule(config), plain)
+
+
+def test_another_strategy_is_named(small_run, tmp_path):
+    config = small_run(*SHORT)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, default_root_dir=tmp_path)
+    with pytest.raises(NotOurStrategy, match="SingleDeviceStrategy"):
+        trainer.fit(NxdtModule(config), NxdtDataModule(config))
+
+
+def test_the_figures_of_a_run_of_nxdt_train_are_not_logged_twice(small_run):
+    from nxdt_core.training import train
+
+    config = small_run("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.limit_val_batches=1")
+    train(config)
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
