@@ -160,8 +160,8 @@ class TrainSession:
     def load(cls, source: str, overrides: Sequence[str] = ()) -> Self:
         """Make a session of a configuration file, ``recipe:NAME`` and overrides as ``nxdt train`` takes them.
 
-        Under ``torchrun`` and other launchers, the processes that were started take the place of ``trainer.devices`` and
-        ``trainer.num_nodes``, unless an override sets one of them.
+        Under ``torchrun`` and other launchers, the processes that were started take the place of ``trainer.devices``
+        and ``trainer.num_nodes``, unless an override sets one of them.
 
         Raises:
             ConfigError: the configuration is wrong; all its problems in one report.

@@ -9,11 +9,10 @@ from nxdt_core.testing.ranks import RankPool
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-FEW_STEPS = ("trainer.max_steps=4", "checkpoint.enabled=false")
 (LOOP,) = (code for code in PROGRAMS if "TrainSession" in code)
 
 
-def steps_of_the_loop():
+def steps_of_the_loop(directory):
     """Run the README's program; return loss, gradient norm and rows of each step, and the counters at its end."""
     seen = []
 
@@ -22,13 +21,15 @@ def steps_of_the_loop():
         seen.append((loss, float(names["result"].grad_norm), rows))
 
     names = {"print": note}
-    exec(LOOP.replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {list(FEW_STEPS)!r}'), names)
+    overrides = ["trainer.max_steps=4", f"exp_manager.exp_dir={directory}"]
+    exec(LOOP.replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {overrides!r}'), names)
     return seen, names["session"].state.to_dict()
 
 
-def test_ranks_share_the_global_batch_of_one_process():
-    ((alone, counted),) = RankPool(1).run(steps_of_the_loop, timeout_s=120)
-    (first, *_), (second, *_) = shared = RankPool(2).run(steps_of_the_loop, timeout_s=240)
+def test_ranks_share_the_global_batch_of_one_process(tmp_path):
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    ((alone, counted),) = RankPool(1).run(steps_of_the_loop, one, timeout_s=120)
+    (first, *_), (second, *_) = shared = RankPool(2).run(steps_of_the_loop, two, timeout_s=240)
     for (loss, norm, rows), one, other in zip(alone, first, second, strict=True):
         assert len(set(rows)) == len(rows)
         assert not set(one[2]) & set(other[2])
