@@ -16,6 +16,7 @@ from nxdt_core.data.chat_keys import ChatKeys
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors import GenerationsNeedTokenizer
 from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.regular_files import regular_opener
 from nxdt_core.training import assemble
 from nxdt_core.training.continuation import Sampling, continue_ids
 
@@ -83,7 +84,7 @@ class Generations(pl.Callback):
 
     def _log(self, trainer: pl.Trainer, step: int, number: int, prompt: str, text: str) -> None:
         try:
-            with (self._run_dir / _FILE).open("a", encoding="utf-8") as file:
+            with open(self._run_dir / _FILE, "a", encoding="utf-8", opener=regular_opener) as file:
                 file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
         except OSError as error:
             if not self._failed:

@@ -17,6 +17,7 @@ from pathlib import Path
 from nxdt_core.parallel.environment import Place
 from nxdt_core.parallel.flight import read_collectives
 from nxdt_core.progress import PROGRESS
+from nxdt_core.regular_files import regular_opener
 from nxdt_core.training.launch.messages import Beat
 
 __all__ = ["STACKS_DIR", "Heartbeat", "is_stopped", "wake"]
@@ -80,7 +81,8 @@ class Heartbeat:
         directory = self.run_dir / STACKS_DIR
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with (directory / f"rank-{self._place.rank:05d}.txt").open("w", encoding="utf-8") as stream:
+            path = directory / f"rank-{self._place.rank:05d}.txt"
+            with open(path, "w", encoding="utf-8", opener=regular_opener) as stream:
                 stream.write(self._summary())
                 stream.flush()
                 faulthandler.dump_traceback(stream, all_threads=True)
