@@ -20,7 +20,7 @@ from nxdt_core.checkpoint.share import encode_state
 from nxdt_core.checkpoint.tensor_index import TensorPart
 from nxdt_core.checkpoint.together import rank_of, together
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.errors import ForeignConfigMissing, ImportPlaceTaken
+from nxdt_core.errors import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_format import CheckpointReader
@@ -84,7 +84,10 @@ def import_checkpoint(
         ArchitectureUnread, ConfigError: no plugin builds its model.
         WeightsDoNotFit: its weights are not those of the model.
         ImportPlaceTaken: ``target`` holds a checkpoint.
+        ForeignSourceIsAddress: ``source`` is no path.
     """
+    if "://" in source:
+        raise ForeignSourceIsAddress(path=source)
     storage = checkpoint.open_storage(target)
     opened: list[tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]] = []
 
