@@ -12,7 +12,15 @@ from nxdt_core.config.node import Node, Origin, Place, from_plain
 from nxdt_core.config.paths import expand_home
 from nxdt_core.config.recipes import RECIPE_SCHEME, find_recipe
 from nxdt_core.config.yaml_source import parse_yaml
-from nxdt_core.errors import ConfigFileNotFound, ConfigProblem, ConfigUnreadable, UnknownRecipe, WrongValue, YamlSyntax
+from nxdt_core.errors import (
+    ConfigFileNotFound,
+    ConfigProblem,
+    ConfigUnreadable,
+    UnknownRecipe,
+    WrongValue,
+    YamlSyntax,
+    YamlTooLarge,
+)
 from nxdt_core.kernel import Kernel
 
 __all__ = ["Source", "file_problem", "read_source"]
@@ -67,7 +75,7 @@ def read_source(
 
 def _parsed(label: str, text: str, directory: Path) -> Source:
     tree, problems = parse_yaml(text, label, directory)
-    if problems and isinstance(problems[0], YamlSyntax):
+    if problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)):
         return _failed(label, problems[0])
     return _checked(label, tree, problems)
 
