@@ -12,7 +12,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["NotRegularFile", "kind_of", "open_regular", "private_directory", "require_regular"]
+__all__ = ["NotRegularFile", "kind_of", "open_regular", "private_directory", "regular_opener", "require_regular"]
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -38,7 +38,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, fol
 
     Args:
         path: the file. The directories that lead to it are followed as always.
-        flags: of ``os.open``.
+        flags: of ``os.open``; ``O_TRUNC`` empties the file once it is known to be a regular one.
         mode: of a file that ``O_CREAT`` makes.
         follow: whether ``path`` itself may be a symbolic link.
 
@@ -48,17 +48,24 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, fol
     """
     blocking = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags | blocking | (0 if follow else os.O_NOFOLLOW), mode)
+        descriptor = os.open(path, flags & ~os.O_TRUNC | blocking | (0 if follow else os.O_NOFOLLOW), mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):  # a link; a pipe or socket that nobody reads
             require_regular(path, follow=follow)
         raise
     try:
         _check(path, os.fstat(descriptor), writable=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def regular_opener(path: str, flags: int) -> int:
+    """Open a regular file with :func:`open_regular`: the ``opener`` of Python's ``open``. Links are not followed."""
+    return open_regular(Path(path), flags)
 
 
 def require_regular(path: Path, *, follow: bool = False) -> os.stat_result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -13,11 +14,14 @@ import click
 from nxdt_core._version import __version__
 from nxdt_core.cli.groups import LazyGroup
 from nxdt_core.cli.lazy import LazyCommand
+from nxdt_core.config.secrets.addresses import without_credentials
 from nxdt_core.errors import NxdtError
 from nxdt_core.visible_text import VisibleFormatter
 
 __all__ = ["COMMANDS", "main", "root"]
 
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Of standard output; errors of files name them, and commands explain those."""
 _INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells report it."""
 
@@ -77,6 +81,7 @@ def main(args: Sequence[str] | None = None) -> int:
         0 · 2 for a mistake of the user, told in two sentences on standard error · 130 after Ctrl-C. A bug is
         raised, so that Python prints its traceback and exits with status 1.
     """
+    _open_missing_streams()
     _accept_all_characters()
     if logging.lastResort is not None:  # prints warnings of whoever sets no handler, as the command line does not
         logging.lastResort.setFormatter(VisibleFormatter())
@@ -94,7 +99,19 @@ def main(args: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         return _close_stdout()
+    except OSError as error:
+        if error.errno not in _NO_SPACE or error.filename is not None:
+            raise
+        click.echo(f"The output is incomplete: {error.strerror}", err=True)
+        return _close_stdout()
     return status if isinstance(status, int) else 0
+
+
+def _open_missing_streams() -> None:
+    """Write what has no place to nowhere: Python has no stream where a shell closed it (``>&-``)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _accept_all_characters() -> None:
@@ -109,15 +126,17 @@ def _accept_all_characters() -> None:
 
 
 def _report(error: NxdtError, color: bool | None) -> int:
-    code, _, rest = str(error).partition(" ")
+    code, _, rest = without_credentials(str(error)).partition(" ")
     click.echo(f"{click.style(code, fg='red', bold=True)} {rest}", err=True, color=color)
     return error.exit_status
 
 
 def _close_stdout() -> int:
-    """Let the reader of a pipe go away (``nxdt … | head``): the interpreter's last flush must not complain.
+    """Give up standard output, whose reader went away (``nxdt … | head``), so that the last flush does not complain.
 
     The status is the one that click gives when it meets the closed pipe while a command still writes.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
     return 1

@@ -10,7 +10,8 @@ import click
 
 from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal.table import print_facts, print_table, shade
-from nxdt_core.cli.verb import as_json, print_json, print_note
+from nxdt_core.cli.verb import as_json, print_json, print_note, say
+from nxdt_core.visible_text import visible
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel, RegisteredComponent
@@ -96,7 +97,7 @@ def lock(file: Path) -> None:
     from nxdt_core.kernel.integrity.lock import write_lock
 
     write_lock(_start().plugins, file)
-    click.echo(f"wrote {file}", err=True)
+    say(f"wrote {file}", err=True)
 
 
 @plugins.command("verify", examples=("nxdt plugins verify", "nxdt plugins verify deploy/plugins.lock"))
@@ -106,7 +107,7 @@ def verify(file: Path) -> None:
     from nxdt_core.kernel import Kernel, PluginPolicy
 
     Kernel.start(PluginPolicy(lock=file))
-    click.echo(f"{click.style('ok', fg='green')}: the plugins are those of {file}")
+    click.echo(f"{click.style('ok', fg='green')}: the plugins are those of {visible(str(file))}")
 
 
 def _start() -> Kernel:

@@ -84,5 +84,5 @@ def _train(config: ResolvedConfig, lifeline: Lifeline | None = None) -> int:
 
     summary = run(config, lifeline)
     if lifeline is None or lifeline.place.rank == 0:
-        click.echo(str(summary))
+        say(str(summary))
     return summary.exit_status

@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointTooNew",
     "CopyHasOtherCheckpoint",
     "CopyOntoOtherStep",
+    "LockIsNoFile",
     "NoSoundCheckpoint",
     "OwnershipLost",
     "SameWeightsSaved",
@@ -105,6 +106,17 @@ class CheckpointIsNoFile(CheckpointDamaged):
     remedy = (
         "Below a checkpoint directory nxdt follows no symbolic links and opens regular files only; the directory "
         "itself may be a link. Copy the files to this place, or name the place that a link leads to."
+    )
+
+
+class LockIsNoFile(CheckpointIsNoFile):
+    """A link, a pipe, a directory, or a file with two names stands in the place of a lock."""
+
+    code = "NXDT-S020"
+    happened = "nxdt does not lock {where}: {reason}."
+    remedy = (
+        "No checkpoint needs this name. Make sure that no run uses this place, delete what has the name, and run the "
+        "same command again: nxdt makes a new file."
     )
 
 

@@ -11,10 +11,23 @@ __all__ = [
     "ForeignConfigMissing",
     "ForeignFormatUnknown",
     "ForeignHasWeightsOnly",
+    "ForeignSourceIsAddress",
     "ImportPlaceTaken",
     "SavedConfigUnusable",
     "WeightsPickled",
 ]
+
+
+class ForeignSourceIsAddress(NxdtError):
+    """An address where a path is imported."""
+
+    code = "NXDT-S077"
+    happened = "'{path}' is an address, and models are imported from paths."
+    remedy = (
+        "Download it and name its directory. A checkpoint of nxdt needs no import: 'nxdt checkpoint copy SRC DST' "
+        "copies it from any store."
+    )
+    path: str
 
 
 class ForeignFormatUnknown(NxdtError):

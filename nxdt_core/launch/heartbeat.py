@@ -18,6 +18,7 @@ from nxdt_core.distributed.environment import Place
 from nxdt_core.distributed.flight_recorder import read_collectives
 from nxdt_core.launch.messages import Beat
 from nxdt_core.progress import PROGRESS
+from nxdt_core.regular_files import regular_opener
 
 __all__ = ["STACKS_DIR", "Heartbeat", "is_stopped", "wake"]
 
@@ -80,7 +81,8 @@ class Heartbeat:
         directory = self.run_dir / STACKS_DIR
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with (directory / f"rank-{self._place.rank:05d}.txt").open("w", encoding="utf-8") as stream:
+            path = directory / f"rank-{self._place.rank:05d}.txt"
+            with open(path, "w", encoding="utf-8", opener=regular_opener) as stream:
                 stream.write(self._summary())
                 stream.flush()
                 faulthandler.dump_traceback(stream, all_threads=True)

@@ -95,3 +95,17 @@ def small_log(tmp_path):
     config = load("recipe:llama-tiny", [f"exp_manager.exp_dir={tmp_path}", "name=run"])
     with run_log(config, RankInfo(rank=0, world_size=1, local_rank=0)):
         yield config.run_dir / "logs"
+
+
+def test_a_run_whose_addresses_are_hostile(nxdt_on_terminal, tmp_path):
+    where = tmp_path / f"{CLEAR}{TURNED}"
+    where.mkdir()
+    (where / "run.yaml").write_text("base: recipe:llama-tiny\n")
+    status, shown = nxdt_on_terminal("config", "check", str(where / "run.yaml"))
+    assert status == 0, shown
+    assert raw_controls(shown) == []
+    keys = ("trainer.max_steps=1", "trainer.accelerator=cpu", f"checkpoint.uri={json.dumps(str(where / 'saved'))}")
+    status, shown = nxdt_on_terminal("train", "recipe:llama-tiny", *keys, f"exp_manager.exp_dir={tmp_path}")
+    assert status == 0, shown
+    assert r"checkpoint: " in shown
+    assert raw_controls(shown) == []

@@ -94,3 +94,24 @@ def test_a_variable_that_is_missing_is_named_with_its_key(report, good):
     assert "checkpoint.uri: cannot resolve 'memory://${oc.env:NXDT_UNSET}'" in row
     assert "'NXDT_UNSET' not found" in row
     assert "Set the variable" in row
+
+
+@pytest.mark.parametrize(
+    ("value", "advised"), [("${oc.env:NXDT_TEXT}", True), ("${oc.decode:${oc.env:NXDT_TEXT}}", False)]
+)
+def test_text_is_advised_to_be_decoded_once(report, good, monkeypatch, value, advised):
+    monkeypatch.setenv("NXDT_TEXT", "some text")
+    (row,) = report(good, f"model.hidden_size={value}")
+    assert ("The value of a variable is text: write ${oc.decode:${oc.env:NXDT_TEXT}}" in row) is advised
+
+
+@pytest.mark.parametrize("text", ["${oc.decode:" * 500 + "x" + "}" * 500, "${oc.create:" + "[" * 500 + "]" * 500 + "}"])
+def test_an_interpolation_that_is_nested_too_deep_is_a_problem(report, good, text):
+    rows = report(good.replace("name: run", f"name: '{text}'"))
+    assert "it is nested too deep" in rows[0]
+
+
+def test_an_integer_from_the_environment_has_64_bits(report, good, monkeypatch):
+    monkeypatch.setenv("NXDT_STEPS", str(2**63))
+    (row,) = report(good, "trainer.max_steps=${oc.decode:${oc.env:NXDT_STEPS}}")
+    assert "[NXDT-C012]" in row

@@ -17,6 +17,7 @@ from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.training import GenerationsNeedTokenizer
 from nxdt_core.inference.sampling import Sampling, continue_ids
 from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.regular_files import regular_opener
 from nxdt_core.training import build
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Generations(pl.Callback):
 
     def _log(self, trainer: pl.Trainer, step: int, number: int, prompt: str, text: str) -> None:
         try:
-            with (self._run_dir / _FILE).open("a", encoding="utf-8") as file:
+            with open(self._run_dir / _FILE, "a", encoding="utf-8", opener=regular_opener) as file:
                 file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
         except OSError as error:
             if not self._failed:

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 from nxdt_core.builtins.storage.config import LocalStorageConfig
 from nxdt_core.checkpoint.os_errors import explained
 from nxdt_core.config.sources.paths import expand_home
-from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri
+from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, LockIsNoFile
 from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
 from nxdt_core.regular_files import NotRegularFile, open_regular, require_regular
@@ -158,7 +158,13 @@ class LocalStorage:
         """See :class:`nxdt_core.protocols.checkpoint_storage.LockableStorage`."""
         with self._explained(self._root):
             self._make_folder(self._root)
-            return take_file_lock(self._root / f"{_LOCK}{key}", note)
+            path = self._root / f"{_LOCK}{key}"
+            try:
+                return take_file_lock(path, note)
+            except NotRegularFile as error:
+                raise LockIsNoFile(where=str(path), reason=str(error.strerror)) from error
+            except IsADirectoryError as error:
+                raise LockIsNoFile(where=str(path), reason="it is a directory, not a regular file") from error
 
     def lock_note(self, key: str) -> bytes:
         """See :class:`nxdt_core.protocols.checkpoint_storage.LockableStorage`."""
@@ -394,7 +400,7 @@ def _root_of(uri: str, scheme: str) -> Path:
         return expand_home(uri).absolute()
     split = urlsplit(uri)
     if split.netloc not in ("", "localhost"):
-        raise BadStorageUri(where=uri, reason=f"'{split.netloc}' stands where a host would; use three slashes")
+        raise BadStorageUri(where=uri, reason="a path begins with the third slash, and a host stands before it")
     if not split.path.startswith("/"):
         raise BadStorageUri(where=uri, reason=f"a {scheme}:// address is absolute")
     return Path(unquote(split.path)).absolute()

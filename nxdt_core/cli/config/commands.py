@@ -10,6 +10,7 @@ from nxdt_core.cli.config.migrate import migrate
 from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal.table import print_facts
 from nxdt_core.cli.verb import as_json, config_arguments, print_json, print_note, say
+from nxdt_core.visible_text import visible
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -43,7 +44,7 @@ def check(source: str, overrides: tuple[str, ...]) -> None:
     for note in (*resolved.notes, *vocabulary_notes(resolved)):
         print_note(note)
     check_layout(resolved)
-    click.echo(f"{click.style('ok', fg='green')}: {source}")
+    click.echo(f"{click.style('ok', fg='green')}: {visible(source)}")
     print_facts(_summary(resolved))
 
 

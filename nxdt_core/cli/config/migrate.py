@@ -80,7 +80,7 @@ def _print(done: MigratedConfig, report: Path | None) -> None:
     say(f"Wrote {done.target} from {done.source} ({done.program}).")
     print_facts(summary(done))
     if report is not None:
-        click.echo(f"Wrote {report}: every key, with its line and reason.")
+        say(f"Wrote {report}: every key, with its line and reason.")
     lost = [(f"{row.key} (line {row.line})", row.reason) for row in done.keys if row.verdict == "unsupported"]
     for title, entries in (
         ("Not carried over:", lost),

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from nxdt_core.config.annotations import Range
 
 __all__ = [
+    "LARGEST_INTEGER",
     "Anything",
     "Choice",
     "FilePath",
@@ -58,6 +59,8 @@ class Shape(Protocol):
         ...
 
 
+LARGEST_INTEGER = 2**63 - 1
+"""Integers go to torch, to C and to JSON, where they have 64 bits."""
 _WORDS: dict[type, tuple[str, str]] = {
     bool: ("true or false", "boolean"),
     int: ("an integer", "integer"),
@@ -75,6 +78,8 @@ class Scalar:
 
     def read(self, value: Any) -> Any:
         """As :meth:`Shape.read`; floats must be finite."""
+        if type(value) is int and self.type is int and not -LARGEST_INTEGER - 1 <= value <= LARGEST_INTEGER:
+            raise Mismatch("an integer of more than 64 bits")
         try:
             read: Any = float(value) if self.type is float and type(value) is int else value
         except OverflowError as error:  # an integer of more than 308 digits

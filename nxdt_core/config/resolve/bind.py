@@ -223,7 +223,7 @@ def _hint(value: Any, shape: Shape, path: str) -> str:
 def _hint_hidden(node: Node, shape: Shape) -> str:
     """Return how to read a variable as a number."""
     kinds = {member.type for member in getattr(shape, "members", (shape,)) if isinstance(member, Scalar)}
-    if isinstance(node.value, str) and kinds & {int, float, bool} and str(node.shown).startswith("${"):
+    if isinstance(node.value, str) and kinds & {int, float, bool} and str(node.shown).startswith("${oc.env:"):
         return f"The value of a variable is text: write ${{oc.decode:{node.shown}}}."
     return ""
 

@@ -53,16 +53,18 @@ def interpolate(
 
     if not OmegaConf.has_resolver("multiply"):  # a program that uses NeMo has it already
         OmegaConf.register_resolver("multiply", _multiply)
-    malformed = [(path, node) for path, node in _interpolations(tree, ()) if not _is_well_formed(str(node.value))]
+    written = list(_interpolations(tree, ()))
+    malformed = {path: fault for path, node in written if (fault := _fault(str(node.value)))}
     readable = tree
-    for path, node in malformed:
-        readable = replaced(readable, path, Node(None, node.origin))
+    for path, node in written:
+        if path in malformed:
+            readable = replaced(readable, path, Node(None, node.origin))
     config = OmegaConf.create(_written(readable))
     problems: list[ConfigProblem] = []
     for path, node in pending:
         try:
-            if (path, node) in malformed:
-                raise MalformedInterpolation
+            if path in malformed:
+                raise MalformedInterpolation(malformed[path])
             with recording() as variables:
                 value = OmegaConf.select(config, _select_path(path), throw_on_resolution_failure=True)
                 found = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -80,15 +82,18 @@ class MalformedInterpolation(Exception):
     """The text is no interpolation by OmegaConf's grammar; inside a tree, it would refuse the whole tree."""
 
 
-def _is_well_formed(text: str) -> bool:
+def _fault(text: str) -> str:
+    """Return what keeps OmegaConf from parsing the text; empty where it can."""
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError
 
     try:
         OmegaConf.create({"value": text})
     except GrammarParseError:
-        return False
-    return True
+        return "it is malformed"
+    except RecursionError:
+        return "it is nested too deep"
+    return ""
 
 
 def _written(node: Node) -> Any:
@@ -138,7 +143,7 @@ def _unresolved(path: _Path, node: Node, error: Exception, known: Sequence[str])
     reason = _RAISED.sub("", lines[0]).strip("\"'.")
     advice = ""
     if isinstance(error, MalformedInterpolation):
-        reason, advice = "it is malformed", "Write ${key.path}, ${.neighbour} or ${multiply:a,b}."
+        reason, advice = str(error), "Write ${key.path}, ${.neighbour} or ${multiply:a,b}."
     elif missing:
         reason, advice = f"there is no key '{missing[1]}'", "Name an existing key by its whole path."
     elif isinstance(error, RecursionError) or "Recursive" in lines[0]:

@@ -10,12 +10,14 @@ from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, 
 
 __all__ = ["hide_credentials", "without_credentials"]
 
-_CREDENTIALS = re.compile(
-    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,63})://"  # bounded: a long value would take the square of its length
+_SCHEME = r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,63}):"  # bounded: a long value would take the square of its length
+_USER = (
     r"(?:[^/?#@\s'\"]*@(?:[^/?#@\s'\"]*@)*"  # before the host
     r"|[^/?#@:\s'\"]+:(?!\d+(?:[/?#]|$))[^@\s'\"]*@)"  # a secret key of AWS may hold a slash
 )
-
+_CREDENTIALS = re.compile(f"{_SCHEME}//{_USER}")
+_SHOWN = re.compile(f"{_SCHEME}//?{_USER}")
+"""In messages: an address that was taken for a path has one slash less."""
 
 _WORD = re.compile(r"[^\s'\"]+")
 """Text that may contain an address."""
@@ -23,12 +25,12 @@ _WORD = re.compile(r"[^\s'\"]+")
 
 def without_credentials(text: str) -> str:
     """Return the text with credentials of the addresses in it masked."""
-    return _WORD.sub(lambda word: _masked(word[0]), text) if "://" in text else text
+    return _WORD.sub(lambda word: _masked(word[0]), text) if ":/" in text else text
 
 
 def _masked(word: str) -> str:
     searched, at, rest = word.rpartition("@")  # behind it, each search would reach the end in vain
-    return _CREDENTIALS.sub(rf"\g<scheme>://{MASK}@", searched + at) + rest
+    return _SHOWN.sub(rf"\g<scheme>://{MASK}@", searched + at) + rest
 
 
 def hide_credentials(tree: Node) -> tuple[Node, list[ConfigProblem]]:

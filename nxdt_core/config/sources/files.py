@@ -19,6 +19,7 @@ from nxdt_core.errors.configuration import (
     UnknownRecipe,
     WrongValue,
     YamlSyntax,
+    YamlTooLarge,
 )
 from nxdt_core.kernel import Kernel
 
@@ -74,7 +75,7 @@ def read_source(
 
 def _parsed(label: str, text: str, directory: Path) -> Source:
     tree, problems = parse_yaml(text, label, directory)
-    if problems and isinstance(problems[0], YamlSyntax):
+    if problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)):
         return _failed(label, problems[0])
     return _checked(label, tree, problems)
 

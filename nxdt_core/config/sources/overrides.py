@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nxdt_core.config.sources.node import Node, Origin, merge
 from nxdt_core.config.sources.yaml_text import parse_yaml
-from nxdt_core.errors.configuration import BadOverride, ConfigProblem
+from nxdt_core.errors.configuration import BadOverride, ConfigProblem, YamlSyntax
 
 __all__ = ["COMMAND_LINE", "apply_overrides", "override_node"]
 
@@ -37,7 +37,7 @@ def override_node(text: str) -> Node | ConfigProblem:
         return _bad(text, f"{path!r} is no key path")
     document, problems = parse_yaml(f"value: {value}", COMMAND_LINE.where)
     if problems or "value" not in document.children:
-        return _bad(text, f"the value is not valid YAML: {_reason(problems)}")
+        return _bad(f"{path}=…", _reason(problems))  # the value may hold a secret
     return Node({}, COMMAND_LINE).set(path, _here(document.children["value"]))
 
 
@@ -50,7 +50,12 @@ def _here(node: Node) -> Node:
 
 
 def _reason(problems: list[ConfigProblem]) -> str:
-    return getattr(problems[0], "reason", problems[0].what()) if problems else "it is empty"
+    if not problems:
+        return "the value is empty"
+    problem = problems[0]
+    if isinstance(problem, YamlSyntax):
+        return f"the value is not valid YAML: {problem.reason}"
+    return f"the value cannot be used: {problem.what().rstrip('.')}"
 
 
 def _bad(text: str, reason: str) -> BadOverride:

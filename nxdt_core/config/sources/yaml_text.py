@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from nxdt_core.config.fields.types import LARGEST_INTEGER
 from nxdt_core.config.sources.node import Node, Origin, join
 from nxdt_core.errors.configuration import ConfigProblem, DuplicateKey, WrongValue, YamlSyntax, YamlTooLarge
 
@@ -26,6 +27,7 @@ _TEXTS = {f"{_TAG}{name}" for name in ("str", "timestamp", "value")}
 _COLLECTIONS = {f"{_TAG}{name}" for name in ("map", "seq")}
 _DECIMAL = re.compile(r"[-+]?0[0-9_]+")
 """``010``: eight in YAML 1.1, ten in YAML 1.2 and for everybody who writes it."""
+_INTEGER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9][0-9_]*)")
 
 _MOST_LEVELS = 100
 """Collections inside one another; a run's file has about six."""
@@ -187,12 +189,16 @@ class _Document:
         if ":" in node.value:  # YAML 1.1 reads 1:30 as the number 90
             return node.value
         try:
-            if _DECIMAL.fullmatch(node.value):
-                return int(node.value.replace("_", ""))
-            return self.construct(node)
-        except (yaml.YAMLError, ValueError):  # an explicit tag on text that is none (`!!int x`), or endless digits
+            value = int(node.value.replace("_", "")) if _DECIMAL.fullmatch(node.value) else self.construct(node)
+            if isinstance(value, int) and not -LARGEST_INTEGER - 1 <= value <= LARGEST_INTEGER:
+                raise ValueError
+            return value
+        except (yaml.YAMLError, ValueError):  # an explicit tag on text that is none (`!!int x`), or too many digits
             text = node.value if len(node.value) <= _SHOWN else f"{node.value[:_SHOWN]}…"
-            self._wrong(path, origin, f"{text!r} tagged {node.tag.replace(_TAG, '!!')}", "a value of that type")
+            if _INTEGER.fullmatch(node.value):
+                self._wrong(path, origin, text, f"integers from {-LARGEST_INTEGER - 1} to {LARGEST_INTEGER}")
+            else:
+                self._wrong(path, origin, f"{text!r} tagged {node.tag.replace(_TAG, '!!')}", "a value of that type")
             return None
 
     def _tagged(self, node: Any, path: str, origin: Origin) -> None:

@@ -33,11 +33,12 @@ def _ignored(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
     precision = trainer.precision
     if precision != "32-true":
         yield f"precision={precision!r}", "precision.type in the configuration"
-    devices = trainer._accelerator_connector._devices_flag  # trainer.num_devices is 1 for every custom strategy
+    given = trainer._accelerator_connector  # trainer.num_devices and num_nodes are 1 for every custom strategy
+    devices, nodes = given._devices_flag, given._num_nodes_flag
     count = len(devices) if isinstance(devices, list) else int(devices)
-    if count != 1 or trainer.num_nodes != 1:
+    if count != 1 or nodes != 1:
         yield (
-            f"devices={devices}, num_nodes={trainer.num_nodes}",
+            f"devices={devices}, num_nodes={nodes}",
             "devices=1 in each process, and as many processes as torchrun or srun start",
         )
     if trainer.gradient_clip_val is not None:
@@ -47,5 +48,5 @@ def _ignored(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
             "data.global_batch_size and data.micro_batch_size in the configuration",
         )
-    if getattr(trainer._accelerator_connector, "sync_batchnorm", False):
+    if given._layer_sync is not None:
         yield "sync_batchnorm=True", "nothing: models here have no batch norm"

@@ -19,8 +19,9 @@ from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve
 from nxdt_core.config.sources.recipes import RECIPE_SCHEME
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.regular_files import open_regular, regular_opener
 
-__all__ = ["dated", "keep_inputs", "make_run_dir", "other_source", "run_dir_explained"]
+__all__ = ["cannot_write", "dated", "keep_inputs", "make_run_dir", "other_source", "run_dir_explained"]
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
@@ -69,7 +70,7 @@ def other_source(config: ResolvedConfig) -> str | None:
     The configuration in the run's own directory and a mapping in memory count as the same source.
     """
     try:
-        with (config.run_dir / _CONFIG).open(encoding="utf-8") as file:
+        with open(config.run_dir / _CONFIG, encoding="utf-8", opener=regular_opener) as file:
             last = file.readline().strip().removeprefix("# ").removesuffix(", resolved")
     except (OSError, UnicodeDecodeError):
         return None
@@ -94,7 +95,7 @@ def keep_inputs(config: ResolvedConfig) -> None:
     """
     with run_dir_explained(config):
         _replace(config.run_dir / _CONFIG, render_show(config))
-        with (config.run_dir / _COMMANDS).open("a", encoding="utf-8") as file:
+        with open(config.run_dir / _COMMANDS, "a", encoding="utf-8", opener=regular_opener) as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(shown_words(config, sys.argv))}\n")
         _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")
 
@@ -105,14 +106,24 @@ def run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CannotWriteRunDirectory(path=str(config.run_dir), reason=error.strerror or str(error)) from error
+        raise cannot_write(config.run_dir, error) from error
+
+
+def cannot_write(run_dir: Path, error: OSError) -> CannotWriteRunDirectory:
+    """Return the error of a run whose directory cannot be written; its reason names the file, if the system does."""
+    reason = error.strerror or str(error)
+    name = os.path.relpath(os.fsdecode(error.filename), run_dir) if error.filename is not None else "."
+    if name.partition(os.sep)[0] not in (".", ".."):
+        reason = f"{name}: {reason}"
+    return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
 
 
 def _replace(path: Path, text: str) -> None:
     """Write ``path`` whole, or leave it as it was: a full disk must not empty what an earlier start wrote."""
     part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        with open(part, "w", encoding="utf-8", opener=regular_opener) as file:
+            file.write(text)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -125,13 +136,18 @@ def _copy(files: tuple[str, ...], target: Path) -> None:
             raise CannotCopyFile(path=name, reason="another file to copy has the same name")
         source = _source(name)
         target.mkdir(exist_ok=True)
-        shutil.copy2(source, target / source.name)
+        part = target / f".{source.name}.part"
+        try:
+            shutil.copy2(source, part)
+            part.replace(target / source.name)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _source(name: str) -> Path:
     try:
         source = resolve_path(name)
-        with source.open("rb"):
-            return source
+        os.close(open_regular(source, follow=True))  # a pipe would block
+        return source
     except (OSError, PackageNotFound) as error:
         raise CannotCopyFile(path=name, reason=getattr(error, "strerror", None) or str(error)) from error

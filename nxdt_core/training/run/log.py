@@ -6,11 +6,14 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from typing import cast
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets.messages import Redaction
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.parallel.engine import RankInfo
+from nxdt_core.regular_files import regular_opener
 from nxdt_core.training.run.files import run_dir_explained
 from nxdt_core.visible_text import VisibleFormatter, visible
 
@@ -36,6 +39,11 @@ class _File(logging.FileHandler):
             super().emit(record)
         except OSError as error:  # of opening it
             self._fail(error)
+
+    def _open(self) -> TextIOWrapper:
+        """Open the file as a regular one: what stands in its place may be a link or a pipe."""
+        file = open(self.baseFilename, self.mode, encoding=self.encoding, opener=regular_opener)
+        return cast(TextIOWrapper, file)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Note what kept a line from being written."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from nxdt_core.errors.training import CannotWriteRunDirectory
+from nxdt_core.regular_files import regular_opener
+from nxdt_core.training.run.files import cannot_write
 
 __all__ = ["FigureFiles", "set_later_rows_aside"]
 
@@ -49,7 +51,7 @@ class FigureFiles:
             set_later_rows_aside(self._run_dir, step)
             self._open(self._run_dir, name)
         except OSError as error:
-            raise _error(self._run_dir, error) from error
+            raise cannot_write(self._run_dir, error) from error
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Write a row to the file ``name``, through to the operating system."""
@@ -61,7 +63,7 @@ class FigureFiles:
             file.flush()
         except OSError as error:
             self._failed.add(name)
-            self._fail(_error(self._run_dir, error))
+            self._fail(cannot_write(self._run_dir, error))
 
     def close(self) -> None:
         """Close all files."""
@@ -72,12 +74,8 @@ class FigureFiles:
 
     def _open(self, run_dir: Path, name: str) -> TextIO:
         if name not in self._files:
-            self._files[name] = (run_dir / name).open("a", encoding="utf-8")
+            self._files[name] = open(run_dir / name, "a", encoding="utf-8", opener=regular_opener)  # noqa: SIM115
         return self._files[name]
-
-
-def _error(run_dir: Path, error: OSError) -> CannotWriteRunDirectory:
-    return CannotWriteRunDirectory(path=str(run_dir), reason=error.strerror or str(error))
 
 
 def _json(row: Mapping[str, Any]) -> str:
@@ -101,7 +99,7 @@ def set_later_rows_aside(run_dir: Path, step: int) -> None:
 
 
 def _has_steps(path: Path) -> bool:
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8", errors="replace", opener=regular_opener) as file:
         return _step(file.readline()) is not None
 
 
@@ -116,8 +114,8 @@ def _split(path: Path, step: int) -> None:
 def _split_into(kept_path: Path, path: Path, step: int) -> None:
     moved = 0
     with (
-        path.open(encoding="utf-8", errors="replace", newline="\n") as rows,
-        kept_path.open("w", encoding="utf-8", newline="\n") as kept,
+        open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows,
+        open(kept_path, "w", encoding="utf-8", newline="\n", opener=regular_opener) as kept,
         _Aside(path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)) as aside,
     ):
         for row in rows:
@@ -151,7 +149,7 @@ class _Aside:
 
     def write(self, row: str) -> None:
         if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8", newline="\n")
+            self._file = open(self._path, "a", encoding="utf-8", newline="\n", opener=regular_opener)  # noqa: SIM115
         self._file.write(row)
 
 

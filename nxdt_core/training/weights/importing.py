@@ -21,7 +21,7 @@ from nxdt_core.checkpoint.write.rank_data import encode_state
 from nxdt_core.checkpoint.write.save import save_listed
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors.base import listing as enumeration
-from nxdt_core.errors.exchange import ForeignConfigMissing, ImportPlaceTaken
+from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_format import CheckpointReader
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
@@ -84,7 +84,10 @@ def import_checkpoint(
         ArchitectureUnread, ConfigError: no plugin builds its model.
         WeightsDoNotFit: its weights are not those of the model.
         ImportPlaceTaken: ``target`` holds a checkpoint.
+        ForeignSourceIsAddress: ``source`` is no path.
     """
+    if "://" in source:
+        raise ForeignSourceIsAddress(path=source)
     storage = checkpoint.open_storage(target)
     opened: list[tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]] = []
 

@@ -26,6 +26,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import MapDataset
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.regular_files import regular_opener
 from nxdt_core.training import build
 from nxdt_core.training.run.files import run_dir_explained
 
@@ -62,7 +63,12 @@ def with_reference(
     """
     weights = engine.ranks.broadcast_object(weights)  # files of several machines may differ in what they are told by
     path = config.run_dir / _DIRECTORY / f"{dataset.fingerprint()}.npz"
-    kept = engine.ranks.on_rank_zero(lambda: _read(path))
+
+    def read() -> tuple[str, LogProbs] | None:
+        with run_dir_explained(config):
+            return _read(path)
+
+    kept = engine.ranks.on_rank_zero(read)
     if kept is not None and weights in (None, kept[0]):
         return Referenced(dataset, kept[1], model=kept[0])
     if weights is None:
@@ -136,7 +142,11 @@ def _speaks_for_its_samples(engine: ParallelEngine) -> bool:
 
 def _read(path: Path) -> tuple[str, LogProbs] | None:
     """The digest and the figures in a file; None where it is not there, or damaged."""
-    with suppress(FileNotFoundError, *_DAMAGED), np.load(path, allow_pickle=False) as kept:
+    with (
+        suppress(FileNotFoundError, *_DAMAGED),
+        open(path, "rb", opener=regular_opener) as file,
+        np.load(file, allow_pickle=False) as kept,
+    ):
         return str(kept["weights"]), LogProbs(kept["values"], kept["counts"])
     return None
 
@@ -144,7 +154,7 @@ def _read(path: Path) -> tuple[str, LogProbs] | None:
 def _write(path: Path, weights: str, found: LogProbs) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = path.with_suffix(".tmp")
-    with begun.open("wb") as file:
+    with open(begun, "wb", opener=regular_opener) as file:
         np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
         file.flush()
         os.fsync(file.fileno())

@@ -30,6 +30,7 @@ from nxdt_core.errors.checkpoints import (
     BadStorageUri,
     CheckpointDamaged,
     CheckpointIsNoFile,
+    LockIsNoFile,
     StorageDenied,
     StoragePathIsFile,
 )
@@ -279,7 +280,7 @@ def moved_and_linked(path: Path, elsewhere: Path) -> None:
     path.symlink_to(elsewhere)
 
 
-@pytest.mark.parametrize("kind", ["symlink", "hard link", "dangling link"])
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "dangling link", "directory"])
 def test_a_lock_is_never_written_into_another_file(three: LocalStorage, tmp_path: Path, kind: str) -> None:
     victim = tmp_path / "victim"
     lock = Path(three.uri) / ".nxdt-lock-owner"
@@ -287,9 +288,11 @@ def test_a_lock_is_never_written_into_another_file(three: LocalStorage, tmp_path
         victim.write_text("precious")
     if kind == "hard link":
         os.link(victim, lock)
+    elif kind == "directory":
+        lock.mkdir()
     else:
         lock.symlink_to(victim)
-    with pytest.raises(CheckpointIsNoFile, match=r"NXDT-S019.*\.nxdt-lock-owner"):
+    with pytest.raises(LockIsNoFile, match=r"(?s)NXDT-S020.*\.nxdt-lock-owner: .*delete what has the name"):
         three.try_lock("owner", b"me")
     assert not victim.exists() if kind == "dangling link" else victim.read_text() == "precious"
 

@@ -173,7 +173,7 @@ def test_settings_that_another_one_makes_idle_are_noted(load, good, overrides, n
 @pytest.mark.parametrize(
     ("more", "overrides", "found"),
     [
-        ("", [f"model.optim.lr=1{'0' * 400}"], "an integer"),
+        ("", [f"model.optim.lr=1{'0' * 400}"], "integers from"),
         ("", ["model.optim.lr=\udcff"], "half a character"),
         ('base: "a\\0b"', [], "null byte"),
         ("base: ~nobody-is-called-so/x", [], "~nobody-is-called-so/x"),

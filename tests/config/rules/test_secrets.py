@@ -187,3 +187,27 @@ def test_ranks_with_different_secrets_are_told_without_them(load, good, monkeypa
         check_agreement(load(good, key), TwoRanks(facts[0]))
     assert CANARY not in str(error.value)
     assert 'name is "${oc.env:NXDT_CANARY}" (value ' in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no file 'https:/me:canary-4711@host/x.yaml'.",
+        "s3:/key:canary-4711@bucket/run holds nothing",
+        "two: a://canary-4711@b, c:/canary-4711@d",
+    ],
+)
+def test_messages_mask_an_address_that_was_taken_for_a_path(text):
+    assert "canary" not in without_credentials(text)
+    assert f"://{MASK}@" in without_credentials(text)
+
+
+def test_messages_keep_paths_with_an_at_sign():
+    text = "C001: /home/me@work/x.yaml:3: no file './a@b', user@host:/x"
+    assert without_credentials(text) == text
+
+
+def test_an_override_that_is_no_yaml_is_named_without_its_value(report, good):
+    (row,) = report(good, f"exp_manager.loggers=[{{name: board, token: {CANARY}")
+    assert "'exp_manager.loggers=…' sets no key: the value is not valid YAML" in row
+    assert CANARY not in row

@@ -2,7 +2,7 @@
 
 from torch.distributed.pipelining import PipelineStage
 
-from nxdt_core.parallel.pipeline import stages
+from nxdt_core.engines import stages
 from tests.parallel.pipeline import cases
 
 

@@ -145,8 +145,10 @@ def test_figures_can_be_monitored(small_run, tmp_path):
         ({"gradient_clip_val": 0.5}, ("gradient_clip_val=0.5", "trainer.gradient_clip_val")),
         ({"accumulate_grad_batches": 4}, ("accumulate_grad_batches=4", "data.global_batch_size")),
         ({"devices": 2}, ("devices=2", "torchrun")),
+        ({"num_nodes": 2}, ("num_nodes=2", "torchrun")),
+        ({"sync_batchnorm": True}, ("sync_batchnorm=True", "no batch norm")),
     ],
-    ids=["precision", "clipping", "accumulation", "devices"],
+    ids=["precision", "clipping", "accumulation", "devices", "nodes", "batch norm"],
 )
 def test_arguments_that_would_do_nothing_are_refused(small_run, arguments, named):
     config = small_run(*SHORT)

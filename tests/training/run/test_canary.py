@@ -97,6 +97,26 @@ def test_no_file_and_no_output_holds_the_canary(nxdt, tmp_path):
     assert len(list((tmp_path / "run").rglob("events.out.*"))) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("config", "check", "{address}.yaml"),
+        ("checkpoint", "import", "{address}", "here"),
+        ("checkpoint", "verify", "--trusted", "{address}", "here"),
+        ("checkpoint", "list", "gs://" + "{user}/x"),
+        ("checkpoint", "list", "file://" + "{user}/x"),
+        ("generate", "{address}", "In"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_does_not_print_the_password_of_an_address(nxdt, words):
+    user = f"me:{PASSWORD}@host"
+    status, said = nxdt(*(word.format(address=f"s3://{user}/x", user=user) for word in words))
+    assert status == 2
+    assert PASSWORD not in said
+    assert "NXDT-" in said
+
+
 def test_the_search_finds_a_canary(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "file").write_bytes(b"\x00" + FORMS[0])

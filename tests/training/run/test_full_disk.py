@@ -1,6 +1,6 @@
 """A run's directory that cannot be written any more: what is lost, what is not, and what ends the run.
 
-``/dev/full`` is a real file that takes nothing: a link to it stands for a disk that fills while training goes on.
+``/dev/full`` is a real file that takes nothing: it replaces a file that a run has opened, as a disk that fills does.
 """
 
 import os
@@ -20,12 +20,36 @@ from nxdt_core.training import build, train
 from tests.training.small import SMALL
 
 FULL = """
+import os
+from pathlib import Path
+import pytorch_lightning as pl
+from nxdt_core.api import CallbackComponent, hookimpl
+
+class Full(pl.Callback):
+    def __init__(self, config, run_dir):
+        self.run_dir = Path(run_dir).resolve()
+
+    def on_train_batch_start(self, *_):
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                opened = os.readlink(f"/proc/self/fd/{{name}}")
+            except FileNotFoundError:
+                continue
+            if opened == str(self.run_dir / {name!r}):
+                full = os.open("/dev/full", os.O_WRONLY)
+                os.dup2(full, int(name))
+                os.close(full)
+
+@hookimpl
+def nxdt_callbacks():
+    return [CallbackComponent(name="full", target=f"{{__name__}}:Full")]
+"""
+IN_THE_WAY = """
 from nxdt_core.api import hookimpl
 
 @hookimpl
 def nxdt_fit_start(context):
-    if context.rank == 0:
-        (context.run_dir / {name!r}).symlink_to("/dev/full")
+    (context.run_dir / "generations.jsonl").mkdir()
 """
 BROKEN_LOGGER = """
 from nxdt_core.api import LoggerComponent, hookimpl
@@ -72,6 +96,12 @@ def plugin(tmp_path):
     return write
 
 
+@pytest.fixture
+def full(plugin):
+    """``full(name)``: overrides of a run that finds the disk full once it has opened the file ``name``."""
+    return lambda name: (plugin(FULL.format(name=name)), "trainer.callbacks=[full]")
+
+
 def steps(config):
     return [entry.step for entry in checkpoint.list_checkpoints(build.storage(config)) if entry.state == "committed"]
 
@@ -81,8 +111,8 @@ def train_here(arguments):
 
 
 @pytest.mark.parametrize("name", ["saves.jsonl", "validation.jsonl"])
-def test_a_record_that_cannot_be_written_ends_the_run_with_a_checkpoint(small_run, plugin, capsys, name):
-    config = small_run("trainer.max_steps=40", plugin(FULL.format(name=name)), *SAVES)
+def test_a_record_that_cannot_be_written_ends_the_run_with_a_checkpoint(small_run, full, capsys, name):
+    config = small_run("trainer.max_steps=40", *full(name), *SAVES)
     with pytest.raises(CannotWriteRunDirectory, match="No space left on device"):
         train(config)
     said = capsys.readouterr().err
@@ -97,8 +127,8 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_a_checkpoint(small_ru
     assert train(resumed).step == last + 1
 
 
-def test_two_ranks_end_alike(small_run, tmp_path, plugin):
-    settings = ("trainer.devices=2", "name=two", "trainer.max_steps=100000", plugin(FULL.format(name="saves.jsonl")))
+def test_two_ranks_end_alike(small_run, tmp_path, full):
+    settings = ("trainer.devices=2", "name=two", "trainer.max_steps=100000", *full("saves.jsonl"))
     arguments = ["train", "recipe:llama-tiny", *SMALL, *SAVES, *settings, f"exp_manager.exp_dir={tmp_path}"]
     with pytest.raises(RanksFailed) as failed:
         RankPool(2).run(train_here, arguments, timeout_s=120)
@@ -110,13 +140,11 @@ def test_two_ranks_end_alike(small_run, tmp_path, plugin):
 
 
 @pytest.mark.parametrize("kind", ["full", "in the way"])
-def test_a_log_that_cannot_be_written_is_reported_once(small_run, capsys, kind):
-    config = small_run("trainer.max_steps=3")
-    log = config.run_dir / "logs" / "globalrank-0_localrank-0.txt"
-    if kind == "full":
-        log.parent.mkdir(parents=True)
-        log.symlink_to("/dev/full")
-    else:
+def test_a_log_that_cannot_be_written_is_reported_once(small_run, full, capsys, kind):
+    name = "logs/globalrank-0_localrank-0.txt"
+    config = small_run("trainer.max_steps=3", *(full(name) if kind == "full" else ()))
+    log = config.run_dir / name
+    if kind == "in the way":
         log.mkdir(parents=True)
     assert train(config).step == 3
     said = capsys.readouterr().err
@@ -156,11 +184,9 @@ def test_event_files_that_cannot_be_written_are_reported_without_a_traceback(tmp
 
 def test_texts_that_cannot_be_written_do_not_end_the_run(small_run, plugin, caplog):
     callback = "trainer.callbacks=[{name: generations, prompts: [In], max_new_tokens: 1}]"
-    config = small_run(
-        "trainer.max_steps=4", "trainer.val_check_interval=2", plugin(FULL.format(name="generations.jsonl")), callback
-    )
+    config = small_run("trainer.max_steps=4", "trainer.val_check_interval=2", plugin(IN_THE_WAY), callback)
     assert train(config).step == 4
-    assert caplog.text.count("generations.jsonl is incomplete: No space left on device") == 1
+    assert caplog.text.count("generations.jsonl is incomplete: Is a directory") == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a read-only mount needs root")
