@@ -42,7 +42,7 @@ class _File(logging.FileHandler):
 
     def _open(self) -> TextIOWrapper:
         """Open the file as a regular one: what stands in its place may be a link or a pipe."""
-        file = open(self.baseFilename, self.mode, encoding=self.encoding, opener=regular_opener)
+        file = open(self.baseFilename, self.mode, encoding=self.encoding, opener=regular_opener)  # noqa: SIM115
         return cast(TextIOWrapper, file)
 
     def handleError(self, record: logging.LogRecord) -> None:
