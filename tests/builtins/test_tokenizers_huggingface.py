@@ -178,8 +178,8 @@ import sys
 sys.modules["transformers"] = None
 sys.modules["torch"] = None
 from pathlib import Path
-from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 print(HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=Path({str(directory)!r}))).vocab_size)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
@@ -195,9 +195,9 @@ def test_a_name_is_found_in_the_cache_of_the_hub_and_else_refused(directory, tmp
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (revision / file).write_bytes((directory / file).read_bytes())
     program = """
-from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
-from nxdt_core.errors import TokenizerFileNotFound
+from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.errors.data import TokenizerFileNotFound
 found = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type="someone/little"))
 print(found.vocab_size, found.bos_id, found.eos_id, len(found.encode("In the beginning, In the beginning")))
 try:
@@ -274,8 +274,8 @@ def test_without_the_library_the_error_names_the_pip_command(tmp_path, missing):
     name = str(tmp_path) if missing == "transformers" else "someone/little"
     program = f"""
 import sys; sys.modules[{missing!r}] = None
-from nxdt_core.builtins.tokenizer_config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizer_huggingface import HuggingFaceTokenizer
+from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 try:
     HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type={name!r}))

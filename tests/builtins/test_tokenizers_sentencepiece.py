@@ -120,8 +120,8 @@ def test_without_the_library_the_error_names_the_pip_command(model):
     program = f"""
 import sys; sys.modules["sentencepiece"] = None
 from pathlib import Path
-from nxdt_core.builtins.tokenizer_config import SentencePieceTokenizerConfig
-from nxdt_core.builtins.tokenizer_sentencepiece import SentencePieceTokenizer
+from nxdt_core.builtins.tokenizers.config import SentencePieceTokenizerConfig
+from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.errors import NxdtError
 try:
     SentencePieceTokenizer(SentencePieceTokenizerConfig(model=Path({str(model)!r})))

@@ -283,7 +283,7 @@ def test_memory_does_not_grow_with_the_size_of_a_file(save: Any) -> None:
 
 _COPY = """
 import sys, time
-from nxdt_core.builtins.storage_local import LocalStorage
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint.copying import copy_checkpoint
 
 def slowly(size_bytes):

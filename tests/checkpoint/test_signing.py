@@ -307,7 +307,7 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, work
 import sys
 sys.modules["cryptography"] = None
 from nxdt_core.checkpoint import Signer, TrustedKeys, latest
-from nxdt_core.errors import SigningLibraryMissing
+from nxdt_core.errors.signing import SigningLibraryMissing
 try:
     {work}
 except SigningLibraryMissing as error:

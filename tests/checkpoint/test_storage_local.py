@@ -162,7 +162,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_return(
 FILL = """
     import sys, torch
     from nxdt_core.checkpoint import CheckpointFacts, open_storage, save_checkpoint
-    from nxdt_core.errors import StorageFull
+    from nxdt_core.errors.checkpoints import StorageFull
     store = open_storage(sys.argv[1])
     for step, elements in ((1, 1000), (2, 4_000_000)):
         try:
@@ -205,7 +205,7 @@ def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
 
 KILLED = """
     import sys, time, torch
-    from nxdt_core.builtins.storage_local import LocalStorage
+    from nxdt_core.builtins.storage.local import LocalStorage
     from nxdt_core.checkpoint import CheckpointFacts, save_checkpoint
     class Stopping(LocalStorage):
         stop_at = None

@@ -19,7 +19,7 @@ def nxdt_task_suites():
     return [TaskSuiteComponent(name="exams", target="acme_exams:Exams")]
 """
     exams = """
-from nxdt_core.errors import NothingToJudge
+from nxdt_core.errors.evaluation import NothingToJudge
 
 class Exams:
     def __init__(self, tasks, path):

@@ -16,7 +16,7 @@ def nxdt_cli():
 
 BODY = """
 import time, click
-from nxdt_core.errors import UnknownPlugin
+from nxdt_core.errors.plugins import UnknownPlugin
 
 @click.command()
 @click.argument("what")

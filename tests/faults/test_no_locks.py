@@ -24,8 +24,8 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, open_storage
 from nxdt_core.cli import main
-from nxdt_core.data.array_cache import cached_arrays
-from nxdt_core.errors import StoreInUse
+from nxdt_core.data.files.array_cache import cached_arrays
+from nxdt_core.errors.checkpoints import StoreInUse
 
 @dataclass
 class Arrays:
