@@ -1,6 +1,6 @@
 """The distributions of this repository: the core, and each folder of ``plugins/*/*`` with a ``pyproject.toml``.
 
-    python scripts/distributions.py editable    print a requirements file with all of them and all of their extras
+    python scripts/distributions.py editable    print a requirements file with all of them and what their extras need
     python scripts/distributions.py offers      write what the plugins offer into the core, for its install advice
 
 ``make install`` calls the first, ``make offers`` the second. A new plugin is a new folder: no list names it.
@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OFFERS", "ROOT", "editable", "folders", "offers"]
+__all__ = ["OFFERS", "ROOT", "editable", "extras", "folders", "offers"]
 
 ROOT = Path(__file__).resolve().parent.parent
 OFFERS = ROOT / "nxdt_core" / "kernel" / "components" / "first_party.json"
@@ -27,9 +27,19 @@ def folders() -> list[str]:
     return [".", *sorted(f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
 
 
-def editable(*, extras: bool = True) -> list[str]:
-    """Return a line ``-e FOLDER[EXTRAS]`` for each distribution."""
-    return [f"-e {folder}{_extras(folder) if extras else ''}" for folder in folders()]
+def editable() -> list[str]:
+    """Return a line ``-e FOLDER`` for each distribution."""
+    return [f"-e {folder}" for folder in folders()]
+
+
+def extras() -> list[str]:
+    """Return what the extras of all distributions require.
+
+    ``-e FOLDER[EXTRA]`` would say the same, but pip then looks for FOLDER's distribution on the index where another
+    one requires it without the extra.
+    """
+    groups = [group for folder in folders() for group in _project(folder).get("optional-dependencies", {}).values()]
+    return sorted({line for group in groups for line in group if not line.startswith("nxdt-")})
 
 
 def offers() -> str:
@@ -57,11 +67,6 @@ def _row(kind: str, dist: str, record: Any) -> dict[str, Any]:
     return {"kind": kind, "dist": dist, "name": record.name} | {key: value for key, value in further.items() if value}
 
 
-def _extras(folder: str) -> str:
-    names = ",".join(_project(folder).get("optional-dependencies", {}))
-    return f"[{names}]" if names else ""
-
-
 def _project(folder: str) -> dict[str, Any]:
     project: dict[str, Any] = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
     return project
@@ -70,7 +75,7 @@ def _project(folder: str) -> dict[str, Any]:
 def main(command: str) -> None:
     """Print or write what the first argument names."""
     if command == "editable":
-        print("\n".join(editable()))
+        print("\n".join([*editable(), *extras()]))
     elif command == "offers":
         OFFERS.write_text(offers())
     else:

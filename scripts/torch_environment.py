@@ -52,7 +52,7 @@ def main(version: str, folder: Path, *replaced: str) -> None:
 
 def requirements() -> list[str]:
     """Return all distributions, editable and without their extras, and the tools of the tests."""
-    return [*editable(extras=False), *TOOLS]
+    return [*editable(), *TOOLS]
 
 
 def constraints(version: str, replaced: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ Imports inside functions and under ``TYPE_CHECKING`` count as well: what they na
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -147,13 +148,17 @@ def test_an_entry_module_imports_the_api_alone(package):
     assert {name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names} <= {"nxdt_core.api"}
 
 
-def import_graph(package: Path) -> dict[str, set[str]]:
-    """Modules of a package that each module of it imports; a name that an ``__init__`` defines counts as that file."""
+def modules_of(package: Path) -> dict[str, Path]:
     files = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package.parent).with_suffix("").parts
         files[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
-    graph = {}
+    return files
+
+
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """Modules of a package that each module of it imports; a name that an ``__init__`` defines counts as that file."""
+    files, graph = modules_of(package), {}
     for module, path in files.items():
         named = {name if name in files else name.rpartition(".")[0] for _, name in imports(path)}
         graph[module] = (named & files.keys()) - {module}
@@ -185,3 +190,25 @@ def test_a_cycle_is_found_in_functions_under_type_checking_and_through_a_package
     (package / "sub" / "__init__.py").write_text("from pkg.sub.b import name\n")
     (package / "sub" / "b.py").write_text("if TYPE_CHECKING:\n    import pkg.a\n")
     assert set(cycle_in(import_graph(package))) == {"pkg.a", "pkg.sub", "pkg.sub.b"}
+
+
+IN_TEXT = re.compile(r"from (nxdt_(?:core|plugin_\w+)[\w.]*) import \(?([\w, ]+)")
+
+
+def test_imports_in_pages_and_in_code_that_tests_write_name_what_exists():
+    """A module that moves takes them along; ``docs/decisions.md`` keeps the names of its time."""
+    modules = {
+        name: path.read_text() for package in [CORE, *plugin_packages()] for name, path in modules_of(package).items()
+    }
+    folders = ("docs", "tests", "plugins", "benchmarks", "examples", "nxdt_core")
+    pages = [path for folder in folders for end in ("md", "py") for path in (ROOT / folder).rglob(f"*.{end}")]
+    found, wrong = 0, []
+    for path in [ROOT / "README.md", *pages]:
+        for module, names in IN_TEXT.findall("" if path.name == "decisions.md" else path.read_text(errors="replace")):
+            for name in (part.split(" as ")[0].strip() for part in names.split(",")):
+                found += 1
+                defined = re.search(rf"\b{name}\b", modules.get(module, "")) if name else True
+                if not defined and f"{module}.{name}" not in modules:
+                    wrong.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
+    assert found > 1000
+    assert wrong == []
