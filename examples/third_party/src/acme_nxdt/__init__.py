@@ -16,14 +16,16 @@ from nxdt_core.api import (
 def nxdt_model_builders() -> list[ModelComponent]:
     """A model."""
     config = "acme_nxdt.config:BigramConfig"
-    return [ModelComponent(name="bigram", target="acme_nxdt.model:BigramBuilder", config=config)]
+    target = "acme_nxdt.model:BigramBuilder"
+    return [ModelComponent(name="bigram", target=target, config=config, capabilities=frozenset({"tp"}))]
 
 
 @hookimpl
 def nxdt_optimizers() -> list[OptimizerComponent]:
     """An optimizer."""
     config = "acme_nxdt.config:LionConfig"
-    return [OptimizerComponent(name="acme-lion", target="acme_nxdt.optimizer:Lion", config=config)]
+    target, can = "acme_nxdt.optimizer:Lion", frozenset({"sharded"})  # its update is made element by element
+    return [OptimizerComponent(name="acme-lion", target=target, config=config, capabilities=can)]
 
 
 @hookimpl
@@ -56,4 +58,5 @@ def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
 @hookimpl
 def nxdt_precision_policies() -> list[PrecisionComponent]:
     """A choice of dtypes."""
-    return [PrecisionComponent(name="fp64", target="acme_nxdt.precision:fp64")]
+    needs = frozenset({"dtype:float64"})
+    return [PrecisionComponent(name="fp64", target="acme_nxdt.precision:fp64", requires=needs)]
