@@ -18,11 +18,11 @@ __all__ = ["CAPABILITIES"]
 
 _ENGINE = {
     "dp": "trains on several data parallel ranks, which read different samples",
-    "dp_replicate": "shards within groups of data parallel ranks only (hybrid sharding)",
+    "dp_replicate": "shards within groups of data parallel ranks only",
     "zero1": "shards optimizer state over data parallel ranks",
     "zero2": "shards optimizer state and gradients over data parallel ranks",
     "zero3": "shards optimizer state, gradients and weights over data parallel ranks",
-    "tp": "shards the matrices of layers over ranks (tensor parallelism)",
+    "tp": "shards the matrices of layers over ranks",
     "sp": "shards activations between tensor parallel layers along the sequence",
     "pad_heads": "adds attention heads of zeros where tensor parallelism does not divide them",
     "pp": "distributes layers over pipeline stages on several ranks",
@@ -30,10 +30,10 @@ _ENGINE = {
     "pp:1f1b": "runs the pipeline schedule 1F1B",
     "pp:interleaved": "runs the interleaved pipeline schedule",
     "pp:zbv": "runs the zero-bubble pipeline schedule ZBV",
-    "cp": "shards sequences over ranks (context parallelism)",
+    "cp": "shards sequences over ranks",
     "cp:ring": "passes keys and values around a ring of context parallel ranks",
     "cp:gather": "gathers keys and values over context parallel ranks",
-    "ep": "distributes experts over ranks (expert parallelism)",
+    "ep": "distributes experts over ranks",
     "token_shuffle": "mixes the tokens of data parallel ranks before experts",
     "adapters": "applies adapters to the model before it is laid out, and trains what they added",
     "reference": "computes the log-probabilities of labels, which preference objectives compare with",
@@ -52,11 +52,11 @@ _ENGINE = {
 }
 
 _MODEL = {
-    "tp": "its plan shards the matrices of layers (tensor parallelism)",
+    "tp": "its plan shards the matrices of layers",
     "sp": "its plan shards activations between tensor parallel layers along the sequence",
     "pp": "its plan cuts the model into pipeline stages",
-    "cp": "its attention runs on shards of a sequence (context parallelism)",
-    "ep": "it has experts that its plan distributes over ranks (expert parallelism)",
+    "cp": "its attention runs on shards of a sequence",
+    "ep": "it has experts that its plan distributes over ranks",
     "lora": "its linear layers, embeddings and experts take low-rank updates",
 }
 

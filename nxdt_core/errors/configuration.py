@@ -320,8 +320,8 @@ class CapabilityMissing(ConfigProblem):
 
     code = "NXDT-C022"
     happened = (
-        "found {found}, which needs the capability '{capability}', and the {role} '{name}' of {dist} does not declare "
-        "it ('{capability}': {meaning})."
+        "found {found}, which needs the capability '{capability}' ({meaning}); the {role} '{name}' of {dist} does not "
+        "declare it."
     )
     remedy = "{ways}"
     found: str
@@ -339,8 +339,8 @@ class CapabilityMissing(ConfigProblem):
     def _view(self) -> dict[str, Any]:
         other = f", or set {self.selector} to {listing(self.others, 3)}" if self.others else ""
         ways = (
-            f"{self.instead}{other}. The authors of {self.dist} add '{self.capability}' to the capabilities of the "
-            "record once the component does that."
+            f"{self.instead}{other}. For its authors: add '{self.capability}' to the capabilities of the record once "
+            "the component does this."
         )
         role = self.kind.replace("_", " ")
         return {**super()._view(), "role": role, "ways": ways}

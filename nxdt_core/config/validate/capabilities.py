@@ -137,7 +137,8 @@ def _of_layout(checked: Checked) -> Iterator[Asked]:
     if sizes is None:
         return
     if sizes.dp > 1:
-        yield Asked(WORLD, f"{sizes.dp} data parallel ranks", "Start one process for each copy of the model", "dp")
+        one_copy = f"Make {WORLD[0]} x {WORLD[1]} {sizes.world_size // sizes.dp}"
+        yield Asked(WORLD, f"{sizes.dp} data parallel ranks", one_copy, "dp")
     if sizes.fsdp == 1 or sizes.zero_stage == 0:
         return
     keys = (_ZERO_STAGE,) if checked.values.get(_ZERO_STAGE) is not None else (_ZERO,)
