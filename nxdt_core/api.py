@@ -27,15 +27,18 @@ and in its ``pyproject.toml``::
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pluggy
 
 from nxdt_core._version import __version__
+from nxdt_core.capabilities import CAPABILITIES
 from nxdt_core.errors.plugins import BadComponentRecord
 
 __all__ = [
+    "CAPABILITIES",
     "ENTRY_POINT_GROUP",
     "KINDS",
     "PROJECT",
@@ -82,7 +85,7 @@ class Component:
     """What the kernel knows of a component without importing its implementation.
 
     Raises:
-        BadComponentRecord: a name, alias, target or config reference is malformed.
+        BadComponentRecord: a name, an alias, a reference or a set of capabilities is malformed.
     """
 
     name: str
@@ -96,17 +99,30 @@ class Component:
     aliases: tuple[str, ...] = ()
     """Other short names, such as those of an older schema."""
     capabilities: frozenset[str] = frozenset()
-    """What the implementation supports, such as ``{"tp", "pp", "sp", "cp", "ep", "lora"}``."""
+    """What the implementation does, in the words of :data:`CAPABILITIES` for its kind. What an engine, a model or an
+    optimizer does not declare, no configuration may ask of it."""
+    requires: frozenset[str] = frozenset()
+    """Capabilities that the run's engine must declare for this component, whatever its section says. What depends on
+    the section is answered by its dataclass (:class:`nxdt_core.config.fields.component.RequiresCapabilities`)."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise BadComponentRecord(record=type(self).__name__, field="name", found=name)
-        for field, reference in (("target", self.target), ("config", self.config)):
-            if reference is None and field == "config":
-                continue
-            if not isinstance(reference, str) or not _TARGET.fullmatch(reference):
-                raise BadComponentRecord(record=type(self).__name__, field=field, found=reference)
+        self._check_reference("target", self.target)
+        if self.config is not None:
+            self._check_reference("config", self.config)
+        self._check_names("capabilities", self.capabilities)
+        self._check_names("requires", self.requires)
+
+    def _check_reference(self, field: str, reference: object) -> None:
+        if not isinstance(reference, str) or not _TARGET.fullmatch(reference):
+            raise BadComponentRecord(record=type(self).__name__, field=field, found=reference)
+
+    def _check_names(self, field: str, names: object) -> None:
+        """A plain text would count as the set of its letters."""
+        if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
+            raise BadComponentRecord(record=type(self).__name__, field=field, found=names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +198,14 @@ class TaskSuiteComponent(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterComponent(Component):
-    """A :class:`nxdt_core.protocols.adapter.Adapter`."""
+    """A :class:`nxdt_core.protocols.adapter.Adapter`. Each of them requires the engine's capability ``adapters``."""
+
+    requires_of_model: frozenset[str] = frozenset()
+    """Capabilities that the run's model must declare: ``{"lora"}``."""
+
+    def __post_init__(self) -> None:
+        Component.__post_init__(self)  # super() without arguments knows the class from before slots were added
+        self._check_names("requires_of_model", self.requires_of_model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +215,20 @@ class ObjectiveComponent(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineComponent(Component):
-    """A :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+    """A :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`.
+
+    One that declares none of ``dp``, ``tp``, ``pp`` and ``cp`` is never started in more than one process.
+    """
+
+    rules: str | None = None
+    """``package.module:function`` of what only this engine knows of layouts: a
+    :class:`nxdt_core.protocols.parallel.rules.EngineRules`. ``nxdt config check`` calls it; its module must not import
+    torch."""
+
+    def __post_init__(self) -> None:
+        Component.__post_init__(self)
+        if self.rules is not None:
+            self._check_reference("rules", self.rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +294,8 @@ class Kind:
     section: str
     """Key of the configuration, or option of a command, that selects the component: ``model.name``."""
     summary: str = ""
+    capabilities: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What components of the kind may declare → what one that declares it does."""
 
 
 def _kind(name: str, record: type[Component], protocol: str, section: str, summary: str) -> Kind:
@@ -269,6 +307,7 @@ def _kind(name: str, record: type[Component], protocol: str, section: str, summa
         protocol=f"nxdt_core.protocols.{protocol}",
         section=section,
         summary=summary,
+        capabilities=CAPABILITIES.get(name, {}),
     )
 
 

@@ -2,7 +2,7 @@
 
 Each name looks for the newer call first, so that a fallback can be deleted with the version that needs it. How stages
 of the stock pipeline differ is in :mod:`nxdt_core.parallel.pipeline.stock_stage`, and what an older version
-cannot do is refused by :mod:`nxdt_core.config.validate.torch_version`.
+cannot do is refused by :mod:`nxdt_core.parallel.rules.torch_version`.
 """
 
 from __future__ import annotations

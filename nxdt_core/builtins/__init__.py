@@ -25,6 +25,19 @@ from nxdt_core.builtins.schedules.records import SCHEDULES
 
 _HERE = "nxdt_core.builtins"
 
+_TORCH_ENGINE = frozenset(
+    {
+        *("dp", "dp_replicate", "zero1", "zero2", "zero3"),
+        *("tp", "sp", "pad_heads"),
+        *("pp", "vpp", "pp:1f1b", "pp:interleaved", "pp:zbv"),
+        *("cp", "cp:ring", "cp:gather"),
+        *("ep", "token_shuffle"),
+        *("adapters", "reference", "recompute", "compile", "param_groups"),
+        *("dtype:float64", "dtype:bfloat16", "autocast", "master_weights"),
+        *("gradient_dtype", "optimizer_dtype", "stochastic_rounding"),
+    }
+)
+
 
 @hookimpl
 def nxdt_dataloaders() -> list[DataloaderComponent]:
@@ -140,6 +153,8 @@ def nxdt_parallel_engines() -> list[EngineComponent]:
             name="torch",
             target="nxdt_core.parallel.engine:TorchEngine",
             summary="stock torch.distributed on any device type that torch knows",
+            capabilities=_TORCH_ENGINE,
+            rules="nxdt_core.parallel.rules.layout:find_impossible_layouts",
         )
     ]
 

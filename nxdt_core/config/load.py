@@ -45,7 +45,8 @@ from nxdt_core.config.validate import (
     find_unsupported,
     find_wrong_durations,
 )
-from nxdt_core.config.validate.components import component_findings, plugin_findings
+from nxdt_core.config.validate.capabilities import find_undeclared
+from nxdt_core.config.validate.components import component_findings, engine_findings, plugin_findings
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.plugin import plugin_notes
@@ -209,6 +210,8 @@ class _Load:
         """Rules over the values; plugins are asked only where every type is right."""
         right = not self.problems
         self.problems += find_impossible(checked)
+        self.problems += engine_findings(checked, composition)
+        self.problems += find_undeclared(checked, composition.components, reading.instances, kernel.registry)
         self.problems += find_overfull_curve(checked, reading.instances)
         self.problems += find_unsupported(checked)
         self.problems += find_unknown_recompute(checked, composition)

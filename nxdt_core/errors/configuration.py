@@ -11,6 +11,7 @@ __all__ = [
     "BadComponentConfig",
     "BadInterpolation",
     "BadOverride",
+    "CapabilityMissing",
     "ComponentFinding",
     "ConfigError",
     "ConfigFileNotFound",
@@ -312,6 +313,37 @@ class CredentialsInAddress(ConfigProblem):
         else:
             instead = "Put the whole address into a variable, and write ${oc.env:NAME}."
         return {**super()._view(), "instead": instead}
+
+
+class CapabilityMissing(ConfigProblem):
+    """A setting that the selected engine, model or optimizer does not declare."""
+
+    code = "NXDT-C022"
+    happened = (
+        "found {found}, which needs the capability '{capability}' ({meaning}); the {role} '{name}' of {dist} does not "
+        "declare it."
+    )
+    remedy = "{ways}"
+    found: str
+    instead: str
+    capability: str
+    meaning: str
+    kind: str
+    name: str
+    dist: str
+    selector: str
+    """Key that selects the component."""
+    others: tuple[str, ...] = ()
+    """Components of the kind that declare it."""
+
+    def _view(self) -> dict[str, Any]:
+        other = f", or set {self.selector} to {listing(self.others, 3)}" if self.others else ""
+        ways = (
+            f"{self.instead}{other}. For its authors: add '{self.capability}' to the capabilities of the record once "
+            "the component does this."
+        )
+        role = self.kind.replace("_", " ")
+        return {**super()._view(), "role": role, "ways": ways}
 
 
 class MigrationTargetExists(NxdtError):

@@ -36,12 +36,11 @@ class BadComponentRecord(NxdtError):
     found: object
 
     def _view(self) -> dict[str, Any]:
-        wanted = (
-            "letters, digits and '_ . + -', starting with a letter or digit"
-            if self.field == "name"
-            else "'package.module:attribute'"
-        )
-        return {**super()._view(), "wanted": wanted}
+        forms = {
+            "name": "letters, digits and '_ . + -', starting with a letter or digit",
+            **dict.fromkeys(("capabilities", "requires", "requires_of_model"), "a frozenset of names"),
+        }
+        return {**super()._view(), "wanted": forms.get(self.field, "'package.module:attribute'")}
 
 
 class UnknownComponent(NxdtError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-__all__ = ["DType", "PrecisionFactory", "PrecisionPolicy"]
+__all__ = ["DType", "PrecisionFactory", "PrecisionPolicy", "capabilities_of"]
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 """Names of torch dtypes, so that policies can be read without torch."""
@@ -34,6 +34,23 @@ class PrecisionPolicy:
     stochastic_rounding: bool = False
     """Round into ``parameters`` stochastically (Gupta et al. 2015, arXiv:1502.02551): the masters' copies that are
     computed with, or the update where there are no masters."""
+
+
+def capabilities_of(policy: PrecisionPolicy) -> frozenset[str]:
+    """Return the capabilities of :data:`nxdt_core.api.CAPABILITIES` that an engine must declare to apply ``policy``.
+
+    float32 parameters, gradients and state need none; nor do gradients and state of the parameters' own dtype.
+    """
+    updated = "float32" if policy.master_weights else policy.parameters
+    asked = {
+        f"dtype:{policy.parameters}": policy.parameters != "float32",
+        "autocast": policy.autocast is not None,
+        "master_weights": policy.master_weights,
+        "gradient_dtype": policy.gradients != policy.parameters,
+        "optimizer_dtype": policy.optimizer_state != updated,
+        "stochastic_rounding": policy.stochastic_rounding,
+    }
+    return frozenset(name for name, needed in asked.items() if needed)
 
 
 class PrecisionFactory(Protocol):

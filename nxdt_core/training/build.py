@@ -11,8 +11,10 @@ from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.validate.capabilities import check_capabilities, check_objective, check_policy
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.models import SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.optimizers import NoMasterWeights
 from nxdt_core.protocols.adapter import Adapter
@@ -20,7 +22,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, IterableDataset, MapDataset
 from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.objective import Objective, traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -45,7 +47,12 @@ __all__ = [
 
 
 def engine(config: ResolvedConfig) -> ParallelEngine:
-    """The parallel engine, not started."""
+    """The parallel engine, not started; checked against the number of processes that were started.
+
+    Raises:
+        ConfigError: the engine, the model or the optimizer does not declare what the run asks of them.
+    """
+    check_capabilities(config, world_size=Ranks.from_environment().world_size)
     target = config.selected("parallel_engine").component.load_target()
     return cast(ParallelEngine, target(config))
 
@@ -128,17 +135,25 @@ def chat_keys(config: ResolvedConfig) -> ChatKeys:
 
 
 def objective(config: ResolvedConfig) -> Objective:
-    """The loss."""
-    return cast(Objective, _construct(config, "objective"))
+    """The loss.
+
+    Raises:
+        ConfigError: it compares with a reference, which the engine does not declare.
+    """
+    made = cast(Objective, _construct(config, "objective"))
+    check_objective(config, () if traits_of(made).reference is None else ("reference",))
+    return made
 
 
 def precision(config: ResolvedConfig) -> PrecisionPolicy:
     """The dtypes.
 
     Raises:
+        ConfigError: the engine does not declare what it asks for.
         NoMasterWeights: float32 weights are to be saved, and it keeps none.
     """
     policy = cast(PrecisionPolicy, _construct(config, "precision"))
+    check_policy(config, policy)
     wanted = config.run.exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt
     if wanted and not policy.master_weights and policy.parameters in ("bfloat16", "float16"):
         raise NoMasterWeights(precision=policy.name, dtype=policy.parameters)

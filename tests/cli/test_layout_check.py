@@ -30,6 +30,7 @@ def nxdt_model_builders():
             target="forgetful:Forgetful",
             config="nxdt_plugin_hf.config:HFModelConfig",
             summary="a plan that overlooks norms of heads",
+            capabilities=frozenset({"tp"}),
             tried_before_launch=True,
         )
     ]

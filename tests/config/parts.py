@@ -132,7 +132,11 @@ class MemoryConfig:
 def nxdt_model_builders():
     return [
         ModelComponent(
-            name="tiny", target="tiny:Builder", config=f"{__name__}:TinyConfig", hf_architectures=("TinyForCausalLM",)
+            name="tiny",
+            target="tiny:Builder",
+            config=f"{__name__}:TinyConfig",
+            hf_architectures=("TinyForCausalLM",),
+            capabilities=frozenset({"tp", "sp", "pp", "cp", "ep"}),
         ),
         ModelComponent(name="bare", target="tiny:Bare"),
         ModelComponent(name="plain", target="tiny:Plain", config=f"{__name__}:PlainConfig"),

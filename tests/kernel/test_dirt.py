@@ -77,6 +77,37 @@ BROKEN_SOURCES = {
         "def nxdt_optimizers(): return [ModelComponent(name='a', target='m:f')]",
         "nxdt_optimizers yields a ModelComponent, not a OptimizerComponent",
     ),
+    "unknown-capability": (
+        "from nxdt_core.api import hookimpl, ModelComponent\n@hookimpl\n"
+        "def nxdt_model_builders(): return [ModelComponent(name='a', target='m:f', capabilities=frozenset({'lorra'}))]",
+        "the model_builder 'a' declares the capability 'lorra', which does not exist; did you mean 'lora'?",
+    ),
+    "capability-of-another-kind": (
+        "from nxdt_core.api import hookimpl, OptimizerComponent\n@hookimpl\n"
+        "def nxdt_optimizers(): return [OptimizerComponent(name='a', target='m:f', capabilities=frozenset({'tp'}))]",
+        "the optimizer 'a' declares the capability 'tp', which does not exist; known are 'sharded'",
+    ),
+    "kind-without-capabilities": (
+        "from nxdt_core.api import hookimpl, LoggerComponent\n@hookimpl\n"
+        "def nxdt_loggers(): return [LoggerComponent(name='a', target='m:f', capabilities=frozenset({'tp'}))]",
+        "the logger 'a' declares the capability 'tp'; components of its kind have none",
+    ),
+    "unknown-requirement": (
+        "from nxdt_core.api import hookimpl, PrecisionComponent\n@hookimpl\n"
+        "def nxdt_precision_policies():\n"
+        "    return [PrecisionComponent(name='a', target='m:f', requires=frozenset({'autocst'}))]",
+        "the precision_policy 'a' requires the capability 'autocst', which does not exist; did you mean 'autocast'?",
+    ),
+    "unknown-requirement-of-the-model": (
+        "from nxdt_core.api import hookimpl, AdapterComponent\n@hookimpl\n"
+        "def nxdt_adapters(): return [AdapterComponent(name='a', target='m:f', requires_of_model=frozenset({'loro'}))]",
+        "requires of the model the capability 'loro', which does not exist; did you mean 'lora'?",
+    ),
+    "capabilities-as-text": (
+        "from nxdt_core.api import hookimpl, ModelComponent\n@hookimpl\n"
+        "def nxdt_model_builders(): return [ModelComponent(name='a', target='m:f', capabilities='tp')]",
+        "ModelComponent.capabilities cannot be 'tp'",
+    ),
     "no-list": (
         "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_optimizers(): return 3",
         "yields int where a list of records belongs",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "nxdt_core"
 
 LAYERS = (
-    {"_version", "visible_text"},
+    {"_version", "capabilities", "visible_text"},
     {"errors"},
     {"api", "compile_counts", "devices", "mounts", "regular_files", "torch_versions"},
     {"progress", "protocols"},

@@ -10,7 +10,13 @@ _HERE = "nxdt_core.builtins.optimizers"
 
 
 def _optimizer(name: str, target: str, config: str, summary: str) -> OptimizerComponent:
-    return OptimizerComponent(name=name, target=f"{_HERE}.{target}", config=f"{_HERE}.config:{config}", summary=summary)
+    return OptimizerComponent(
+        name=name,
+        target=f"{_HERE}.{target}",
+        config=f"{_HERE}.config:{config}",
+        summary=summary,
+        capabilities=frozenset({"sharded"}),
+    )
 
 
 OPTIMIZERS = (

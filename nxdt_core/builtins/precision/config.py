@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from nxdt_core.protocols.precision import capabilities_of
+
 __all__ = ["BF16SRConfig", "ManualConfig"]
 
 Switch = Literal[False, True, 0, 1, "0", "1"]
@@ -21,6 +23,12 @@ class BF16SRConfig:
     optimizer_state: Literal["float32", "bfloat16"] = "float32"
     """What the optimizer's running means lie in between steps; ``bfloat16`` halves them and rounds them
     stochastically, too."""
+
+    def requires_capabilities(self) -> Iterable[str]:
+        """Capabilities of the engine that the values ask for."""
+        from nxdt_core.builtins.precision.policies import bf16_sr
+
+        return capabilities_of(bf16_sr(self))
 
 
 @dataclass(kw_only=True)
@@ -50,6 +58,12 @@ class ManualConfig:
     def rounds_stochastically(self) -> bool:
         """Whether that switch is on."""
         return self.neuron_rt_stochastic_rounding_en in _ON
+
+    def requires_capabilities(self) -> Iterable[str]:
+        """Capabilities of the engine that the switches ask for."""
+        from nxdt_core.builtins.precision.policies import manual
+
+        return capabilities_of(manual(self))
 
     def check(self) -> Iterable[tuple[str, str]]:
         """Yield (key, problem) for switches that contradict each other."""

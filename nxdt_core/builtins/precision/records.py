@@ -17,11 +17,13 @@ POLICIES = (
     PrecisionComponent(
         name="mixed_precision",
         target=f"{_HERE}.policies:mixed_precision",
+        requires=frozenset({"dtype:bfloat16", "master_weights", "gradient_dtype"}),
         summary="bfloat16 compute; float32 masters, sums of gradients and optimizer state",
     ),
     PrecisionComponent(
         name="mixed_precisionSR",
         target=f"{_HERE}.policies:mixed_precision_sr",
+        requires=frozenset({"dtype:bfloat16", "master_weights", "gradient_dtype", "stochastic_rounding"}),
         summary="mixed_precision, masters rounded stochastically to the bfloat16 that is computed with",
         aliases=("mixed_precision_SR",),
     ),
@@ -29,11 +31,13 @@ POLICIES = (
         name="bf16SR",
         target=f"{_HERE}.policies:bf16_sr",
         config=f"{_HERE}.config:BF16SRConfig",
+        requires=frozenset({"dtype:bfloat16", "stochastic_rounding"}),
         summary="bfloat16 weights and gradients without masters, updates rounded stochastically",
     ),
     PrecisionComponent(
         name="autocast",
         target=f"{_HERE}.policies:autocast",
+        requires=frozenset({"autocast"}),
         summary="float32 parameters, bfloat16 compute under torch.autocast",
     ),
     PrecisionComponent(

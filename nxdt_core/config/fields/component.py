@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["ChecksItself", "NamesHFKeys", "ReadsHFConfig"]
+__all__ = ["ChecksItself", "NamesHFKeys", "ReadsHFConfig", "RequiresCapabilities"]
 
 
 @runtime_checkable
@@ -34,6 +34,18 @@ class ChecksItself(Protocol):
 
     def check(self) -> Iterable[tuple[str, str]]:
         """Yield (key, problem) for each; the key is relative to the section. Called once the types are right."""
+        ...
+
+
+@runtime_checkable
+class RequiresCapabilities(Protocol):
+    """What the component needs of the engine depends on the values of its section.
+
+    ``requires`` of its record is for what it needs always.
+    """
+
+    def requires_capabilities(self) -> Iterable[str]:
+        """Return engine capabilities of :data:`nxdt_core.api.CAPABILITIES`. Called once the types are right."""
         ...
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.layout import LAYOUT_RULES
 from nxdt_core.config.validate.run_length import ENDING_RULES
-from nxdt_core.config.validate.stages import STAGE_RULES
-from nxdt_core.config.validate.torch_version import TORCH_RULES
 from nxdt_core.errors.configuration import ImpossibleCombination
 
 __all__ = ["RULES", "find_impossible"]
@@ -136,8 +134,6 @@ def sequence_has_positions(checked: Checked) -> Iterator[ImpossibleCombination]:
 RULES: tuple[Rule, ...] = (
     *ENDING_RULES,
     *LAYOUT_RULES,
-    *STAGE_RULES,
-    *TORCH_RULES,
     zero_stage_agrees,
     one_context_method,
     resume_named,

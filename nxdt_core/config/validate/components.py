@@ -11,10 +11,13 @@ from nxdt_core.config.sources.node import Node, join, to_plain
 from nxdt_core.config.validate import Checked
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ComponentFinding, ConfigProblem
+from nxdt_core.errors.plugins import ComponentUnusable
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.contexts import ValidateConfigContext
 
-__all__ = ["component_findings", "names_by_slot", "plugin_findings"]
+__all__ = ["component_findings", "engine_findings", "names_by_slot", "plugin_findings"]
+
+_ENGINE = "parallel_engine"
 
 
 def component_findings(
@@ -25,6 +28,28 @@ def component_findings(
         instance, component = instances.get(slot.section), composition.components.get(slot.name)
         if component is not None and isinstance(instance, ChecksItself):
             yield from _checked(instance, component, slot.section, checked)
+
+
+def engine_findings(checked: Checked, composition: Composition) -> Iterator[ConfigProblem]:
+    """Problems that the rules of the selected engine report of the layout."""
+    component = composition.components.get(_ENGINE)
+    if component is None:
+        return
+    key = f"{_ENGINE}.name"
+    try:
+        rules = component.load_rules()
+        found = [] if rules is None else list(rules(checked))
+    except ComponentUnusable as error:
+        yield BadComponentChoice(**checked.place(key), error=error)
+    except Exception as error:  # a plugin's code: whatever it raises is told with its name
+        yield BadComponentConfig(
+            **checked.place(key),
+            component=component.qualified_name,
+            dist=component.dist,
+            reason=f"its rules raised {type(error).__name__}: {error}",
+        )
+    else:
+        yield from found
 
 
 def _checked(

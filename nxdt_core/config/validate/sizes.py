@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 from nxdt_core.config.schema.strategy import DistributedStrategyConfig
-from nxdt_core.config.validate.checked import Checked
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.rules import Settings
 
 __all__ = ["BATCH", "CP", "EP", "MICRO_BATCH", "PP", "REPLICAS", "TP", "VPP", "WORLD", "mesh_sizes", "micro_batches"]
 
@@ -22,22 +22,22 @@ WORLD = ("trainer.devices", "trainer.num_nodes")
 BATCH, MICRO_BATCH = "data.global_batch_size", "data.micro_batch_size"
 
 
-def mesh_sizes(checked: Checked) -> MeshSizes | None:
+def mesh_sizes(settings: Settings) -> MeshSizes | None:
     """The size of every dimension; None where they do not fit the processes or one is wrong."""
-    world = checked.numbers(*WORLD)
+    world = settings.numbers(*WORLD)
     names = [field.name for field in fields(DistributedStrategyConfig)]
-    if world is None or any(f"{_SECTION}.{name}" not in checked.values for name in names):
+    if world is None or any(f"{_SECTION}.{name}" not in settings.values for name in names):
         return None
-    strategy = DistributedStrategyConfig(**{name: checked.values[f"{_SECTION}.{name}"] for name in names})
+    strategy = DistributedStrategyConfig(**{name: settings.values[f"{_SECTION}.{name}"] for name in names})
     try:
         return strategy.mesh_sizes(world[0] * world[1])
     except WorldDoesNotDivide:
         return None
 
 
-def micro_batches(checked: Checked) -> int | None:
+def micro_batches(settings: Settings) -> int | None:
     """Micro-batches of one step on each data parallel rank; None where the batch does not divide."""
-    batch, sizes = checked.numbers(BATCH, MICRO_BATCH), mesh_sizes(checked)
+    batch, sizes = settings.numbers(BATCH, MICRO_BATCH), mesh_sizes(settings)
     if batch is None or sizes is None:
         return None
     count, rest = divmod(batch[0], batch[1] * sizes.dp)

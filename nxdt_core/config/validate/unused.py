@@ -9,7 +9,6 @@ from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.schema.exp_manager import EarlyStoppingParams, EmaConfig
 from nxdt_core.config.sources.node import join
 from nxdt_core.config.validate.checked import Checked
-from nxdt_core.config.validate.shuffle import find_idle_shuffle
 from nxdt_core.config.validate.sizes import BATCH, CP, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes, micro_batches
 
 __all__ = ["find_idle"]
@@ -20,6 +19,8 @@ _KV_HEADS, _KV_REPLICATOR = "model.num_kv_heads", f"{_STRATEGY}.kv_replicator"
 _GRANULARITY = "model.activations_checkpoint_granularity"
 _RECOMPUTE = "model.activations_checkpoint_recompute"
 _SCHEDULE = "model.optim.sched"
+_SHUFFLE, _EXPERTS = f"{_STRATEGY}.token_shuffle_group_size", "model.moe.num_experts"
+_FACTOR = "model.moe.capacity_factor"
 _WARMUP, _HORIZON, _LAST = f"{_SCHEDULE}.warmup_steps", f"{_SCHEDULE}.max_steps", "trainer.max_steps"
 
 _READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
@@ -41,7 +42,7 @@ def find_idle(checked: Checked, classes: Mapping[str, type]) -> Iterator[str]:
             yield from _lines([key for key in keys if _asks(checked, key)], f"{size} is 1")
     yield from _copies(checked)
     yield from _zero(checked)
-    yield from find_idle_shuffle(checked)
+    yield from _shuffle(checked)
     if checked.values.get(_RECOMPUTE) and checked.values.get(_GRANULARITY, "") is None:
         yield from _lines([_RECOMPUTE], f"{_GRANULARITY} is not set")
     yield from _waiting_stages(checked)
@@ -79,6 +80,16 @@ def _zero(checked: Checked) -> Iterator[str]:
         yield from _lines(written, "the layout leaves no data parallel ranks to shard over")
     if sizes is not None and sizes.zero_stage == 0 and sizes.dp_replicate > 1:
         yield from _lines([REPLICAS], f"{_ZERO} is false and every data parallel rank holds a whole copy")
+
+
+def _shuffle(checked: Checked) -> Iterator[str]:
+    """Tokens that travel although no expert is ever full."""
+    numbers = checked.numbers(_SHUFFLE)
+    if numbers is None or numbers[0] == 1 or checked.numbers(_EXPERTS) is None:
+        return
+    factor = checked.values.get(_FACTOR)
+    if factor is None or factor <= 0:
+        yield f"{_SHUFFLE}: tokens travel for nothing, since {_FACTOR} bounds no expert"
 
 
 def _waiting_stages(checked: Checked) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -48,6 +49,22 @@ class RegisteredComponent:
         if not (isinstance(loaded, type) and is_dataclass(loaded)):
             raise self._unusable("config", self.record.config, "it is no dataclass")
         return loaded
+
+    def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:
+        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.parallel.rules.EngineRules`); None where its
+        record names none.
+
+        Raises:
+            ComponentUnusable: as :meth:`load_target`, or what the record names cannot be called.
+        """
+        reference = getattr(self.record, "rules", None)
+        if reference is None:
+            return None
+        loaded = self._load("rules", reference)
+        if not callable(loaded):
+            raise self._unusable("rules", reference, "it is not a function")
+        found: Callable[[Any], Iterable[Any]] = loaded
+        return found
 
     def _load(self, field: str, reference: str) -> Any:
         try:

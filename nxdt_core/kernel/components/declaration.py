@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from nxdt_core.api import KINDS, CliCommand, Component, Kind
+from nxdt_core.api import CAPABILITIES, KINDS, AdapterComponent, CliCommand, Component, Kind
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import listing
 from nxdt_core.errors.plugins import PluginHookFailed
 from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.kernel.defect import GUARDED, PluginDefect, describe_failure
@@ -131,9 +132,26 @@ def _require(hook: str, found: object, record: type) -> None:
 
 
 def _registered(plugin: PluginInfo, kind: Kind, record: Component) -> RegisteredComponent:
+    _refuse_unknown("declares", kind, record, record.capabilities, kind.capabilities)
+    _refuse_unknown("requires", kind, record, record.requires, CAPABILITIES["parallel_engine"])
+    if isinstance(record, AdapterComponent):
+        wanted, known = record.requires_of_model, CAPABILITIES["model_builder"]
+        _refuse_unknown("requires of the model", kind, record, wanted, known)
     return RegisteredComponent(
         kind=kind.name, record=record, plugin=plugin.name, dist=plugin.dist, version=plugin.version
     )
+
+
+def _refuse_unknown(verb: str, kind: Kind, record: Component, names: Iterable[str], known: Mapping[str, str]) -> None:
+    """A capability with a wrong name would be declared to nobody."""
+    for name in sorted(set(names) - known.keys()):
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {listing(sorted(known), 40)}"
+        raise PluginDefect(
+            f"the {kind.name} {record.name!r} {verb} the capability {name!r}, which does not exist; {hint}"
+            if known
+            else f"the {kind.name} {record.name!r} {verb} the capability {name!r}; components of its kind have none"
+        )
 
 
 def _refuse_duplicates(components: Iterable[RegisteredComponent]) -> None:

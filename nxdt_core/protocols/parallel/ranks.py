@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, final
 
-__all__ = ["RankAgreement"]
+__all__ = ["OneRank", "RankAgreement"]
 
 _T = TypeVar("_T")
 
@@ -69,3 +70,51 @@ class RankAgreement(Protocol):
             timeout_s: longest wait within one of its methods.
         """
         ...
+
+
+@final
+class OneRank:
+    """The :class:`RankAgreement` of a run of one process, for engines that have no others."""
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def host(self) -> str:
+        """Name of this machine."""
+        return socket.gethostname()
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def broadcast_object(self, value: _T, source: int = 0) -> _T:
+        """Return ``value``."""
+        del source
+        return value
+
+    def all_gather_object(self, value: _T) -> list[_T]:
+        """Return ``value`` as the only one."""
+        return [value]
+
+    def on_rank_zero(self, function: Callable[[], _T]) -> _T:
+        """Return what ``function`` returns."""
+        return function()
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return ``flag``."""
+        return flag
+
+    def largest_before(self, value: int, *, topic: str = "") -> int:
+        """Return ``value``."""
+        del topic
+        return value
+
+    def last_answer(self, *, topic: str = "") -> int:
+        """Return 0: no answer is owed."""
+        del topic
+        return 0
+
+    def sibling(self, *, timeout_s: float) -> OneRank:
+        """Return another one."""
+        del timeout_s
+        return OneRank()

@@ -9,6 +9,7 @@ from nxdt_core.config.schema.strategy import DistributedStrategyConfig
 from nxdt_core.config.sources.node import from_plain
 from nxdt_core.config.sources.overrides import COMMAND_LINE
 from nxdt_core.config.validate import Checked, find_impossible
+from nxdt_core.parallel.rules.layout import find_impossible_layouts
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, SCHEDULE = "context_parallel_size", "expert_model_parallel_size", "pipeline_schedule"
@@ -172,7 +173,8 @@ POSSIBLE = {
 
 
 def found(values):
-    return [problem.what() for problem in find_impossible(Checked(values, from_plain({}, COMMAND_LINE)))]
+    checked = Checked(values, from_plain({}, COMMAND_LINE))
+    return [problem.what() for problem in (*find_impossible(checked), *find_impossible_layouts(checked))]
 
 
 @pytest.mark.parametrize(("values", "sentence"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)

@@ -17,6 +17,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             name="moe-test",
             target="nxdt_core.testing.models.moe:MoEBuilder",
             config="nxdt_core.testing.models.moe_config:MoEModelConfig",
+            capabilities=frozenset({"tp", "sp", "pp", "cp", "ep"}),
         )
     ]
 

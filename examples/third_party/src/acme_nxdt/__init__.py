@@ -15,10 +15,19 @@ from nxdt_core.api import (
 @hookimpl
 def nxdt_model_builders() -> list[ModelComponent]:
     """A model from scratch, and one that is made of parts of the core."""
-    bigram, decoder = "acme_nxdt.config:BigramConfig", "acme_nxdt.decoder_config:DecoderConfig"
     return [
-        ModelComponent(name="bigram", target="acme_nxdt.model:BigramBuilder", config=bigram),
-        ModelComponent(name="acme-decoder", target="acme_nxdt.decoder:DecoderBuilder", config=decoder),
+        ModelComponent(
+            name="bigram",
+            target="acme_nxdt.model:BigramBuilder",
+            config="acme_nxdt.config:BigramConfig",
+            capabilities=frozenset({"tp"}),
+        ),
+        ModelComponent(
+            name="acme-decoder",
+            target="acme_nxdt.decoder:DecoderBuilder",
+            config="acme_nxdt.decoder_config:DecoderConfig",
+            capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
+        ),
     ]
 
 
@@ -26,7 +35,8 @@ def nxdt_model_builders() -> list[ModelComponent]:
 def nxdt_optimizers() -> list[OptimizerComponent]:
     """An optimizer."""
     config = "acme_nxdt.config:LionConfig"
-    return [OptimizerComponent(name="acme-lion", target="acme_nxdt.optimizer:Lion", config=config)]
+    target, can = "acme_nxdt.optimizer:Lion", frozenset({"sharded"})  # its update is made element by element
+    return [OptimizerComponent(name="acme-lion", target=target, config=config, capabilities=can)]
 
 
 @hookimpl
@@ -59,4 +69,5 @@ def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
 @hookimpl
 def nxdt_precision_policies() -> list[PrecisionComponent]:
     """A choice of dtypes."""
-    return [PrecisionComponent(name="fp64", target="acme_nxdt.precision:fp64")]
+    needs = frozenset({"dtype:float64"})
+    return [PrecisionComponent(name="fp64", target="acme_nxdt.precision:fp64", requires=needs)]

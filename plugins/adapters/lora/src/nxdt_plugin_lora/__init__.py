@@ -18,6 +18,7 @@ def nxdt_adapters() -> list[AdapterComponent]:
             name="lora",
             target="nxdt_plugin_lora.adapter:LoraAdapter",
             config="nxdt_plugin_lora.config:LoraConfig",
+            requires_of_model=frozenset({"lora"}),
             summary="LoRA and DoRA: trains low-rank updates of linear layers, embeddings and experts",
         )
     ]

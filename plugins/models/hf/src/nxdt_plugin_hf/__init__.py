@@ -15,7 +15,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             config="nxdt_plugin_hf.config:HFModelConfig",
             summary="any causal language model of transformers, by its config.json or directory",
             aliases=("transformers",),
-            capabilities=frozenset({"tp", "sp", "pp", "cp", "ep"}),
+            capabilities=frozenset({"tp", "sp", "pp", "cp", "ep", "lora"}),
             hf_architectures=("*ForCausalLM", "*LMHeadModel"),
             tried_before_launch=True,
         )

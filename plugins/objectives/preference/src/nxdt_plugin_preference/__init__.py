@@ -13,6 +13,7 @@ def nxdt_objectives() -> list[ObjectiveComponent]:
             name="dpo",
             target="nxdt_plugin_preference.dpo:Dpo",
             config="nxdt_plugin_preference.config:DpoConfig",
+            requires=frozenset({"reference"}),
             summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290)",
         ),
         ObjectiveComponent(

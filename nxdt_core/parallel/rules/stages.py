@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.sizes import BATCH, MICRO_BATCH, PP, VPP, mesh_sizes, micro_batches
 from nxdt_core.errors.configuration import ImpossibleCombination
+from nxdt_core.protocols.parallel.rules import Settings
 
 __all__ = ["STAGE_RULES"]
 
@@ -15,56 +15,56 @@ _LAYERS, _CUTS, _COMPILE = "model.num_layers", "model.pipeline_cuts", "model.com
 _RECOMPUTE = "model.activations_checkpoint_granularity"
 
 
-def layers_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
+def layers_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Stages of the pipeline take equally many layers, unless ``model.pipeline_cuts`` says where to cut."""
-    numbers, sizes = checked.numbers(_LAYERS), mesh_sizes(checked)
-    if numbers is None or sizes is None or checked.values.get(_CUTS):
+    numbers, sizes = settings.numbers(_LAYERS), mesh_sizes(settings)
+    if numbers is None or sizes is None or settings.values.get(_CUTS):
         return
     layers = numbers[0]
     if layers % sizes.stages:
         yield ImpossibleCombination(
-            **checked.place(_LAYERS, PP, VPP),
+            **settings.place(_LAYERS, PP, VPP),
             reason=f"{layers} layers do not divide by {_stages(sizes.pp, sizes.vpp)}",
             advice=f"Choose sizes that divide the layers, or name the cuts in {_CUTS}.",
         )
 
 
-def cuts_match_stages(checked: Checked) -> Iterator[ImpossibleCombination]:
+def cuts_match_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
     """``model.pipeline_cuts`` has one name fewer than there are stages."""
-    cuts, sizes = checked.values.get(_CUTS), mesh_sizes(checked)
+    cuts, sizes = settings.values.get(_CUTS), mesh_sizes(settings)
     if not cuts or sizes is None or sizes.pp == 1:
         return
     if len(cuts) != sizes.stages - 1:
         yield ImpossibleCombination(
-            **checked.place(_CUTS),
+            **settings.place(_CUTS),
             reason=f"{len(cuts)} cuts make {len(cuts) + 1} stages, but there are {_stages(sizes.pp, sizes.vpp)}",
             advice=f"Name {sizes.stages - 1} cuts.",
         )
 
 
-def schedule_knows_stages(checked: Checked) -> Iterator[ImpossibleCombination]:
+def schedule_knows_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Each schedule has its own number of stages a device."""
-    schedule, vpp, pp = checked.values.get(_SCHEDULE), checked.values.get(VPP) or 1, checked.values.get(PP)
+    schedule, vpp, pp = settings.values.get(_SCHEDULE), settings.values.get(VPP) or 1, settings.values.get(PP)
     if schedule is None or pp == 1:
         return
     fits = {"1f1b": vpp == 1, "interleaved": vpp > 1, "zbv": vpp <= 2}
     wants = {"1f1b": "one stage", "interleaved": "several stages", "zbv": "two stages"}
     if not fits[schedule]:
         yield ImpossibleCombination(
-            **checked.place(_SCHEDULE, VPP),
+            **settings.place(_SCHEDULE, VPP),
             reason=f"the schedule {schedule} has {wants[schedule]} a device, and"
             f" virtual_pipeline_model_parallel_size is {vpp}",
             advice="Set the virtual size to 2 or more." if vpp == 1 else "Leave the schedule out, or change that size.",
         )
 
 
-def schedule_has_micro_batches(checked: Checked) -> Iterator[ImpossibleCombination]:
+def schedule_has_micro_batches(settings: Settings) -> Iterator[ImpossibleCombination]:
     """What ``torch.distributed.pipelining`` (2.13) asks of the number of micro-batches.
 
     1F1B takes at least as many as stages. The interleaved one works in rounds of at least PP micro-batches, all of
     one size. ZBV takes any number; with fewer than 2 PP - 1 its devices only wait longer.
     """
-    sizes, count = mesh_sizes(checked), micro_batches(checked)
+    sizes, count = mesh_sizes(settings), micro_batches(settings)
     if sizes is None or count is None or sizes.pp == 1:
         return
     rounds = max(1, count // sizes.pp)
@@ -75,9 +75,9 @@ def schedule_has_micro_batches(checked: Checked) -> Iterator[ImpossibleCombinati
     else:
         return
     whole = -(-count // sizes.pp) * sizes.pp
-    micro = checked.values[MICRO_BATCH]
+    micro = settings.values[MICRO_BATCH]
     yield ImpossibleCombination(
-        **checked.place(BATCH, MICRO_BATCH, PP),
+        **settings.place(BATCH, MICRO_BATCH, PP),
         reason=f"each data parallel rank has {count} micro-batches a step, and the schedule {sizes.schedule} over"
         f" {sizes.pp} pipeline ranks {problem}",
         advice=f"Write {whole * sizes.dp * micro} for {whole} micro-batches of {micro}, or change"
@@ -85,23 +85,23 @@ def schedule_has_micro_batches(checked: Checked) -> Iterator[ImpossibleCombinati
     )
 
 
-def schedule_compiles(checked: Checked) -> Iterator[ImpossibleCombination]:
+def schedule_compiles(settings: Settings) -> Iterator[ImpossibleCombination]:
     """ZBV takes each backward apart into inputs and weights; a compiled layer's is one piece."""
-    sizes = mesh_sizes(checked)
-    if sizes is not None and sizes.schedule == "zbv" and checked.values.get(_COMPILE):
+    sizes = mesh_sizes(settings)
+    if sizes is not None and sizes.schedule == "zbv" and settings.values.get(_COMPILE):
         yield ImpossibleCombination(
-            **checked.place(_COMPILE, _SCHEDULE),
+            **settings.place(_COMPILE, _SCHEDULE),
             reason="the schedule zbv takes the backward of layers apart, and that of a compiled layer is one piece",
             advice=f"Set {_COMPILE} to false, or choose 1f1b or interleaved.",
         )
 
 
-def schedule_recomputes(checked: Checked) -> Iterator[ImpossibleCombination]:
+def schedule_recomputes(settings: Settings) -> Iterator[ImpossibleCombination]:
     """ZBV looks at a layer's graph twice, and each look would compute the layer anew."""
-    sizes = mesh_sizes(checked)
-    if sizes is not None and sizes.schedule == "zbv" and checked.values.get(_RECOMPUTE):
+    sizes = mesh_sizes(settings)
+    if sizes is not None and sizes.schedule == "zbv" and settings.values.get(_RECOMPUTE):
         yield ImpossibleCombination(
-            **checked.place(_RECOMPUTE, _SCHEDULE),
+            **settings.place(_RECOMPUTE, _SCHEDULE),
             reason="the schedule zbv takes the backward of layers apart, and would recompute each of them many times",
             advice=f"Set {_RECOMPUTE} to null, or choose 1f1b or interleaved.",
         )

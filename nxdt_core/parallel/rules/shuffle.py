@@ -4,59 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.sizes import CP, MICRO_BATCH, REPLICAS, TP, WORLD, mesh_sizes
 from nxdt_core.errors.configuration import ImpossibleCombination
+from nxdt_core.protocols.parallel.rules import Settings
 
-__all__ = ["find_idle_shuffle", "shuffle_fits"]
+__all__ = ["shuffle_fits"]
 
 _SHUFFLE = "distributed_strategy.token_shuffle_group_size"
-_EXPERTS, _FACTOR = "model.moe.num_experts", "model.moe.capacity_factor"
+_EXPERTS = "model.moe.num_experts"
 _LENGTH = "data.seq_length"
 
 
-def shuffle_fits(checked: Checked) -> Iterator[ImpossibleCombination]:
+def shuffle_fits(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Groups are equal parts of the ranks that shard parameters, and deal out equal parts of their tokens."""
-    numbers, sizes = checked.numbers(_SHUFFLE), mesh_sizes(checked)
+    numbers, sizes = settings.numbers(_SHUFFLE), mesh_sizes(settings)
     if numbers is None or numbers[0] == 1 or sizes is None:
         return
     (ranks,) = numbers
-    if checked.numbers(_EXPERTS) is None:
+    if settings.numbers(_EXPERTS) is None:
         yield ImpossibleCombination(
-            **checked.place(_SHUFFLE),
+            **settings.place(_SHUFFLE),
             reason=f"tokens are exchanged before experts, and the model has none ({_EXPERTS} is not set)",
             advice="Set it to 1, or choose a model with experts.",
         )
     elif sizes.dp_shard % ranks:
         yield ImpossibleCombination(
-            **checked.place(_SHUFFLE, REPLICAS, *WORLD),
+            **settings.place(_SHUFFLE, REPLICAS, *WORLD),
             reason=f"{sizes.dp_shard} data parallel ranks do not divide into groups of {ranks} that exchange tokens",
             advice=f"Choose a divisor of {sizes.dp_shard}.",
         )
     else:
-        yield from _tokens_divide(checked, ranks)
+        yield from _tokens_divide(settings, ranks)
 
 
-def _tokens_divide(checked: Checked, ranks: int) -> Iterator[ImpossibleCombination]:
-    numbers = checked.numbers(MICRO_BATCH, _LENGTH, CP, TP)
+def _tokens_divide(settings: Settings, ranks: int) -> Iterator[ImpossibleCombination]:
+    numbers = settings.numbers(MICRO_BATCH, _LENGTH, CP, TP)
     if numbers is None:
         return
     rows, length, cp, tp = numbers
-    parts = cp * (tp if checked.values.get("distributed_strategy.sequence_parallel") else 1)
+    parts = cp * (tp if settings.values.get("distributed_strategy.sequence_parallel") else 1)
     tokens, rest = divmod(rows * length, parts)
     if not rest and tokens % ranks:
         yield ImpossibleCombination(
-            **checked.place(_SHUFFLE, MICRO_BATCH, _LENGTH),
+            **settings.place(_SHUFFLE, MICRO_BATCH, _LENGTH),
             reason=f"a rank's {tokens} tokens of a micro-batch do not divide over {ranks} ranks that exchange them",
             advice=f"Choose a divisor of {tokens}.",
         )
-
-
-def find_idle_shuffle(checked: Checked) -> Iterator[str]:
-    """Tokens that travel although no expert is ever full."""
-    numbers = checked.numbers(_SHUFFLE)
-    if numbers is None or numbers[0] == 1 or checked.numbers(_EXPERTS) is None:
-        return
-    factor = checked.values.get(_FACTOR)
-    if factor is None or factor <= 0:
-        yield f"{_SHUFFLE}: tokens travel for nothing, since {_FACTOR} bounds no expert"

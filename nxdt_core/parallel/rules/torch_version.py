@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.sizes import TP, mesh_sizes
 from nxdt_core.errors.configuration import ImpossibleCombination
 from nxdt_core.kernel.discovery.requirement import admits
+from nxdt_core.protocols.parallel.rules import Settings
 
 __all__ = ["TORCH_RULES"]
 
@@ -16,24 +16,24 @@ _SCHEDULE, _KV_HEADS = "distributed_strategy.pipeline_schedule", "model.num_kv_h
 _NEEDED = "torch>=2.10"
 
 
-def torch_runs_zbv(checked: Checked) -> Iterator[ImpossibleCombination]:
+def torch_runs_zbv(settings: Settings) -> Iterator[ImpossibleCombination]:
     """In torch 2.9 the stock schedule has a rank send to itself where two of its stages follow each other."""
-    sizes, installed = mesh_sizes(checked), _older()
+    sizes, installed = mesh_sizes(settings), _older()
     if installed and sizes is not None and sizes.schedule == "zbv" and sizes.pp > 1:
         yield ImpossibleCombination(
-            **checked.place(_SCHEDULE),
+            **settings.place(_SCHEDULE),
             reason=f"the schedule zbv needs {_NEEDED}, and torch {installed} is installed",
             advice="Choose 1f1b or interleaved, or install a newer torch.",
         )
 
 
-def torch_shards_copied_heads(checked: Checked) -> Iterator[ImpossibleCombination]:
+def torch_shards_copied_heads(settings: Settings) -> Iterator[ImpossibleCombination]:
     """In torch 2.9 a mesh cannot be split, and FSDP2 takes only parameters whose mesh has the root of its own."""
-    numbers, installed = checked.numbers(_KV_HEADS, TP), _older()
+    numbers, installed = settings.numbers(_KV_HEADS, TP), _older()
     if installed and numbers is not None and numbers[0] < numbers[1]:
         heads, tp = numbers
         yield ImpossibleCombination(
-            **checked.place(_KV_HEADS, TP),
+            **settings.place(_KV_HEADS, TP),
             reason=f"{heads} key and value heads over tensor_model_parallel_size {tp} are copied, which needs"
             f" {_NEEDED}, and torch {installed} is installed",
             advice=f"Choose a tensor parallel size of at most {heads}, or install a newer torch.",

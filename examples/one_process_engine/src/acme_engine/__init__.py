@@ -1,0 +1,16 @@
+"""Entry module: says what the engine does. It imports neither torch nor the engine."""
+
+from nxdt_core.api import EngineComponent, hookimpl
+
+
+@hookimpl
+def nxdt_parallel_engines() -> list[EngineComponent]:
+    """An engine of one process."""
+    return [
+        EngineComponent(
+            name="solo",
+            target="acme_engine.engine:SoloEngine",
+            summary="one process on one device, in the dtype of the parameters",
+            capabilities=frozenset({"reference", "dtype:float64", "dtype:bfloat16"}),
+        )
+    ]

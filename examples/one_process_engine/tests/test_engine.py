@@ -1,0 +1,9 @@
+"""The engine keeps what nxdt asks of every engine."""
+
+from nxdt_core.testing.engine_contract import EngineContract
+
+
+class TestSolo(EngineContract):
+    """All tests are inherited."""
+
+    engine = "solo"

@@ -1,0 +1,1 @@
+"""What the engine on stock torch asks of layouts: its record names it, and ``nxdt config check`` calls it. No torch."""

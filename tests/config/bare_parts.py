@@ -1,0 +1,75 @@
+"""A plugin file whose engine, model and optimizer declare nothing, and engines whose rules are of every kind."""
+
+from __future__ import annotations
+
+from nxdt_core.api import (
+    EngineComponent,
+    ModelComponent,
+    ObjectiveComponent,
+    OptimizerComponent,
+    PrecisionComponent,
+    hookimpl,
+)
+from nxdt_core.errors.configuration import ImpossibleCombination
+from nxdt_core.protocols.objective import ObjectiveTraits
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+
+def odd_heads(settings):
+    if settings.values["seed"] == 13:
+        yield ImpossibleCombination(**settings.place("seed"), reason="13 is unlucky here", advice="Set seed to 14.")
+
+
+def raising(settings):
+    return [settings.values["no.such.key"]]
+
+
+def secretly_half(config):
+    return PrecisionPolicy(name="secret", parameters="bfloat16", gradients="bfloat16", optimizer_state="bfloat16")
+
+
+class Comparing:
+    """An objective that compares with a reference, and whose record does not say so."""
+
+    traits = ObjectiveTraits(reference="before")
+
+    def __init__(self, config):
+        pass
+
+
+class Engine:
+    """Never started."""
+
+    def __init__(self, config):
+        raise AssertionError("an engine was built that the run must not have")
+
+
+@hookimpl
+def nxdt_parallel_engines():
+    target = f"{__name__}:Engine"
+    rules = {"odd": f"{__name__}:odd_heads", "raises": f"{__name__}:raising", "lost": f"{__name__}:nowhere"}
+    return [
+        EngineComponent(name="bare", target=target),
+        *(EngineComponent(name=name, target=target, rules=reference) for name, reference in rules.items()),
+    ]
+
+
+@hookimpl
+def nxdt_model_builders():
+    return [ModelComponent(name="bare-model", target=f"{__name__}:Engine")]
+
+
+@hookimpl
+def nxdt_optimizers():
+    config = "nxdt_core.builtins.optimizers.config:SGDConfig"
+    return [OptimizerComponent(name="bare-sgd", target=f"{__name__}:Engine", config=config)]
+
+
+@hookimpl
+def nxdt_precision_policies():
+    return [PrecisionComponent(name="secret", target=f"{__name__}:secretly_half")]
+
+
+@hookimpl
+def nxdt_objectives():
+    return [ObjectiveComponent(name="comparing", target=f"{__name__}:Comparing")]
