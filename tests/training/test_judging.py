@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 
 import datasets
@@ -25,6 +24,7 @@ from nxdt_core.errors import FieldsUnused, NxdtError, SpecialTokenInText
 from nxdt_core.training.evaluate import Answer, Question, questions, scores
 from nxdt_core.training.generate import generate
 from nxdt_core.training.run import train
+from tests import processes
 from tests.training.small import SMALL
 
 CALL = {"name": "look", "arguments": "{}"}
@@ -88,7 +88,7 @@ def test_ranks_write_together_what_one_process_writes(trained):
     words = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "name=together")
     where = trained.run_dir.parent
     command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *judged(where), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = processes.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert lines(where / "together/generations.jsonl") == lines(trained.run_dir / "generations.jsonl")
 
