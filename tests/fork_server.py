@@ -176,9 +176,10 @@ def _take_on(task: dict[str, Any]) -> None:
     tempfile.tempdir = None
     _libc.prctl(_SET_NAME, b"python", 0, 0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _open_streams(buffering=0 if os.environ.get("PYTHONUNBUFFERED") else -1)
+    options = task["words"][1 : task["words"].index("-m")]
+    _open_streams(buffering=0 if "-u" in options or os.environ.get("PYTHONUNBUFFERED") else -1)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:0] = [*([] if "-P" in task["words"][:2] else [os.getcwd()]), *paths]
+    sys.path[:0] = [*([] if "-P" in options else [os.getcwd()]), *paths]
     if paths:
         sys.modules.pop("sitecustomize", None)
         site.execsitecustomize()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import itertools
 import json
 import os
 import re
@@ -144,9 +145,9 @@ def forks(words: Any) -> bool:
     """Return whether a command line is one that a forked process can carry out."""
     if isinstance(words, (str, bytes, os.PathLike)) or len(words) < 3 or os.fspath(words[0]) != sys.executable:
         return False
-    options = [os.fspath(word) for word in words[1:4]]
-    first = 1 if options[0] == "-P" else 0
-    return options[first : first + 1] == ["-m"] and options[first + 1 : first + 2][0] in _MODULES
+    options = list(itertools.takewhile(lambda word: word in ("-P", "-u"), map(os.fspath, words[1:])))
+    rest = [os.fspath(word) for word in words[1 + len(options) :][:2]]
+    return len(rest) == 2 and rest[0] == "-m" and rest[1] in _MODULES
 
 
 def _is_plain(asked: Mapping[str, Any]) -> bool:
