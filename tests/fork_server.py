@@ -197,7 +197,7 @@ def _open_streams(buffering: int) -> None:
             encoding="utf-8",
             errors=errors,
             newline="\n",
-            line_buffering=number == 2 or os.isatty(number),
+            line_buffering=buffering != 0 and (number == 2 or os.isatty(number)),
             write_through=buffering == 0,
         )
         setattr(sys, name, stream)

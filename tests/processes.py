@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SPARE", "ForkClient", "Popen", "forks", "run", "start_server", "take_interrupts", "use"]
+__all__ = ["SPARE", "ForkClient", "Popen", "enabled", "forks", "run", "start_server", "take_interrupts", "use"]
 
 _MODULES = ("nxdt_core", "torch.distributed.run")
 """What ``python -m`` may name in a forked process."""
@@ -103,6 +103,11 @@ def use(source: Callable[[], ForkClient] | None) -> None:
     _client.clear()
 
 
+def enabled() -> bool:
+    """Return whether processes are forked at all."""
+    return bool(_source)
+
+
 def _current() -> ForkClient | None:
     if _source and not _client:
         _client.append(_source[0]())
@@ -122,7 +127,9 @@ class Popen(subprocess.Popen[Any]):
         """Replaces the method that calls ``fork`` and ``exec``."""
         start: Any = super()._execute_child  # type: ignore[misc]
         asked = inspect.signature(start).bind(*arguments).arguments
-        environment = {str(name): str(value) for name, value in (asked["env"] or os.environ).items()}
+        environment = {
+            str(name): str(value) for name, value in (os.environ if asked["env"] is None else asked["env"]).items()
+        }
         client = _current() if forks(asked["args"]) and _is_plain(asked) else None
         if client is None or not client.fits(environment):
             start(*arguments)
