@@ -15,7 +15,6 @@ import importlib.util
 import io
 import json
 import os
-import pkgutil
 import runpy
 import signal
 import site
@@ -27,21 +26,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = (
-    "boto3",  # where it is installed
-    "omegaconf",
-    "pytorch_lightning",
-    "torch.distributed.fsdp",
-    "torch.distributed.launcher.api",
-    "torch.distributed.pipelining",
-    "torch.distributed.run",
-    "torch.distributed.tensor.parallel",
-    "torch.utils.tensorboard",
-)
 _STARTS_RANKS = ("train", "torch.distributed.run")
 _SET_NAME = 15
 _libc = ctypes.CDLL(None)
@@ -54,9 +41,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all of its processes; the caller ends the server
     processes = _client_module()
     subprocess.Popen = processes.Popen  # type: ignore[misc]  # before torch takes it from there
-    for name in (*_PRELOAD, *_own_modules()):
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+    importlib.import_module("nxdt_core.testing.preload")
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise SystemExit(f"fork_server: {threads} threads after the imports; a fork would lose all but one")
@@ -102,14 +87,6 @@ def _module_of(task: dict[str, Any]) -> tuple[str, list[str]]:
     words: list[str] = task["words"]
     at = words.index("-m") + 1
     return words[at], words[at + 1 :]
-
-
-def _own_modules() -> list[str]:
-    """Return the names of the core's modules; importing them changes nothing else."""
-    import nxdt_core
-
-    names = [each.name for each in pkgutil.walk_packages(nxdt_core.__path__, "nxdt_core.")]
-    return [name for name in names if not name.startswith(("nxdt_core.__main__", "nxdt_core.testing"))]
 
 
 def _client_module() -> Any:
