@@ -19,6 +19,7 @@ from nxdt_core.testing.storage_memory import MemoryStorage
 from nxdt_core.training import assemble
 from nxdt_core.training.export import export_hf
 from tests.parallel.precision_run import SMALL, place, train
+from tests.sampling import slow
 
 STRATEGY = "distributed_strategy."
 LAYOUTS = {
@@ -60,7 +61,7 @@ def saved(directory):
 
 @pytest.mark.parametrize(
     ("precision", "layout"),
-    [("mixed_precision", "dp2-zero1"), ("mixed_precisionSR", "tp2-padded"), ("fp32", "tp2-padded")],
+    [("mixed_precision", "dp2-zero1"), ("mixed_precisionSR", "tp2-padded"), slow("fp32", "tp2-padded")],
 )
 def test_a_resume_from_a_model_in_bfloat16_is_the_uninterrupted_run(run, tmp_path, precision, layout):
     world, overrides = LAYOUTS[layout]
