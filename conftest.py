@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tests import processes
 from tests.sampling import DEFAULT, resolve, takes_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
@@ -31,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="all|today|SEED",
         help="cases to take of tests that have too many: all, or a sample by the date or a seed (default: 0)",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the processes of :mod:`tests.processes`, unless all cases are taken."""
+    if not takes_all(config):
+        processes.use(processes.start_server)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,13 +7,13 @@ always gives the same tests.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from datetime import date
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["DEFAULT", "resolve", "sampled", "takes_all"]
+__all__ = ["DEFAULT", "resolve", "sampled", "shortened", "slow", "slow_except", "takes_all"]
 
 Case = TypeVar("Case")
 
@@ -29,6 +29,24 @@ def resolve(option: str) -> str:
 def takes_all(config: pytest.Config) -> bool:
     """Return whether the run takes every case."""
     return bool(config.getoption("samples") == _ALL)
+
+
+def slow(*values: Any) -> Any:
+    """Return a case for ``parametrize`` that only ``--samples=all`` takes, since other cases show the same property."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_except(cases: Iterable[Case], kept: Container[Case]) -> list[Any]:
+    """Return cases for ``parametrize``, of which only ``--samples=all`` takes those that are not in ``kept``."""
+    return [case if case in kept else slow(*case) if isinstance(case, tuple) else slow(case) for case in cases]
+
+
+def shortened(config: pytest.Config, steps: int) -> int:
+    """Return how many steps to take where each is compared: ``steps`` under ``--samples=all``, else at most 4.
+
+    The first applies gradients, the second has an optimizer's state, the third shows what the second has changed.
+    """
+    return steps if takes_all(config) else min(steps, 4)
 
 
 def sampled(config: pytest.Config, cases: Iterable[Case], count: int, *, of: str = "") -> list[Case]:

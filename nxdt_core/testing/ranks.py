@@ -39,14 +39,7 @@ from nxdt_core.testing.rank_worker import STACK_SIGNAL, Outcome, Task, serve
 __all__ = ["RankPool", "RanksFailed", "process_group"]
 
 _HOST = "127.0.0.1"
-_PRELOAD = (
-    "boto3",  # where it is installed
-    "pytorch_lightning",  # 5 CPU-seconds, more than torch: in each rank of each run it would be most of a test
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "nxdt_core.testing.rank_worker",
-)
+_PRELOAD = ("nxdt_core.testing.preload", "nxdt_core.testing.rank_worker")
 _ATTEMPTS = 3
 """Runs that may start over because another process took the port between its choice and its use."""
 _PORT_TAKEN = ("EADDRINUSE", "address already in use")

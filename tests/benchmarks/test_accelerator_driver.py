@@ -61,6 +61,7 @@ def test_a_stage_that_fails_is_recorded_with_its_last_lines_and_the_next_one_sta
     assert not (tmp_path / "work" / "good").exists()
 
 
+@pytest.mark.slow
 def test_a_stage_that_exceeds_its_limit_is_stopped_and_keeps_its_rows(tmp_path):
     results = day(tmp_path).run([stage("endless", minutes=0.2)])
     record = results.records["endless"]

@@ -14,7 +14,7 @@ from accelerator.traces import summarise
 
 from tests.sampling import sampled, takes_all
 
-SAMPLE = 4
+SAMPLE = 2
 APART = frozenset({"machine", "tests"})
 """One has a test of its own; the other starts pytest, with tests that are skipped here."""
 

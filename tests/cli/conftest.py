@@ -9,6 +9,7 @@ import pytest
 
 from nxdt_core.testing.distributions import write_distribution
 from nxdt_core.testing.terminal import on_terminal
+from tests import processes
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -47,7 +48,8 @@ def nxdt(work: Path, site: Path) -> Run:
         (site / "usercustomize.py").write_text("")
         hidden = _UNINSTALLED.format(dists=uninstalled) if uninstalled else ""
         (site / "sitecustomize.py").write_text(_NO_TORCH.format(names=without) + hidden)
-        return subprocess.run(
+        run_it = subprocess.run if without or uninstalled else processes.run
+        return run_it(
             [sys.executable, "-m", "nxdt_core", *args],
             cwd=work,
             env={**_environment(site), **environment},

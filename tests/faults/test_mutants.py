@@ -53,6 +53,7 @@ def test_the_right_one_passes_the_same_faults(tmp_path, calls):
     assert meet(tmp_path, [chosen(calls, mutant) for mutant in FAULTS], "none") == ""
 
 
+@pytest.mark.slow
 def test_a_save_without_a_deadline_is_noticed(tmp_path):
     """By its ranks, which never come back."""
     with pytest.raises(RanksFailed, match="not done within"):

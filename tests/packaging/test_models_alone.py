@@ -7,6 +7,8 @@ import json
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tests.sampling import sampled
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +42,7 @@ def _plugins_asked_for(dist):
     return {each.partition(">")[0] for each in asked if each.startswith("nxdt-plugin-")}
 
 
+@pytest.mark.slow
 def test_a_model_trains_from_its_wheel_and_what_that_asks_for(environment, dist, recipe, tmp_path):
     clean = environment(dist)
     rows = json.loads(clean.run("nxdt", "plugins", "list", "--json", cwd=tmp_path).stdout)

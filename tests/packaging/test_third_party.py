@@ -92,6 +92,7 @@ def runs(clean, tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_all_seven_train_and_resume_to_the_bit(runs):
     whole, halves = (_losses(runs / "nxdt_experiments" / name / "metrics.jsonl") for name in ("whole", "halves"))
     assert whole == halves
@@ -99,6 +100,7 @@ def test_all_seven_train_and_resume_to_the_bit(runs):
     assert whole[12] < whole[1]
 
 
+@pytest.mark.slow
 def test_checkpoints_lie_in_its_store(clean, runs):
     rows = json.loads(_nxdt(clean, "checkpoint", "list", "sqlite://halves.db", "--json", cwd=runs))
     assert [row["step"] for row in rows if row["state"] == "committed"][-1] == 12
@@ -115,6 +117,7 @@ def test_the_decoder_made_of_parts_of_the_core_trains(clean, tmp_path):
     assert losses[12] < losses[1]
 
 
+@pytest.mark.slow
 def test_it_generates_with_its_model_tokenizer_and_store(clean, runs):
     text = _nxdt(clean, "generate", "sqlite://halves.db", "12+", "--max-new-tokens", "5", cwd=runs)
     assert text.startswith("12+")

@@ -10,6 +10,7 @@ from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
+from tests.sampling import slow_except
 
 SEQ = 16
 STRATEGY = "distributed_strategy."
@@ -57,7 +58,7 @@ def train(overrides, evaluate, inference_mode):
     return losses
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("dp2-zero3", "tp2-sp", "pp2")))
 def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks, layout):
     (alone, _) = ranks(2).run(train, LAYOUTS[layout], False, False)
     for inference_mode in (False, True):

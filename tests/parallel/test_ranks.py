@@ -113,6 +113,7 @@ def test_an_exception_is_told_with_its_rank_and_traceback(ranks, rank):
     assert ranks(2).run(world)[0][0] == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_notice_are_stopped_and_say_where_they_were(ranks):
     with pytest.raises(RanksFailed, match="rank 0 raised ValueError: boom") as caught:
         ranks(2).run(one_raises_and_others_never_end)
@@ -143,6 +144,7 @@ def test_a_taken_port_is_tried_again(ranks, tmp_path):
     assert int(ranks(1).run(first_run_finds_its_port_taken, str(tmp_path / "marker"))[0]) > 0
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(

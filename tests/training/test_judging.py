@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 
 import datasets
@@ -25,7 +24,9 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
 from nxdt_core.inference.evaluate import Answer, Question, questions, scores
 from nxdt_core.inference.generate import generate
+from nxdt_core.training.run import train
 from nxdt_core.training.run.train import train
+from tests import processes
 from tests.training.small import SMALL
 
 CALL = {"name": "look", "arguments": "{}"}
@@ -89,7 +90,7 @@ def test_ranks_write_together_what_one_process_writes(trained):
     words = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "name=together")
     where = trained.run_dir.parent
     command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *judged(where), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = processes.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert lines(where / "together/generations.jsonl") == lines(trained.run_dir / "generations.jsonl")
 

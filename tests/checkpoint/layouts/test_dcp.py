@@ -22,16 +22,17 @@ from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint.layouts.dcp_ranks import error_in, read_in, refused_in, write_in
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, save_in, whole
+from tests.sampling import slow
 
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
         (Layout(tp=2), Layout(dp=2)),
-        (Layout(dp=2), Layout(tp=2)),
+        slow(Layout(dp=2), Layout(tp=2)),
         (Layout(dp=2, tp=2), Layout(dp=4)),
         (Layout(dp=3), Layout(dp=2, tp=2)),
-        (Layout(), Layout(dp=2, tp=2)),
+        slow(Layout(), Layout(dp=2, tp=2)),
         (Layout(dp=2, tp=2), Layout()),
     ],
     ids=str,
@@ -88,7 +89,7 @@ def test_nothing_but_tensors_is_offered(save: Any) -> None:
     assert metadata.planner_data is None
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, tp=2), Layout()], ids=str)
+@pytest.mark.parametrize("layout", [slow(Layout(tp=2)), Layout(dp=2, tp=2), Layout()], ids=str)
 def test_what_torch_saves_is_a_checkpoint(tmp_path: Path, layout: Layout) -> None:
     """Written twice: a committed step is replaced, and nothing of the older save is left."""
     storage = LocalStorage(str(tmp_path / "checkpoints"))

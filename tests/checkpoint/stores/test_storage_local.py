@@ -34,6 +34,7 @@ from nxdt_core.errors.checkpoints import (
     StorageDenied,
     StoragePathIsFile,
 )
+from tests.sampling import slow
 
 NOBODY = 65534
 
@@ -196,6 +197,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     check_filled(LocalStorage(str(copy)), done.stdout)
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
@@ -234,7 +236,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("where", ["model/", "state/rank"])
+@pytest.mark.parametrize("where", ["model/", slow("state/rank")])
 def test_a_killed_save_leaves_the_one_before_and_is_swept_later(store: LocalStorage, save: Any, where: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED), store.uri, where]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:

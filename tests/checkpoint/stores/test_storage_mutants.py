@@ -56,6 +56,9 @@ class _Failures:
             self.by_class[class_name].add(test.split("[")[0])
 
 
+pytestmark = pytest.mark.slow  # 13 CPU-seconds that try the contract; the contract tries the stores in each run
+
+
 @pytest.fixture(scope="module")
 def failures() -> _Failures:
     plugin = _Failures()

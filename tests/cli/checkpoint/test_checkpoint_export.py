@@ -12,6 +12,7 @@ from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import list_checkpoints
 from nxdt_core.checkpoint.hf.directory import read_hf_config
 from tests.checkpoint.hf.exchange import save_run, write_tokenizer
+from tests.processes import Popen
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def launched(arguments: list[str], directory: Path, ranks: int) -> list[subproce
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     processes = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-m", "nxdt_core", *arguments],
             cwd=directory,
             env={

@@ -9,7 +9,7 @@ import pytest
 from tests.parallel.compile.compiling import CASES, counted, expected
 from tests.sampling import sampled
 
-SAMPLE = 4
+SAMPLE = 2
 TIMEOUT_S = 300
 
 

@@ -18,7 +18,7 @@ from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
 from tests.sampling import sampled
 
-SAMPLE = 4
+SAMPLE = 1
 WITHIN = 0.08
 """The promise is 0.15; seen was 0.005, and 0.05 above for ZeRO-3, whose gathering ahead depends on timing."""
 STRATEGY = "distributed_strategy."

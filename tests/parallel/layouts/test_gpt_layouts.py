@@ -62,8 +62,8 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
 
 
-def test_a_layout_trains_as_one_process_does(ranks, alone, case):
+def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
-    reports = ranks(layout.world).run(train, layout, "float64", STEPS, MODELS[kind], timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone("float64", STEPS, MODELS[kind], packed=layout.packed))
+    reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), MODELS[kind], timeout_s=120)
+    wrong = computed_wrong("float64", reports, alone("float64", steps(STEPS), MODELS[kind], packed=layout.packed))
     assert not wrong, "\n".join(wrong)

@@ -21,6 +21,7 @@ BALANCED = ("qwen3-moe balanced", "olmoe balanced")
 """With the auxiliary loss of the routers."""
 FAMILIES = (*DENSE, *SPARSE)
 STEPS = 5
+FAMILIES_OF_A_CASE = 3
 
 CASES = {
     "tp2-sp-packed": (FAMILIES, Layout(tp=2, sp=True, packed=True)),
@@ -45,7 +46,9 @@ CASES = {
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", sampled(metafunc.config, CASES, 1))
+        (*cases,) = sampled(metafunc.config, CASES, 1)
+        some = [tuple(sampled(metafunc.config, CASES[case][0], FAMILIES_OF_A_CASE)) for case in cases]
+        metafunc.parametrize(("case", "some"), zip(cases, some, strict=True), ids=cases)
     if "families" in metafunc.fixturenames:
         metafunc.parametrize("families", [tuple(sampled(metafunc.config, FAMILIES, 2))], ids="-".join)
 
@@ -90,6 +93,6 @@ def test_two_tensor_parallel_ranks_train_a_family_as_one_process_does(ranks, alo
     _compare(ranks, alone, families, Layout(tp=2))
 
 
-def test_a_layout_trains_as_one_process_does(ranks, alone, case):
-    families, layout = CASES[case]
-    _compare(ranks, alone, families, layout)
+def test_a_layout_trains_as_one_process_does(ranks, alone, case, some):
+    _, layout = CASES[case]
+    _compare(ranks, alone, some, layout)

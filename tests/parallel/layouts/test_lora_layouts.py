@@ -52,7 +52,7 @@ CASES = {
     "hf-experts-tp2": ("hf-experts", TP2),
     "hf-experts-zero3": ("hf-experts", Layout(dp=2, zero=3)),
 }
-SAMPLE = 3
+SAMPLE = 2
 
 
 def pytest_generate_tests(metafunc):
@@ -60,11 +60,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
 
 
-def test_a_layout_trains_as_one_process_does(ranks, alone, case):
+def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
     model, adapter = KINDS[kind]
-    reports = ranks(layout.world).run(train, layout, numbers_of(kind), STEPS, model, adapter, timeout_s=240)
-    reference = alone(numbers_of(kind), STEPS, model, adapter)
+    reports = ranks(layout.world).run(train, layout, numbers_of(kind), steps(STEPS), model, adapter, timeout_s=240)
+    reference = alone(numbers_of(kind), steps(STEPS), model, adapter)
     wrong = computed_wrong(numbers_of(kind), reports, reference)
     assert not wrong, "\n".join(wrong)
     assert reference.losses[-1] < reference.losses[0] - 0.01

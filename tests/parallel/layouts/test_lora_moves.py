@@ -33,7 +33,7 @@ CASES = {
     "hf-experts-ep2-tp2": ("hf-experts", EP2, TP2),
     "hf-experts-zero3-ep2": ("hf-experts", ZERO3, EP2),
 }
-SAMPLE = 2
+SAMPLE = 1
 BEFORE, AFTER = 3, 3
 
 

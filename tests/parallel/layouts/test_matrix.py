@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.parallel.matrix.judgement import computed_wrong, held_in_excess
 from tests.parallel.matrix.layouts import LAYOUTS
 from tests.parallel.matrix.parity import TOLERANCES
-from tests.parallel.matrix.training import train
+from tests.parallel.matrix.training import STEPS, train
 from tests.sampling import sampled
 
 CASES = [(layout, numbers) for layout in LAYOUTS for numbers in TOLERANCES]
-SAMPLE = 5
+SAMPLE = 4
 
 
 def pytest_generate_tests(metafunc):
@@ -29,11 +29,11 @@ def test_layouts_differ_in_name():
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
 
 
-def test_a_layout_trains_as_one_process_does_and_holds_its_share(ranks, one_process, layout, numbers):
+def test_a_layout_trains_as_one_process_does_and_holds_its_share(ranks, one_process, steps, layout, numbers):
     if layout.needs_newer_torch and not hasattr(DeviceMesh, "_unflatten"):
         pytest.skip("torch 2.9 cannot run it, and `nxdt config check` refuses it there")
-    reports = ranks(layout.world).run(train, layout, numbers, timeout_s=180)
-    reference = one_process(layout, numbers)
+    reports = ranks(layout.world).run(train, layout, numbers, steps(STEPS), timeout_s=180)
+    reference = one_process(layout, numbers, steps(STEPS))
     wrong = computed_wrong(numbers, reports, reference) + held_in_excess(layout, numbers, reports, reference)
     assert not wrong, "\n".join([layout.name, *wrong])
     copies = [copy for report in reports for copy in report.tied_copies.values()]

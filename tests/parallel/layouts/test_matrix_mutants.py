@@ -8,6 +8,7 @@ import torch
 from tests.parallel.matrix.judgement import computed_wrong, held_in_excess
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import train
+from tests.sampling import slow
 
 STEPS = 3
 
@@ -19,19 +20,19 @@ REPLICATED = Layout(dp=2, zero=0)
     ("claimed", "real", "complaint"),
     [
         (Layout(dp=2, zero=1), REPLICATED, "optimizer state: 512512 bytes instead of 256256"),
-        (Layout(dp=2, zero=2), REPLICATED, "gradients: 256256 bytes instead of 128128"),
-        (Layout(dp=2, zero=2), Layout(dp=2, zero=1), "gradients between micro-batches"),
+        slow(Layout(dp=2, zero=2), REPLICATED, "gradients: 256256 bytes instead of 128128"),
+        slow(Layout(dp=2, zero=2), Layout(dp=2, zero=1), "gradients between micro-batches"),
         (Layout(dp=2, zero=3), REPLICATED, "layers.0.attention.q_proj.weight: 8192 bytes instead of 4096"),
-        (Layout(dp=2, zero=3), Layout(dp=2, zero=2), "layers.0.attention.q_proj.weight after forward"),
+        slow(Layout(dp=2, zero=3), Layout(dp=2, zero=2), "layers.0.attention.q_proj.weight after forward"),
         (Layout(tp=2), REPLICATED, "embed_tokens.weight: 16384 bytes instead of 8192"),
-        (Layout(tp=2), REPLICATED, "layers.3.attention.k_proj gives out [(3, 24, 16)], not 8 features"),
+        slow(Layout(tp=2), REPLICATED, "layers.3.attention.k_proj gives out [(3, 24, 16)], not 8 features"),
         (Layout(tp=2, sp=True), Layout(tp=2), "layers.0.mlp_norm works on [(3, 24, 32)], not on 12 of 24 positions"),
         (Layout(pp=2), REPLICATED, "rank 0: holds layers.2.attention.k_proj.weight, layers.2.attention.o_proj.weight"),
-        (Layout(pp=2, zbv=True), Layout(pp=2), "rank 0: holds layers.1."),
+        slow(Layout(pp=2, zbv=True), Layout(pp=2), "rank 0: holds layers.1."),
         (Layout(cp=2, cp_method="ring"), Layout(dp=2), "layers.0 gives out whole sequences"),
-        (Layout(cp=2, cp_method="gather"), Layout(dp=2), "whole sequences are kept for backward"),
+        slow(Layout(cp=2, cp_method="gather"), Layout(dp=2), "whole sequences are kept for backward"),
         (Layout(dp=2, ep=2, moe=True), Layout(dp=2, zero=0, moe=True), "layers.0.moe.experts.gate_proj: 32768 bytes"),
-        (Layout(dp=4), Layout(dp=4, replicas=2), "optimizer state: 256256 bytes instead of 128128"),
+        slow(Layout(dp=4), Layout(dp=4, replicas=2), "optimizer state: 256256 bytes instead of 128128"),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )

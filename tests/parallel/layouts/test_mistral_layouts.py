@@ -34,7 +34,7 @@ LAYOUTS = (
     Layout(cp=4, cp_method="gather", packed=True),
     Layout(tp=2, sp=True, recompute="CoreAttention"),
 )
-SAMPLE = 3
+SAMPLE = 2
 
 
 def pytest_generate_tests(metafunc):
@@ -43,9 +43,9 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
 
 
-def test_a_layout_trains_as_one_process_does(ranks, alone, layout):
-    reports = ranks(layout.world).run(train, layout, "float64", STEPS, MISTRAL, timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone("float64", STEPS, MISTRAL, packed=layout.packed))
+def test_a_layout_trains_as_one_process_does(ranks, alone, steps, layout):
+    reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), MISTRAL, timeout_s=120)
+    wrong = computed_wrong("float64", reports, alone("float64", steps(STEPS), MISTRAL, packed=layout.packed))
     assert not wrong, "\n".join(wrong)
 
 

@@ -88,7 +88,7 @@ CASES = {
     "sinkhorn-ep2-pp2": ("sinkhorn", Layout(dp=2, ep=2, pp=2)),
 }
 
-SAMPLE = 3
+SAMPLE = 2
 FIGURES = {"expert_load_max", "expert_load_layer_max", "expert_load_min", "dropped_tokens", "router_entropy"}
 
 
@@ -97,10 +97,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
 
 
-def test_a_layout_trains_as_one_process_does(ranks, alone, case):
+def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
-    reports = ranks(layout.world).run(train, layout, "float64", STEPS, MODELS[kind], timeout_s=120)
-    reference = alone("float64", STEPS, MODELS[kind], packed=layout.packed)
+    reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), MODELS[kind], timeout_s=120)
+    reference = alone("float64", steps(STEPS), MODELS[kind], packed=layout.packed)
     wrong = computed_wrong("float64", reports, reference)
     assert not wrong, "\n".join(wrong)
     assert reference.figures.keys() == FIGURES

@@ -43,7 +43,7 @@ EXPERTS = {
     "pp2": LAYOUTS["pp2"],
     "cp2": LAYOUTS["cp2"],
 }
-SAMPLE = 3
+SAMPLE = 2
 
 
 def pytest_generate_tests(metafunc):

@@ -48,7 +48,7 @@ LAYOUTS = (
     Layout(tp=2, sp=True, tied=True),
     Layout(dp=2, zero=3, tied=True),
 )
-SAMPLE = 3
+SAMPLE = 2
 
 
 def pytest_generate_tests(metafunc):
@@ -176,21 +176,21 @@ def test_heads_that_cannot_be_chunked_are_refused():
 
 
 @pytest.fixture(scope="module")
-def alone(ranks):
+def alone(ranks, steps):
     """``alone(tied, packed)``: what one process reports that holds all logits."""
 
     @cache
     def run(tied: bool, packed: bool) -> Report:
         layout, model = Layout(packed=packed), TIED if tied else LLAMA
-        (report,) = ranks(1).run(train, layout, "float64", STEPS, model, timeout_s=120)
+        (report,) = ranks(1).run(train, layout, "float64", steps(STEPS), model, timeout_s=120)
         return report
 
     return run
 
 
-def test_a_layout_trains_as_one_process_with_whole_logits_does(ranks, alone, layout):
+def test_a_layout_trains_as_one_process_with_whole_logits_does(ranks, alone, steps, layout):
     model = TIED_CHUNKED if layout.tied else CHUNKED
     assert configuration(layout, "float64", model).run.model.loss_chunk_tokens == 20
-    reports = ranks(layout.world).run(train, layout, "float64", STEPS, model, timeout_s=120)
+    reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), model, timeout_s=120)
     wrong = computed_wrong("float64", reports, alone(layout.tied, layout.packed))
     assert not wrong, "\n".join(wrong)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +36,7 @@ def runs(tmp_path_factory):
     where = tmp_path_factory.mktemp("overlay")
     for name, keys in (("one-process", ()), ("tp2-pp2", FOUR_RANKS)):
         command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", f"exp_manager.exp_dir={where}"]
-        done = subprocess.run(
+        done = processes.run(
             [*command, f"name={name}", *keys],
             capture_output=True,
             text=True,

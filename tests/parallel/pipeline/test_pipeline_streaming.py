@@ -29,6 +29,7 @@ from tests.parallel.pipeline.cases import (
     pipeline,
     whole,
 )
+from tests.sampling import slow_except
 
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 MIXED = PrecisionPolicy(name="mixed", parameters="bfloat16", master_weights=True)
@@ -89,7 +90,7 @@ def peaks(case):
         return [(alive.most, alive.total, alive.now) for alive in (ids, received, sent)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
 def test_micro_batches_and_hidden_states_are_held_while_they_are_in_flight_only(ranks, schedule):
     count = 16
     case = Case(schedule=schedule, micro_batches=count)
@@ -123,7 +124,7 @@ def executed(case):
     return log
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
 def test_ranks_run_the_operations_that_bubbles_are_counted_from(ranks, schedule):
     case = Case(schedule=schedule, micro_batches=6)
     assert ranks(2).run(executed, case) == schedule_operations(schedule, case.pp, case.vpp, case.micro_batches)
@@ -225,7 +226,7 @@ def _with_weights(stage):
     return {name for name, part in stage.named_children() if any(True for _ in part.parameters())}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
 def test_zero_stages_reduce_and_gather_as_often_as_they_promise(ranks, schedule):
     cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage) for stage in (1, 2, 3)]
     count = cases[0].micro_batches
@@ -263,7 +264,7 @@ def gathered_at_first_forward(cases):
         return found
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
 def test_zero_3_gathers_a_layer_when_it_runs(ranks, schedule):
     cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage, layers=8) for stage in (1, 3)]
     for gathered_1, gathered_3 in ranks(4).run(gathered_at_first_forward, cases):

@@ -16,6 +16,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan
 from tests.parallel.precision.precision_run import SEQ, SMALL
+from tests.sampling import slow
 
 REPEATS = 32
 STRATEGY = "distributed_strategy."
@@ -55,11 +56,11 @@ def both(ranks):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("precision.type=mixed_precision", f"{STRATEGY}zero_stage=1"),
+        slow(("precision.type=mixed_precision", f"{STRATEGY}zero_stage=1")),
         ("precision.type=mixed_precision", f"{STRATEGY}zero_stage=3"),
         ("precision.type=mixed_precision", PIPELINE),
         (WIDE, f"{STRATEGY}zero1=false"),
-        (WIDE, f"{STRATEGY}zero_stage=1"),
+        slow((WIDE, f"{STRATEGY}zero_stage=1")),
     ],
 )
 def test_sums_in_float32_lose_nothing(both, overrides):

@@ -43,7 +43,7 @@ PRECISIONS = {
 """Overrides; dtypes of what the optimizer trains, and of its state."""
 REFUSED = {("manual-sums", layout) for layout in ("dp2-zero2", "dp2-zero3")}
 CASES = [(precision, layout) for precision in PRECISIONS for layout in LAYOUTS if (precision, layout) not in REFUSED]
-SAMPLE = 6
+SAMPLE = 4
 
 
 def pytest_generate_tests(metafunc):

@@ -1,13 +1,14 @@
 """Runs of several processes that tests start from the command line, and faults in the middle of them."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.training.small import SMALL
 
 ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false")
@@ -53,15 +54,14 @@ def environment(**more):
     return {**kept, **more}
 
 
-def start(arguments, *, before=("-m", "nxdt_core", "train"), **more):
-    return subprocess.Popen(
+def start(arguments, *, before=("-m", "nxdt_core", "train"), popen=processes.Popen, **more):
+    return popen(
         [sys.executable, *before, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment(**more),
-        # A shell starts its background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=processes.take_interrupts,
     )
 
 
@@ -96,7 +96,8 @@ def wait_for_rows(path, count, process, deadline_s=120):
 def ranks_of(launcher):
     """Process ids of a launcher's ranks, which are sessions of their own."""
     with open(f"/proc/{launcher.pid}/task/{launcher.pid}/children") as children:
-        return [int(pid) for pid in children.read().split()]
+        pids = [int(pid) for pid in children.read().split()]
+    return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() != processes.SPARE]
 
 
 def gone(pids, deadline_s=15):

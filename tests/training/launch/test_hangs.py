@@ -9,6 +9,7 @@ import pytest
 
 from nxdt_core.launch.hangs import BUSY_FACTOR, HangWatch
 from nxdt_core.launch.messages import Beat
+from tests.sampling import slow
 from tests.training.launch.launching import faulty, finish, gone, ranks_of, start, wait_for_rows, words
 
 LIMIT_S = 60.0
@@ -108,7 +109,7 @@ def test_a_hub_that_was_stopped_itself_counts_from_when_it_continues():
 # Runs
 
 
-@pytest.mark.parametrize(("launcher", "stopped"), [("nxdt", 1), ("torchrun", 0), ("torchrun", 1)])
+@pytest.mark.parametrize(("launcher", "stopped"), [("nxdt", 1), ("torchrun", 0), slow("torchrun", 1)])
 def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path, launcher, stopped):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     before = (torchrun if launcher == "torchrun" else ()) + ("-m", "nxdt_core", "train")
@@ -149,6 +150,7 @@ def test_a_rank_that_computes_for_long_is_waited_for(tmp_path):
     assert "4 of 4" in out
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_stopped_and_continued_ends_nothing(tmp_path):
     """A person does so with Ctrl-Z and fg."""
     arguments = words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", "distributed_strategy.timeout_s=4")

@@ -13,6 +13,7 @@ import pytest
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.training import build, train
+from tests import processes
 from tests.training.launch.launching import environment, faulty, finish, gone, ranks_of, start, wait_for_rows, words
 
 
@@ -29,12 +30,12 @@ def one_process(tmp_path_factory, metric_rows):
 def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tmp_path, metric_rows, one_process):
     arguments = words(tmp_path, "trainer.max_steps=4", "trainer.devices=2", "name=two")
     if launcher == "nxdt":
-        process = start(arguments)
+        process = start(arguments, popen=subprocess.Popen)  # new interpreters, launcher and ranks
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*torchrun, "-m", "nxdt_core", "train", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command, text=True, env=environment(), **pipes)
+        process = processes.Popen(command, text=True, env=environment(), **pipes)
     status, out, err = finish(process)
     assert status == 0, err
     assert out.count("steps:") == 1

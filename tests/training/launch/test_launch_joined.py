@@ -13,6 +13,7 @@ import pytest
 
 from nxdt_core.cli import main
 from nxdt_core.testing.ranks import RankPool, RanksFailed
+from tests.sampling import slow
 from tests.training.small import SMALL
 
 ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false", "trainer.devices=2", "trainer.max_steps=4")
@@ -246,7 +247,7 @@ def test_a_rank_that_is_killed_takes_the_other_down_and_is_told_once(pool, tmp_p
     assert "Traceback" not in written
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [0, slow(1)])
 def test_a_bug_of_one_rank_takes_the_other_down_and_is_told_once(pool, tmp_path, broken):
     """However long the broken rank takes to say so: the other waits in a collective and must not see it leave."""
     written, codes = break_one(pool, tmp_path, broken, "raise Slow")

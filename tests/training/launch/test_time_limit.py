@@ -1,6 +1,5 @@
 """``trainer.max_time``: stops at a step boundary with a save, and the next start goes on for as long again."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,6 +7,8 @@ import pytest
 from nxdt_core import checkpoint
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.training import build, train
+from tests import processes
+from tests.sampling import slow
 from tests.training.small import SMALL
 
 
@@ -15,7 +16,9 @@ def newest(config):
     return checkpoint.latest(build.storage(config), warn=print)
 
 
-@pytest.mark.parametrize("key", ["trainer.max_time", "exp_manager.max_time", "exp_manager.max_time_per_run"])
+@pytest.mark.parametrize(
+    "key", ["trainer.max_time", slow("exp_manager.max_time"), slow("exp_manager.max_time_per_run")]
+)
 def test_a_run_stops_saved_when_its_time_is_over_and_the_next_start_goes_on(small_run, capsys, metric_rows, key):
     limited = small_run("trainer.max_steps=100000", f"{key}=00:00:00:02")
     summary = train(limited)
@@ -30,7 +33,7 @@ def test_a_run_stops_saved_when_its_time_is_over_and_the_next_start_goes_on(smal
 def test_ranks_of_one_command_stop_at_one_step(small_run, tmp_path):
     command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *SMALL, "name=run"]
     more = (f"exp_manager.exp_dir={tmp_path}", "trainer.devices=2", "trainer.max_steps=100000")
-    done = subprocess.run(
+    done = processes.run(
         [*command, *more, "trainer.max_time={seconds: 2}"],
         capture_output=True,
         text=True,

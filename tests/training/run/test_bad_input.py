@@ -176,6 +176,7 @@ def test_nothing_is_lost_when_a_resume_is_refused(nxdt, small_run):
     assert checkpoint.verify(store, 1) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_logging_is_told_in_words(tmp_path):
     """A limit on the size of files stands for the disk: the record of a long run outgrows it."""
     words = [*QUICK[1:], "trainer.max_steps=200", "checkpoint.enabled=false", f"exp_manager.exp_dir={tmp_path}"]

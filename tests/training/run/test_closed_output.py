@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
+from tests import processes
 from tests.training.small import SMALL
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_goes_to_its_end_without_a_reader(tmp_path, metric_rows, ranks):
     words = [*SMALL, f"exp_manager.exp_dir={tmp_path}", "name=run", f"trainer.devices={ranks}", "trainer.max_steps=6"]
-    process = subprocess.Popen(
+    process = processes.Popen(
         [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *words, "trainer.log_every_n_steps=1"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

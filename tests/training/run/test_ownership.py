@@ -17,6 +17,7 @@ from nxdt_core import checkpoint
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import OwnershipLost
 from nxdt_core.training import build, train
+from tests import processes
 
 Run = Callable[..., "Child"]
 ENDLESS = ("trainer.max_steps=100000", "checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=2")
@@ -30,7 +31,7 @@ class Child:
         words = [sys.executable, "-m", "nxdt_core", "train", str(file)]
         self._output = file.with_suffix(".out")
         with self._output.open("w") as output:
-            self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+            self.process = processes.Popen(words, stdout=output, stderr=subprocess.STDOUT)
 
     @property
     def said(self) -> str:

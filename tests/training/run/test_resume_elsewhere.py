@@ -6,7 +6,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from nxdt_plugin_s3.testing.server import ENVIRONMENT
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
+from tests import processes
 from tests.sampling import sampled
 from tests.training.small import SMALL
 
@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc):
 
 
 def nxdt(*words, **environment):
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "nxdt_core", *words],
         env={**os.environ, **environment},
         capture_output=True,

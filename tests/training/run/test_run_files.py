@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import CannotCopyFile, StepNotFinite
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
+from tests import processes
 from tests.training.ema_run import averaged_run
 from tests.training.small import SMALL
 
@@ -97,7 +97,7 @@ def test_what_every_rank_is_warned_of_is_printed_once(tmp_path):
     """Chats that are too long: each rank reads them all."""
     data = ("data.seq_length=64", "data.packing=false", "data.truncation=drop", "data.global_batch_size=8")
     ends = ("trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=1", "trainer.val_check_interval=null")
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny-sft", *data, *ends, "name=run"],
         cwd=tmp_path,
         capture_output=True,

@@ -1,7 +1,6 @@
 """A checkpoint of another model: refused with the keys that differ, or loaded as far as it goes."""
 
 import logging
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.training import NxdtStrategy, primitives, train
+from tests import processes
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_ranks_fill_what_is_missing_with_what_one_process_does(small_run, saved,
     ranks = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
     two = other(small_run, saved, *still, *ranks, name="two")
     command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *two.overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = processes.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     told = "9 parameters that the checkpoint lacks keep their fresh values"
     assert (done.stdout + done.stderr).count(told) == 1

@@ -22,6 +22,7 @@ from nxdt_core.checkpoint.copying import copy_checkpoint
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.errors.signing import CheckpointNotSigned
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from tests import processes
 from tests.checkpoint.signed import load_trusted, make_key
 
 STEP = 7
@@ -79,18 +80,18 @@ def test_a_killed_command_is_finished_by_the_same_command(
     """Killed when some objects are there, whichever they are; those that are whole are not copied again."""
     command = [sys.executable, "-m", "nxdt_core", "checkpoint", "copy", local.uri, s3_uri, "--threads", "1", "--json"]
     environment = {**os.environ, "AWS_ENDPOINT_URL": s3_server.url}
-    child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    child = processes.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     while len(list(storage.list())) < objects and child.poll() is None:
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait()
     whole = [info.key for info in storage.list() if info.key.endswith(".digests")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = processes.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     assert row["files_copied"] == row["files"] - len(whole)
     assert content(storage) == content(local)
-    again: Any = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    again: Any = json.loads(processes.run(command, env=environment, capture_output=True, check=True).stdout)
     assert (again[0]["was_committed"], again[0]["files_copied"]) == (True, 0)
 
 

@@ -18,6 +18,7 @@ from nxdt_plugin_s3.testing.http_faults import (
 from nxdt_plugin_s3.testing.server import BUCKET, refuse_s3
 
 from nxdt_core.errors.checkpoints import StorageError
+from tests.sampling import slow
 
 PART = 5 * 2**20
 LARGE = bytes(range(256)) * (8 * 2**20 // 256)
@@ -75,7 +76,7 @@ def unfinished(s3_server, storage):
     return s3_server.client().list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", [])
 
 
-@pytest.mark.parametrize("name", ["503", "lost answer", "timeout"])
+@pytest.mark.parametrize("name", ["503", "lost answer", slow("timeout")])
 @pytest.mark.parametrize("request_number", range(4))
 def test_each_request_of_a_large_write_may_fail_once(behind, proxy, storage, s3_server, name, request_number):
     """Begin, two parts, completion: the object is whole, and no upload is left but one whose id was never heard."""
@@ -120,7 +121,7 @@ def test_each_other_request_may_fail_once(behind, proxy, storage, fault):
 
 
 @pytest.mark.parametrize("number", range(2))
-@pytest.mark.parametrize("after", [0, 1, 2 * 2**20])
+@pytest.mark.parametrize("after", [slow(0), 1, slow(2 * 2**20)])
 def test_a_transfer_that_breaks_off_goes_on_where_it_stopped(behind, proxy, storage, number, after):
     """In the middle of a stream, in any of its ranges; what has arrived is not asked for again."""
     write(storage, LARGE)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from tests import processes
 
 SMALL = (
     "model.num_layers=1",
@@ -36,7 +37,7 @@ def train(where, sources, steps, *more):
         "data.streaming=true",
         "data.shuffle_block=20",
     )
-    done = subprocess.run(
+    done = processes.run(
         [*command, *settings, *more],
         capture_output=True,
         text=True,

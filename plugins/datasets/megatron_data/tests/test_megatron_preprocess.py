@@ -30,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.testing.terminal import on_terminal
+from tests.processes import Popen, run
 
 KJV = resolve_path("package://nxdt_plugin_text/data/kjv.txt").read_text()
 DOCUMENTS = [text for text in KJV.split("\n\n") if text.strip()]
@@ -38,12 +39,12 @@ NXDT = (sys.executable, "-m", "nxdt_core")
 
 def nxdt(*words, cwd, **options):
     command = [*NXDT, "data", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False, **options)
+    return run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False, **options)
 
 
 def start(*words, cwd):
     command = [*NXDT, "data", *map(str, words)]
-    return subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def write_jsonl(path, texts, key="text"):

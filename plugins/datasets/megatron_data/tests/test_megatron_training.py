@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -14,6 +13,7 @@ import pytest
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.training import build, train
+from tests import processes
 
 RECIPE = "recipe:gpt-indexed-tiny"
 SMALL = (
@@ -49,14 +49,14 @@ def blend(tmp_path):
         lines = [json.dumps({"text": f"{name} {number} said so"}) for number in range(documents)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
         words = ("--input", f"{name}.jsonl", "--output-prefix", name, "--tokenizer", "byte", "--workers", "1")
-        subprocess.run([*NXDT, "data", "preprocess", *words], cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=240)
+        processes.run([*NXDT, "data", "preprocess", *words], cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=240)
     return f"data.data_prefix=[0.5, {tmp_path / 'low'}, 0.5, {tmp_path / 'high'}]"
 
 
 def test_a_run_that_is_killed_goes_on_over_two_ranks_with_the_same_samples(blend, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     words = ("train", RECIPE, *SMALL, blend, f"exp_manager.exp_dir={killed}", "checkpoint.every_n_train_steps=5")
-    with subprocess.Popen([*NXDT, *words, "trainer.max_steps=100000"], env=ENVIRONMENT, start_new_session=True) as run:
+    with processes.Popen([*NXDT, *words, "trainer.max_steps=100000"], env=ENVIRONMENT, start_new_session=True) as run:
         end = time.monotonic() + 240
         while step_of(killed) < 12 and time.monotonic() < end and run.poll() is None:
             time.sleep(0.02)
@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_goes_on_over_two_ranks_with_the_same_samples(blend
     config = load(RECIPE, [*SMALL, blend, f"exp_manager.exp_dir={killed}"])
     reached = checkpoint.latest(build.storage(config), warn=print).step
     steps = reached + 9
-    done = subprocess.run(
+    done = processes.run(
         [*NXDT, *words, f"trainer.max_steps={steps}", "trainer.devices=2"],
         env=ENVIRONMENT,
         capture_output=True,

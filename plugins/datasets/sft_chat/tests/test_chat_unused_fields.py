@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import sys
 
 import pyarrow
@@ -15,6 +14,7 @@ import zstandard
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.files.records import Place
 from nxdt_core.errors.chats import BadMessage, FieldsUnused
+from tests import processes
 
 USER, ANSWER = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}
 TALK = {"messages": [USER, ANSWER]}
@@ -198,7 +198,7 @@ def test_all_ranks_of_a_run_report_once_also_from_the_cache(write, tmp_path):
     ]
     for steps, mode, line in ((1, "report", 1), (2, "report", 1), (3, "refuse", 0)):
         words = (f"trainer.max_steps={steps}", f"data.unused_fields={mode}")
-        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300, check=False)
+        done = processes.run([*command, *words], capture_output=True, text=True, timeout=300, check=False)
         said = done.stdout + done.stderr
         assert said.count("train data: unused: id in 1,204 records\n") == line, said
         assert ("[NXDT-D322]" in said, done.returncode) == ((False, 0) if line else (True, 2)), said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.errors.models import WeightsDoNotFit
+from tests import processes
 
 IDS = torch.arange(20)[None]
 
@@ -79,7 +79,7 @@ def test_a_run_begins_with_a_directory_and_its_export_generates(builder, tmp_pat
 
     def nxdt(*words):
         command = [sys.executable, "-m", "nxdt_core", *map(str, words)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
         return done
 

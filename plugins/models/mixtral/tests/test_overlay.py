@@ -4,11 +4,12 @@ one process."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests import processes
 
 FIGURES = ("expert_load_max", "expert_load_layer_max", "expert_load_min", "dropped_tokens", "router_entropy")
 STEPS = 10
@@ -23,7 +24,7 @@ def train(where, name, *keys):
     """The metrics of the recipe's first steps."""
     run = [sys.executable, "-m", "nxdt_core", "train", "recipe:mixtral-tiny", f"exp_manager.exp_dir={where}"]
     short = (f"name={name}", f"trainer.max_steps={STEPS}", f"model.optim.sched.max_steps={STEPS}")
-    done = subprocess.run(
+    done = processes.run(
         [*run, *short, "data.global_batch_size=8", "exp_manager.create_checkpoint_callback=false", *keys],
         capture_output=True,
         text=True,

@@ -1,0 +1,185 @@
+"""The server behind :mod:`tests.processes`: imports once what ``nxdt train`` imports, then forks a process per request.
+
+``python fork_server.py FD`` serves on a connected Unix socket. A request has the three standard streams and what
+:class:`tests.processes.Popen` knows of the process; the answer is its id. The process becomes a child of the caller:
+the server forks twice, the middle process ends, and the caller adopts the orphan as the subreaper above it. A forked
+process that starts ranks has a server of its own, which it has forked before it starts any thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib.util
+import io
+import json
+import os
+import runpy
+import signal
+import site
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_STARTS_RANKS = ("train", "torch.distributed.run")
+_SET_NAME = 15
+_libc = ctypes.CDLL(None)
+
+
+def main() -> None:
+    """Serve until the caller ends; in a forked process, be the program that it was forked for."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.path.pop(0)  # the folder of this file
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all of its processes; the caller ends the server
+    processes = _client_module()
+    subprocess.Popen = processes.Popen  # type: ignore[misc]  # before torch takes it from there
+    importlib.import_module("nxdt_core.testing.preload")
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise SystemExit(f"fork_server: {threads} threads after the imports; a fork would lose all but one")
+    gc.collect()
+    gc.freeze()  # what is imported: else each full collection writes to all of its pages, which are shared until then
+    task = _serve(connection, processes)
+    name, arguments = _module_of(task)
+    if {name, *arguments[:1]} & {*_STARTS_RANKS}:
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            ours.close()
+            task = _serve(theirs, processes, streams=task["streams"])
+            name, arguments = _module_of(task)
+            processes.use(None)
+        else:
+            theirs.close()
+            client = processes.ForkClient(ours, task["environment"])
+            processes.use(lambda: client)
+    _take_on(task)
+    sys.argv[:] = [name, *arguments]
+    sys.orig_argv[:] = task["words"]
+    _run(name)
+
+
+def _run(name: str) -> None:
+    """Run a module as ``python -m`` does, and end without taking 10,000 modules apart, a third of a CPU-second."""
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ended:
+        if ended.code is not None and not isinstance(ended.code, int):
+            raise
+        status = ended.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
+def _module_of(task: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the name behind ``-m``, and what follows it."""
+    words: list[str] = task["words"]
+    at = words.index("-m") + 1
+    return words[at], words[at + 1 :]
+
+
+def _client_module() -> Any:
+    spec = importlib.util.spec_from_file_location("nxdt_tests_processes", Path(__file__).with_name("processes.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _serve(connection: socket.socket, processes: Any, streams: Sequence[int] = ()) -> dict[str, Any]:
+    """Answer requests until the caller ends, and then end. Returns in each process that is forked, with its task.
+
+    Args:
+        connection: to the caller.
+        processes: the module :mod:`tests.processes`.
+        streams: to close first: of a process that is not to hold the pipes of the one whose server it is.
+    """
+    for stream in streams:
+        os.close(stream)
+    _libc.prctl(_SET_NAME, processes.SPARE.encode(), 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        head, received, _, _ = socket.recv_fds(connection, 4, 3)
+        if len(head) < 4:
+            os._exit(0)
+        task: dict[str, Any] = json.loads(connection.recv(struct.unpack("!I", head)[0], socket.MSG_WAITALL))
+        told, tell = os.pipe()
+        wait, go = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            child = os.fork()
+            if child:
+                os.write(tell, struct.pack("!I", child))
+                os._exit(0)
+            for end in (told, tell, go):
+                os.close(end)
+            connection.close()
+            os.read(wait, 1)  # until the caller is the parent
+            os.close(wait)
+            return {**task, "streams": received}
+        for end in (tell, wait, *received):
+            os.close(end)
+        os.waitpid(middle, 0)
+        connection.sendall(os.read(told, 4))
+        for end in (told, go):
+            os.close(end)
+
+
+def _take_on(task: dict[str, Any]) -> None:
+    """Take on what distinguishes a process of its own."""
+    for number, stream in enumerate(task["streams"]):
+        os.dup2(stream, number)
+        os.close(stream)
+    if task["session"]:
+        os.setsid()
+    os.chdir(task["directory"])
+    os.umask(task["umask"])
+    os.environ.clear()
+    os.environ.update(task["environment"])
+    time.tzset()
+    tempfile.tempdir = None
+    _libc.prctl(_SET_NAME, b"python", 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    options = task["words"][1 : task["words"].index("-m")]
+    _open_streams(buffering=0 if "-u" in options or os.environ.get("PYTHONUNBUFFERED") else -1)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [*([] if "-P" in options else [os.getcwd()]), *paths]
+    if paths:
+        sys.modules.pop("sitecustomize", None)
+        site.execsitecustomize()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _open_streams(buffering: int) -> None:
+    """Open the standard streams as the interpreter does."""
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        binary = open(number, "wb", buffering, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            binary,
+            encoding="utf-8",
+            errors=errors,
+            newline="\n",
+            line_buffering=buffering != 0 and (number == 2 or os.isatty(number)),
+            write_through=buffering == 0,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Start ``python -m nxdt_core …`` without the imports: as a fork of a process that has made them.
+
+Importing Lightning takes 8 CPU-seconds, and a test of two ranks starts three processes. :class:`Popen` and :func:`run`
+are those of :mod:`subprocess`, with the same arguments, results and real processes: a child of the caller with its own
+id, arguments, environment, directory, streams, session and signals. Where a program's imports or another environment
+are what a test is about, it uses :mod:`subprocess`. These do the same for other programs, for an environment whose
+variables the interpreter or a library reads only once, and under ``--samples=all``, so that ``make test-full`` forks
+nothing.
+
+A server makes the forks (:mod:`tests.fork_server`), also those of the ranks that a forked launcher starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SPARE", "ForkClient", "Popen", "enabled", "forks", "run", "start_server", "take_interrupts", "use"]
+
+_MODULES = ("nxdt_core", "torch.distributed.run")
+"""What ``python -m`` may name in a forked process."""
+_READ_ONCE = re.compile(
+    r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS|TORCH(?!ELASTIC_|_NCCL_)|PYTORCH|CUDA|HF_|HUGGING"
+    r"|TRANSFORMERS"
+)
+_MAY_BE_MISSING = re.compile(r"LC_|LANG$|HOME$|XDG_")
+"""Not set is the same as what tests set: UTF-8, and the user's directory."""
+SPARE = "nxdt-spare"
+"""Name of a server's process, as ``/proc/PID/comm`` tells it."""
+_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ForkClient:
+    """The caller's end of a server that forks processes for it."""
+
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
+        self._connection = connection
+        self._environment = dict(environment)
+        self._lock = threading.Lock()
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Return whether a new interpreter in ``environment`` would have read what the server has read."""
+        names = {*environment, *self._environment}
+        once = (name for name in names if _READ_ONCE.match(name))
+        if any(environment.get(name) != self._environment.get(name) for name in once):
+            return False
+        set_here = (name for name in environment if _MAY_BE_MISSING.match(name))
+        return all(environment[name] == self._environment.get(name) for name in set_here)
+
+    def start(self, task: Mapping[str, Any], streams: Sequence[int]) -> int:
+        """Return the process id of a new child of this process that carries out ``task``."""
+        message = json.dumps(task).encode("utf-8", "surrogatepass")
+        with self._lock:
+            # The server's child ends at once, so that its own child becomes one of the nearest subreaper above it.
+            _libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._connection, [struct.pack("!I", len(message))], list(streams))
+                self._connection.sendall(message)
+                answer = self._connection.recv(4, socket.MSG_WAITALL)
+            finally:
+                _libc.prctl(_SUBREAPER, 0, 0, 0, 0)
+        if len(answer) < 4:
+            raise RuntimeError("The server that forks processes for tests has ended; what it wrote says why.")
+        (pid,) = struct.unpack("!I", answer)
+        return int(pid)
+
+
+def start_server() -> ForkClient:
+    """Start a server, which ends with this process. Its imports delay only the first process that is wanted of it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        words = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(theirs.fileno())]
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONUNBUFFERED")
+        }
+        server = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+    _servers.append(server)
+    return ForkClient(ours, os.environ)
+
+
+_servers: list[subprocess.Popen[bytes]] = []
+_source: list[Callable[[], ForkClient]] = []
+_client: list[ForkClient] = []
+
+
+def use(source: Callable[[], ForkClient] | None) -> None:
+    """Take forks from a client that ``source`` returns when the first is wanted; None: start new interpreters."""
+    _source[:] = [source] if source else []
+    _client.clear()
+
+
+def enabled() -> bool:
+    """Return whether processes are forked at all."""
+    return bool(_source)
+
+
+def _current() -> ForkClient | None:
+    if _source and not _client:
+        _client.append(_source[0]())
+    return _client[0] if _client else None
+
+
+def take_interrupts() -> None:
+    """Make Ctrl-C end a child, as ``preexec_fn``: a shell starts its background jobs, and their children, deaf to it.
+    (A forked process always hears it.)"""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Popen(subprocess.Popen[Any]):
+    """:class:`subprocess.Popen`, forked where that makes no difference to what the process does."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        """Replaces the method that calls ``fork`` and ``exec``."""
+        start: Any = super()._execute_child  # type: ignore[misc]
+        asked = inspect.signature(start).bind(*arguments).arguments
+        environment = {
+            str(name): str(value) for name, value in (os.environ if asked["env"] is None else asked["env"]).items()
+        }
+        client = _current() if forks(asked["args"]) and _is_plain(asked) else None
+        if client is None or not client.fits(environment):
+            start(*arguments)
+            return
+        ends = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        task = {
+            "words": [os.fspath(word) for word in asked["args"]],
+            "environment": environment,
+            "directory": os.path.abspath(asked["cwd"] or "."),
+            "session": bool(asked["start_new_session"]),
+            "umask": int(re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[0], 8),
+        }
+        streams = [number if end == -1 else end for number, end in enumerate((ends[0], ends[3], ends[5]))]
+        self.pid = client.start(task, streams)
+        self._child_created = True
+        self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
+
+
+def forks(words: Any) -> bool:
+    """Return whether a command line is one that a forked process can carry out."""
+    if isinstance(words, (str, bytes, os.PathLike)) or len(words) < 3 or os.fspath(words[0]) != sys.executable:
+        return False
+    options = list(itertools.takewhile(lambda word: word in ("-P", "-u"), map(os.fspath, words[1:])))
+    rest = [os.fspath(word) for word in words[1 + len(options) :][:2]]
+    return len(rest) == 2 and rest[0] == "-m" and rest[1] in _MODULES
+
+
+def _is_plain(asked: Mapping[str, Any]) -> bool:
+    """Return whether a process needs nothing that only ``fork`` and ``exec`` can give it."""
+    plain = {"executable": None, "shell": False, "gid": None, "gids": None, "uid": None, "umask": -1}
+    plain |= {"process_group": -1, "pass_fds": ()}
+    return asked["preexec_fn"] in (None, take_interrupts) and all(asked[name] == value for name, value in plain.items())
+
+
+def run(
+    words: Sequence[Any],
+    *,
+    input: Any = None,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **more: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """:func:`subprocess.run` with :class:`Popen`."""
+    if input is not None:
+        more["stdin"] = subprocess.PIPE
+    if capture_output:
+        more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(words, **more) as process:
+        try:
+            out, err = process.communicate(input, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(words, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
