@@ -24,7 +24,6 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
 from nxdt_core.inference.evaluate import Answer, Question, questions, scores
 from nxdt_core.inference.generate import generate
-from nxdt_core.training.run import train
 from nxdt_core.training.run.train import train
 from tests import processes
 from tests.training.small import SMALL
