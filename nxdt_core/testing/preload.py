@@ -25,7 +25,7 @@ _THIRD_PARTY = (
     "torch.distributed.tensor.parallel",
     "torch.utils.tensorboard",
 )
-_LEFT_OUT = ("nxdt_core.__main__", "nxdt_core.testing")
+_LEFT_OUT = ("nxdt_core.__main__", "nxdt_core.config.marks", "nxdt_core.testing")
 
 
 def _import_all() -> None:
