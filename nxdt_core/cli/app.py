@@ -14,7 +14,6 @@ import click
 from nxdt_core._version import __version__
 from nxdt_core.cli.groups import LazyGroup
 from nxdt_core.cli.lazy import LazyCommand
-from nxdt_core.config.secrets.addresses import without_credentials
 from nxdt_core.errors import NxdtError
 from nxdt_core.visible_text import VisibleFormatter
 
@@ -126,6 +125,8 @@ def _accept_all_characters() -> None:
 
 
 def _report(error: NxdtError, color: bool | None) -> int:
+    from nxdt_core.config.secrets.addresses import without_credentials  # not for `nxdt --help`
+
     code, _, rest = without_credentials(str(error)).partition(" ")
     click.echo(f"{click.style(code, fg='red', bold=True)} {rest}", err=True, color=color)
     return error.exit_status
