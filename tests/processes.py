@@ -33,11 +33,11 @@ __all__ = ["SPARE", "ForkClient", "Popen", "enabled", "forks", "run", "start_ser
 _MODULES = ("nxdt_core", "torch.distributed.run")
 """What ``python -m`` may name in a forked process."""
 _READ_ONCE = re.compile(
-    r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS|TORCH(?!ELASTIC_|_NCCL_)|PYTORCH|CUDA|HF_|HUGGING"
+    r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|OMP_|MKL_|KMP_|GOMP_|TORCH(?!ELASTIC_|_NCCL_)|PYTORCH|CUDA|HF_|HUGGING"
     r"|TRANSFORMERS"
 )
-_MAY_BE_MISSING = re.compile(r"LC_|LANG$|HOME$|XDG_")
-"""Not set is the same as what tests set: UTF-8, and the user's directory."""
+_MAY_BE_MISSING = re.compile(r"LC_|LANG$|HOME$|XDG_|OPENBLAS_")
+"""Not set does the same as what is set here: UTF-8, the user's directory, how fast OpenBLAS is."""
 SPARE = "nxdt-spare"
 """Name of a server's process, as ``/proc/PID/comm`` tells it."""
 _SUBREAPER = 36

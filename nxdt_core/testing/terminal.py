@@ -10,6 +10,7 @@ import termios
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 __all__ = ["on_terminal"]
 
@@ -17,7 +18,12 @@ _ROWS, _COLUMNS = 40, 120
 
 
 def on_terminal(
-    command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None, timeout_s: float = 240
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 240,
+    popen: type[subprocess.Popen[Any]] = subprocess.Popen,
 ) -> tuple[int, str]:
     """Exit status of a command, and all that a terminal of 120 columns gets of it.
 
@@ -26,10 +32,11 @@ def on_terminal(
         cwd: where it runs.
         env: its environment; None: this process's.
         timeout_s: after which it is killed, with the processes that it started.
+        popen: starts it.
     """
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (_ROWS, _COLUMNS))
-    process = subprocess.Popen(command, cwd=cwd, env=env, stdin=its, stdout=its, stderr=its, start_new_session=True)
+    process = popen(command, cwd=cwd, env=env, stdin=its, stdout=its, stderr=its, start_new_session=True)
     os.close(its)
     late = Timer(timeout_s, os.killpg, (process.pid, signal.SIGKILL))
     late.start()

@@ -65,7 +65,8 @@ def nxdt(work: Path, site: Path) -> Run:
 @pytest.fixture
 def nxdt_on_terminal(work: Path, site: Path) -> Callable[..., tuple[int, str]]:
     """Run ``nxdt ARGS`` there on a terminal: its exit status, and what the terminal gets."""
-    return lambda *args: on_terminal([sys.executable, "-m", "nxdt_core", *args], cwd=work, env=_environment(site))
+    command = [sys.executable, "-m", "nxdt_core"]
+    return lambda *args: on_terminal([*command, *args], cwd=work, env=_environment(site), popen=processes.Popen)
 
 
 def _environment(site: Path) -> dict[str, str]:

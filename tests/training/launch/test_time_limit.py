@@ -8,7 +8,7 @@ from nxdt_core import checkpoint
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.training import build, train
 from tests import processes
-from tests.sampling import slow
+from tests.sampling import slow_except
 from tests.training.small import SMALL
 
 
@@ -16,9 +16,10 @@ def newest(config):
     return checkpoint.latest(build.storage(config), warn=print)
 
 
-@pytest.mark.parametrize(
-    "key", ["trainer.max_time", slow("exp_manager.max_time"), slow("exp_manager.max_time_per_run")]
-)
+KEYS = ("trainer.max_time", "exp_manager.max_time", "exp_manager.max_time_per_run")
+
+
+@pytest.mark.parametrize("key", slow_except(KEYS, KEYS[:1]))
 def test_a_run_stops_saved_when_its_time_is_over_and_the_next_start_goes_on(small_run, capsys, metric_rows, key):
     limited = small_run("trainer.max_steps=100000", f"{key}=00:00:00:02")
     summary = train(limited)
