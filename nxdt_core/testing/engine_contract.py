@@ -32,7 +32,7 @@ from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.random.init import initialize
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.estimate import EstimatesRuns
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
@@ -158,6 +158,9 @@ class Run:
 class TwoTerms:
     """An objective of two terms with different weights, and a metric."""
 
+    def __init__(self, config: object = None) -> None:
+        del config  # it has no options
+
     def weight(self, batch: Batch) -> torch.Tensor:
         """Number of loss tokens, and of rows."""
         return torch.stack([batch.weight(), torch.tensor(float(len(batch.input_ids)))])
@@ -260,7 +263,7 @@ class EngineContract:
 
     def test_each_term_of_a_loss_is_divided_by_its_own_weight(self, run: Run, batches: list[Batch]) -> None:
         """So are metrics; the first weight is that of a scalar."""
-        objective: Objective = TwoTerms()
+        objective = TwoTerms()
         both = run.model.run_eval(batches, objective)
         nll = float(run.model.run_eval(batches, CausalLM()).loss)
         squares = [run.model.forward(batch.input_ids).square().mean((1, 2)).sum() for batch in batches]

@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DISTS = (".", *sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")))
 THIRD_PARTY = "examples/third_party"
+ENGINE = "examples/one_process_engine"
 _NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "nxdt_experiments", "accelerator_day")
 
 
@@ -41,10 +42,16 @@ def outside(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheels(source: Path, outside: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheels of all dists and of the third party's plugin."""
+def engine(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The third party's engine alone."""
+    return Path(shutil.copytree(source / ENGINE, tmp_path_factory.mktemp("outside") / "engine"))
+
+
+@pytest.fixture(scope="session")
+def wheels(source: Path, outside: Path, engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheels of all dists and of the third party's plugins."""
     out = tmp_path_factory.mktemp("wheels")
-    for project in (*(source / dist for dist in DISTS), outside):
+    for project in (*(source / dist for dist in DISTS), outside, engine):
         _run(sys.executable, "-m", "build", "--quiet", "--wheel", "--no-isolation", "--outdir", out, project)
     return out
 
@@ -98,5 +105,5 @@ def environment(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Calla
 
 @pytest.fixture(scope="session")
 def clean(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Environment:
-    """A clean environment with nxdt's plugins, as the README installs them, and the third party's."""
-    return _environment(tmp_path_factory, wheels, ("nxdt-plugin-llama", "nxdt-plugin-text", "acme-nxdt"))
+    """A clean environment with nxdt's plugins, as the README installs them, and the third party's two."""
+    return _environment(tmp_path_factory, wheels, ("nxdt-plugin-llama", "nxdt-plugin-text", "acme-nxdt", "acme-engine"))

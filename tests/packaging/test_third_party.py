@@ -39,8 +39,8 @@ def _losses(path):
     return {row["step"]: row["loss"] for row in rows}
 
 
-def test_it_imports_nothing_private(outside):
-    for path in (outside / "src").rglob("*.py"):
+def test_they_import_nothing_private(outside, engine):
+    for path in (*(outside / "src").rglob("*.py"), *(engine / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -58,7 +58,7 @@ def test_the_environment_runs_the_wheels_and_not_the_tree(clean, tmp_path):
 
 def test_plugins_list_shows_all_of_them(clean, tmp_path):
     rows = {row["name"]: row for row in json.loads(_nxdt(clean, "plugins", "list", "--json", cwd=tmp_path))}
-    assert set(rows) == {"builtin", "llama", "text", "acme"}
+    assert set(rows) == {"builtin", "llama", "text", "acme", "solo"}
     assert {row["state"] for row in rows.values()} == {"ok"}
 
 
@@ -122,3 +122,18 @@ def test_it_generates_with_its_model_tokenizer_and_store(clean, runs):
     text = _nxdt(clean, "generate", "sqlite://halves.db", "12+", "--max-new-tokens", "5", cwd=runs)
     assert text.startswith("12+")
     assert len(text.strip()) > 3
+
+
+def test_its_engine_passes_the_contract_of_engines_with_the_kit_of_the_wheel(clean, engine, tmp_path):
+    done = clean.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", engine / "tests", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_its_engine_trains_as_the_engine_on_stock_torch_does(clean, tmp_path):
+    found = {}
+    for name in ("solo", "torch"):
+        own = (f"name={name}", f"parallel_engine.name={name}", "trainer.accelerator=cpu", "trainer.max_steps=4")
+        _nxdt(clean, "train", "recipe:llama-tiny", "trainer.log_every_n_steps=1", *own, cwd=tmp_path)
+        found[name] = _losses(tmp_path / "nxdt_experiments" / name / "metrics.jsonl")
+    assert found["solo"] == pytest.approx(found["torch"], rel=1e-4)

@@ -1,4 +1,8 @@
-"""The engine on stock torch, and the one of ``examples/one_process_engine``, keep the contract of engines."""
+"""The engine on stock torch and the one of ``examples/one_process_engine`` keep the contract of engines.
+
+The contract catches wrong engines, each by the test that is about its mistake. They are in this file so that one worker
+starts the server of ranks once.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import pytest
 
 from nxdt_core.testing.engine_contract import EngineContract
 from tests.sampling import takes_all
+from tests.testing.outcomes import Outcomes, run_contract
 
 SOLO = Path(__file__).with_name("solo_parts.py")
 
@@ -27,3 +32,48 @@ class TestSolo(EngineContract):
 
     engine = "solo"
     plugins = (str(SOLO),)
+
+
+FILE = Path(__file__).with_name("engine_mutants.py")
+LOOP = "test_it_trains_as_a_loop_of_plain_torch_does"
+SETTING = "test_a_setting_is_carried_out_or_refused"
+CAUGHT_BY = {
+    "AveragesMicroBatches": f"{LOOP}[None]",
+    "ForgetsAuxiliaryLosses": f"{LOOP}[None]",
+    "KeepsItsRate": f"{LOOP}[None]",
+    "LetsNormsDecay": f"{LOOP}[None]",
+    "ForgetsToClip": f"{LOOP}[0.05]",
+    "MeasuresAfterClipping": f"{LOOP}[0.05]",
+    "DividesAllTermsByOneWeight": "test_each_term_of_a_loss_is_divided_by_its_own_weight",
+    "LosesItsGradients": "test_evaluation_gives_the_loss_and_changes_nothing",
+    "StepsOnNan": "test_a_step_that_is_not_finite_is_counted_and_leaves_the_weights",
+    "CountsNothing": "test_a_step_that_is_not_finite_is_counted_and_leaves_the_weights",
+    "KeepsGradients": "test_gradients_are_cleared_by_a_step",
+    "GivesLogitsOfTheLastToken": "test_forward_gives_logits_of_every_token",
+    "TellsAllLogProbs": "test_log_probs_are_those_of_the_labels",
+    "NamesItsWrapper": "test_weights_have_the_names_of_the_model",
+    "DrawsAlways": "test_weights_that_are_loaded_are_those_that_were_saved",
+    "LoadsWhatFits": "test_weights_of_another_model_are_refused",
+    "ForgetsItsState": "test_a_resumed_run_goes_on_as_the_one_that_was_not_stopped",
+    "ShutsDownOnce": "test_alone_it_agrees_with_itself_and_is_shut_down_twice",
+    "IgnoresTheRanks": "test_a_layout_trains_as_one_process_does_or_is_refused[tp]",
+    "IgnoresAdapters": f"{SETTING}[adapters]",
+    "IgnoresGroups": f"{SETTING}[param_groups]",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    """Of each mutant under the test that should catch it."""
+    return run_contract(FILE, (), CAUGHT_BY)
+
+
+@pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY.items())
+def test_the_contract_catches(outcomes: Outcomes, mutant: str, test: str) -> None:
+    assert (mutant, test) in outcomes.failed
+
+
+def test_every_mutant_is_caught_by_a_test() -> None:
+    from tests.testing.engine_mutants import MUTANTS
+
+    assert MUTANTS.keys() == CAUGHT_BY.keys()

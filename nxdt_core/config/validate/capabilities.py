@@ -137,7 +137,8 @@ def _of_layout(checked: Checked) -> Iterator[Asked]:
     if sizes is None:
         return
     if sizes.dp > 1:
-        one_copy = f"Make {WORLD[0]} x {WORLD[1]} {sizes.world_size // sizes.dp}"
+        copies = sizes.world_size // sizes.dp
+        one_copy = f"Run it in {'1 process' if copies == 1 else f'{copies} processes'} ({WORLD[0]} x {WORLD[1]})"
         yield Asked(WORLD, f"{sizes.dp} data parallel ranks", one_copy, "dp")
     if sizes.fsdp == 1 or sizes.zero_stage == 0:
         return
