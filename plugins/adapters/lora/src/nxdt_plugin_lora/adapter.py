@@ -18,9 +18,9 @@ from nxdt_core.protocols.parallel.engine import ParallelEngine, ParallelModel
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_lora.config import LoraConfig
+from nxdt_plugin_lora.dora_magnitudes import init_magnitudes
 from nxdt_plugin_lora.errors import LayerNotAdaptable
 from nxdt_plugin_lora.loading import check_options, load_adapter
-from nxdt_plugin_lora.norms import take_norms
 from nxdt_plugin_lora.reference import changes_base, check_reference
 from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
 from nxdt_plugin_lora.updates import DoraEmbeddingUpdate, DoraUpdate, EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
@@ -74,7 +74,7 @@ class LoraAdapter:
         if not self.config.enable_lora:
             return
         if self.config.use_dora and not changes_base(model, engine):  # else the norms came with the updates
-            take_norms(model)
+            init_magnitudes(model)
         if self.config.load_lora_from_ckpt:
             load_adapter(self.config, model, config, engine)
         check_reference(model, config, engine)
