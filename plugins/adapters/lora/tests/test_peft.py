@@ -9,10 +9,10 @@ import pytest
 import torch
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers, MergeUnties, NoPeftForm
-from nxdt_plugin_lora.exporting import describe
 from nxdt_plugin_lora.merging import merge_lora
-from nxdt_plugin_lora.peft_config import shortened
-from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS, write_peft
+from nxdt_plugin_lora.peft.config import shortened
+from nxdt_plugin_lora.peft.export import describe
+from nxdt_plugin_lora.peft.files import CONFIG, WEIGHTS, write_peft
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.hf.directory import save_hf

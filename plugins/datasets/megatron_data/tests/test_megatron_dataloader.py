@@ -16,8 +16,8 @@ from nxdt_plugin_megatron_data.errors import (
     TokenOutsideVocabulary,
 )
 from nxdt_plugin_megatron_data.loader import MegatronDataloader
-from nxdt_plugin_megatron_data.note import Note, note_path
 from nxdt_plugin_megatron_data.prefixes import short_names
+from nxdt_plugin_megatron_data.provenance import Note, note_path
 
 from nxdt_core import config
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer

@@ -22,8 +22,8 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from nxdt_plugin_megatron_data.format import bin_path, idx_path
-from nxdt_plugin_megatron_data.note import read_note
 from nxdt_plugin_megatron_data.preprocess.errors import WorkerDied
+from nxdt_plugin_megatron_data.provenance import read_note
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -155,6 +155,7 @@ def test_router_keys_of_the_run_win_and_the_file_gives_the_others(tmp_path):
         {"quantization_config": {"quant_method": "fp8"}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"partial_rotary_factor": 0.5},
     ],
     ids=str,
 )

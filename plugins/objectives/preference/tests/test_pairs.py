@@ -9,10 +9,10 @@ import pytest
 import torch
 from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig
 from nxdt_plugin_preference.dpo import Dpo
-from nxdt_plugin_preference.fitting import Fitting
 from nxdt_plugin_preference.loader import PreferenceDataloader
 from nxdt_plugin_preference.orpo import Orpo
 from nxdt_plugin_preference.rendering import Pair
+from nxdt_plugin_preference.truncation import Fitting
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig

@@ -1,7 +1,7 @@
 """Changes a model for LoRA: freezes it, gives layers their updates, and says how these start.
 
 Runs train such a model (:mod:`nxdt_plugin_lora.adapter`); whoever opens their checkpoints builds it again
-(:mod:`nxdt_plugin_lora.saved`).
+(:mod:`nxdt_plugin_lora.saved_run`).
 """
 
 from __future__ import annotations

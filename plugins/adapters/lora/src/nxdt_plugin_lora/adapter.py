@@ -15,8 +15,8 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_lora.adaptation import adapt
 from nxdt_plugin_lora.config import LoraConfig
+from nxdt_plugin_lora.dora_magnitudes import init_magnitudes
 from nxdt_plugin_lora.loading import check_options, load_adapter
-from nxdt_plugin_lora.norms import take_norms
 from nxdt_plugin_lora.reference import changes_base, check_reference
 from nxdt_plugin_lora.run_files import merge_last
 
@@ -63,7 +63,7 @@ class LoraAdapter:
         if not self.config.enable_lora:
             return
         if self.config.use_dora and not changes_base(model, ranks):  # else the norms came with the updates
-            take_norms(model)
+            init_magnitudes(model)
         if self.config.load_lora_from_ckpt:
             load_adapter(self.config, model, config, ranks)
         check_reference(model, config, ranks)

@@ -74,9 +74,9 @@ def export_lora(source: str, target: str, base_model: str | None, json_output: b
     SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory that is empty
     or not there yet.
     """
-    from nxdt_plugin_lora import exporting
+    from nxdt_plugin_lora.peft import export
 
-    exported = exporting.export_lora(source, target, base_model=base_model)
+    exported = export.export_lora(source, target, base_model=base_model)
     if json_output:
         print_json(asdict(exported))
         return

@@ -24,8 +24,8 @@ from nxdt_core.training.state import TrainState
 from nxdt_core.training.weights.importing import check_empty
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import MergeUnties
-from nxdt_plugin_lora.peft_names import base_of
-from nxdt_plugin_lora.saved import SavedLora, open_saved
+from nxdt_plugin_lora.peft.names import base_of
+from nxdt_plugin_lora.saved_run import SavedLora, open_saved
 from nxdt_plugin_lora.targets import tables_of
 
 __all__ = ["Merged", "merge_lora", "merged_weight"]

@@ -16,8 +16,8 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merge_lora
-from nxdt_plugin_lora.peft_config import peft_config
-from nxdt_plugin_lora.peft_files import CONFIG
+from nxdt_plugin_lora.peft.config import peft_config
+from nxdt_plugin_lora.peft.files import CONFIG
 
 __all__ = ["MERGED", "merge_last", "write_options"]
 

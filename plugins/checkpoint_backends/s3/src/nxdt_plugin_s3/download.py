@@ -14,9 +14,9 @@ from typing import Any, final
 
 from botocore.exceptions import ClientError, IncompleteReadError
 
+from nxdt_plugin_s3.connection import Connection
 from nxdt_plugin_s3.errors import S3Failed
 from nxdt_plugin_s3.faults import status_of
-from nxdt_plugin_s3.link import Link
 
 __all__ = ["Download"]
 
@@ -34,13 +34,15 @@ class Download(io.RawIOBase):
         StorageError: the server cannot be reached or refuses.
     """
 
-    def __init__(self, link: Link, name: str, where: str, group: str, start: int, length: int | None) -> None:
-        self._link = link
-        self._target = {"Bucket": link.bucket, "Key": name}
+    def __init__(
+        self, connection: Connection, name: str, where: str, group: str, start: int, length: int | None
+    ) -> None:
+        self._connection = connection
+        self._target = {"Bucket": connection.bucket, "Key": name}
         self._where = where
         self._group = group
         self._stop = threading.Event()
-        self._part_bytes = link.config.part_bytes
+        self._part_bytes = connection.config.part_bytes
         self._ahead: deque[Future[memoryview]] = deque()
         self._range = memoryview(b"")
         """What is handed out at the moment."""
@@ -50,9 +52,9 @@ class Download(io.RawIOBase):
         self._first = start
         self._body: Any = None
         """Of the first range, until it is read: its answer has told size and version of the object."""
-        with link.explained(where, "Reading"):
+        with connection.explained(where, "Reading"):
             self._open(length)
-        while len(self._ahead) < link.config.concurrency and self._next < self._end:
+        while len(self._ahead) < connection.config.concurrency and self._next < self._end:
             self._fetch_ahead()
 
     def readable(self) -> bool:
@@ -62,7 +64,7 @@ class Download(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Copy what is there of a range, waiting for the next one where nothing is left."""
         if self._position == len(self._range):
-            with self._link.explained(self._where, "Reading"):
+            with self._connection.explained(self._where, "Reading"):
                 self._turn()
         view = memoryview(buffer).cast("B")
         count = min(len(view), len(self._range) - self._position)
@@ -82,7 +84,7 @@ class Download(io.RawIOBase):
     def _open(self, length: int | None) -> None:
         """Ask for the first range, and learn from the answer how long the object is."""
         if length == 0:
-            self._run(lambda: self._link.client.head_object(**self._target))
+            self._run(lambda: self._connection.client.head_object(**self._target))
             return
         end = self._first + min(length or self._part_bytes, self._part_bytes)
         try:
@@ -100,13 +102,13 @@ class Download(io.RawIOBase):
 
     def _fetch_ahead(self) -> None:
         start, self._next = self._next, min(self._next + self._part_bytes, self._end)
-        self._ahead.append(self._link.threads.submit(self._fetch, start, self._next))
+        self._ahead.append(self._connection.threads.submit(self._fetch, start, self._next))
 
     def _turn(self) -> None:
         """Take the next range, or an empty one at the end."""
         used, self._range, self._position = self._range, memoryview(b""), 0
         if isinstance(used.obj, bytearray):
-            self._link.give_back(used.obj)
+            self._connection.give_back(used.obj)
         if self._body is not None:
             body, self._body = self._body, None
             self._range = self._fetch(self._first, min(self._first + self._part_bytes, self._end), body)
@@ -116,12 +118,12 @@ class Download(io.RawIOBase):
                 self._fetch_ahead()
 
     def _get(self, start: int, end: int) -> Any:
-        return self._link.client.get_object(**self._target, Range=f"bytes={start}-{end - 1}")
+        return self._connection.client.get_object(**self._target, Range=f"bytes={start}-{end - 1}")
 
     def _fetch(self, start: int, end: int, body: Any = None) -> memoryview:
         """One range; ``body`` is an answer that has begun."""
         size = end - start
-        data = memoryview(self._link.take_buffer() if size == self._part_bytes else bytearray(size))
+        data = memoryview(self._connection.take_buffer() if size == self._part_bytes else bytearray(size))
         done = 0
 
         def transfer() -> None:
@@ -140,4 +142,4 @@ class Download(io.RawIOBase):
         return data
 
     def _run(self, request: Any) -> Any:
-        return self._link.patience.run(request, group=self._group, where=self._where, stop=self._stop)
+        return self._connection.retrier.run(request, group=self._group, where=self._where, stop=self._stop)

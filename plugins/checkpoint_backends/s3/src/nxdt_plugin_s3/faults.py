@@ -29,7 +29,7 @@ from nxdt_plugin_s3.errors import (
     S3WrongRegion,
 )
 
-__all__ = ["FAILURES", "Place", "code_of", "may_pass", "no_such_key", "shown", "status_of"]
+__all__ = ["FAILURES", "Place", "code_of", "is_transient", "no_such_key", "redacted", "status_of"]
 
 FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
 """All that the SDK raises for what happens on the way to the server and there."""
@@ -48,7 +48,7 @@ _NO_CREDENTIALS = (
     sdk.TokenRetrievalError,
 )
 _THROTTLED = frozenset({"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"})
-_PASSING = _THROTTLED | {
+_TRANSIENT = _THROTTLED | {
     "InternalError",
     "RequestTimeout",
     "OperationAborted",
@@ -90,11 +90,11 @@ def no_such_key(error: BaseException) -> bool:
     return status_of(error) == 404 and code_of(error) != "NoSuchBucket"
 
 
-def may_pass(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed a little later."""
     if isinstance(error, sdk.ClientError):
         status = status_of(error)
-        return code_of(error) in _PASSING or status in (408, 429) or (status >= 500 and status not in (501, 507))
+        return code_of(error) in _TRANSIENT or status in (408, 429) or (status >= 500 and status not in (501, 507))
     if isinstance(error, sdk.SSLError):
         return False
     return isinstance(error, (*_BROKEN, sdk.CredentialRetrievalError))
@@ -121,7 +121,7 @@ class Place:
         if isinstance(error, _NO_CREDENTIALS):
             return S3CredentialsMissing(where=self.address.uri, reason=_credentials(error))
         if isinstance(error, _BROKEN):
-            return S3Unreachable(where=where, endpoint=shown(self.endpoint), reason=_reason(error))
+            return S3Unreachable(where=where, endpoint=redacted(self.endpoint), reason=_reason(error))
         return S3Failed(where=where, reason=_reason(error))
 
     def _answer(self, error: sdk.ClientError, where: str, action: str) -> Exception:
@@ -129,7 +129,9 @@ class Place:
         code, status, root = code_of(error), status_of(error), self.address.uri
         reason = _told(error.response)
         if code == "NoSuchBucket":
-            return S3BucketMissing(where=root, reason=reason, bucket=self.address.bucket, endpoint=shown(self.endpoint))
+            return S3BucketMissing(
+                where=root, reason=reason, bucket=self.address.bucket, endpoint=redacted(self.endpoint)
+            )
         if code in ("NoSuchKey", "404"):
             return FileNotFoundError(errno.ENOENT, "there is no such object", where)
         if code == "RequestTimeTooSkewed":
@@ -173,13 +175,13 @@ def _credentials(error: Exception) -> str:
     return _reason(error)
 
 
-def shown(text: object) -> str:
-    """A text without the name and password that an endpoint's address in it may hold, and without the SDK's retries."""
+def redacted(text: object) -> str:
+    """Return ``text`` without the name and password in an endpoint's address, and without the SDK's retries."""
     return _RETRIES.sub("", _USER.sub("//", str(text)))
 
 
 def _reason(error: Exception) -> str:
-    return (shown(error).strip() or type(error).__name__).rstrip(".")
+    return (redacted(error).strip() or type(error).__name__).rstrip(".")
 
 
 def _right_region(response: Mapping[str, Any]) -> str:

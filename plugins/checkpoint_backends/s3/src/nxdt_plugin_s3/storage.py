@@ -19,12 +19,12 @@ from typing import Any, BinaryIO, cast
 from botocore.exceptions import ClientError
 
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
-from nxdt_plugin_s3.abandoned import sweep
 from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.config import S3StorageConfig
+from nxdt_plugin_s3.connection import Connection
 from nxdt_plugin_s3.download import Download
-from nxdt_plugin_s3.faults import may_pass, no_such_key, status_of
-from nxdt_plugin_s3.link import Link
+from nxdt_plugin_s3.faults import is_transient, no_such_key, status_of
+from nxdt_plugin_s3.incomplete_uploads import abort_incomplete_uploads
 from nxdt_plugin_s3.upload import TOKEN, Upload, is_ours
 
 __all__ = ["S3Storage"]
@@ -43,7 +43,7 @@ class S3Storage:
         self._address = Address.parse(uri)
         self._config = config or S3StorageConfig()
         self.uri = self._address.uri
-        self._links: dict[int, Link] = {}
+        self._connections: dict[int, Connection] = {}
         self._locks: dict[int, threading.Lock] = {}
         """By process: a forked one makes its own, whatever state its parent's are in."""
 
@@ -51,7 +51,7 @@ class S3Storage:
     def open_write(self, key: str) -> Iterator[BinaryIO]:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
         name = self._address.name_of(key)
-        upload = Upload(self._link(), name, self._address.where(key), _group(key))
+        upload = Upload(self._connection(), name, self._address.where(key), _group(key))
         try:
             yield cast(BinaryIO, upload)
             upload.finish()
@@ -63,16 +63,16 @@ class S3Storage:
     def open_read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[BinaryIO]:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
         name = self._address.name_of(key)
-        raw = Download(self._link(), name, self._address.where(key), _group(key), start, length)
+        raw = Download(self._connection(), name, self._address.where(key), _group(key), start, length)
         with io.BufferedReader(raw) as stream:
             yield cast(BinaryIO, stream)
 
     def stat(self, key: str) -> ObjectInfo | None:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
-        name, link = self._address.name_of(key), self._link()
-        with link.explained(self._address.where(key), "Reading"):
+        name, connection = self._address.name_of(key), self._connection()
+        with connection.explained(self._address.where(key), "Reading"):
             try:
-                found = self._run(key, lambda: link.client.head_object(Bucket=link.bucket, Key=name))
+                found = self._run(key, lambda: connection.client.head_object(Bucket=connection.bucket, Key=name))
             except ClientError as error:
                 if status_of(error) == 404:
                     return None
@@ -96,7 +96,7 @@ class S3Storage:
         rest = iter(keys)
         while batch := tuple(islice(rest, _MOST_DELETIONS)):
             names = [self._address.name_of(key) for key in batch]
-            with self._link().explained(self.uri, "Deleting"):
+            with self._connection().explained(self.uri, "Deleting"):
                 self._delete(batch[0], names)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -114,7 +114,7 @@ class S3Storage:
 
         def condition(target: dict[str, str]) -> dict[str, str] | None:
             try:
-                found = self._link().client.get_object(**target)
+                found = self._connection().client.get_object(**target)
             except ClientError as error:
                 if no_such_key(error):
                     return None
@@ -127,23 +127,23 @@ class S3Storage:
 
     def after_commit(self, prefix: str) -> None:
         """Delete uploads below the address that killed writers left unfinished."""
-        sweep(self._link(), self._address.prefix, self._config.abandoned_after_s)
+        abort_incomplete_uploads(self._connection(), self._address.prefix, self._config.abandoned_after_s)
 
-    def _link(self) -> Link:
+    def _connection(self) -> Connection:
         process = os.getpid()
         with self._locks.setdefault(process, threading.Lock()):
-            if process not in self._links:
-                self._links[process] = Link(self._address, self._config)
-            return self._links[process]
+            if process not in self._connections:
+                self._connections[process] = Connection(self._address, self._config)
+            return self._connections[process]
 
     def _run(self, key: str, request: Any) -> Any:
-        return self._link().patience.run(request, group=_group(key), where=self._address.where(key))
+        return self._connection().retrier.run(request, group=_group(key), where=self._address.where(key))
 
     def _put_if(self, key: str, data: bytes, condition: Callable[[dict[str, str]], dict[str, str] | None]) -> bool:
         """Put an object under a condition of the server's; ``condition`` gives None where it cannot be met any more."""
-        link, token, name = self._link(), secrets.token_hex(16), self._address.name_of(key)
-        target = {"Bucket": link.bucket, "Key": name}
-        given = {**link.object_arguments(), **link.checksum.arguments(data), "Metadata": {TOKEN: token}}
+        connection, token, name = self._connection(), secrets.token_hex(16), self._address.name_of(key)
+        target = {"Bucket": connection.bucket, "Key": name}
+        given = {**connection.object_arguments(), **connection.checksum.arguments(data), "Metadata": {TOKEN: token}}
         sent = 0
 
         def put() -> bool:
@@ -152,23 +152,23 @@ class S3Storage:
             if met is not None:
                 sent += 1
                 try:
-                    link.client.put_object(**target, **given, **met, Body=data)
+                    connection.client.put_object(**target, **given, **met, Body=data)
                 except ClientError as error:
                     if status_of(error) != 412 and not no_such_key(error):
                         raise
                 else:
                     return True
-            return sent_before > 0 and is_ours(link, target, token)
+            return sent_before > 0 and is_ours(connection, target, token)
 
-        with link.explained(self._address.where(key), "Writing"):
+        with connection.explained(self._address.where(key), "Writing"):
             return bool(self._run(key, put))
 
     def _entries(self, name: str, prefix: str) -> Iterator[dict[str, Any]]:
         """What the server lists of names that begin with ``name``, page by page."""
-        link, request = self._link(), {"Bucket": self._address.bucket, "Prefix": name}
-        with link.explained(self.uri, "Listing"):
+        connection, request = self._connection(), {"Bucket": self._address.bucket, "Prefix": name}
+        with connection.explained(self.uri, "Listing"):
             while True:
-                page = self._run(prefix, lambda: link.client.list_objects_v2(**request))
+                page = self._run(prefix, lambda: connection.client.list_objects_v2(**request))
                 yield from page.get("Contents", [])
                 if not page.get("IsTruncated"):
                     return
@@ -176,12 +176,12 @@ class S3Storage:
 
     def _delete(self, key: str, names: Sequence[str]) -> None:
         """Delete objects with one request; those that the server could not delete just now are tried again."""
-        link, left = self._link(), names
+        connection, left = self._connection(), names
 
         def request() -> None:
             nonlocal left
             objects = {"Objects": [{"Key": name} for name in left], "Quiet": True}
-            failed = link.client.delete_objects(Bucket=link.bucket, Delete=objects).get("Errors", [])
+            failed = connection.client.delete_objects(Bucket=connection.bucket, Delete=objects).get("Errors", [])
             if failed:
                 left = [error["Key"] for error in failed]
                 raise _worst([_of_one_object(error, len(failed)) for error in failed])
@@ -190,8 +190,8 @@ class S3Storage:
 
     def _ask_for_the_reason(self, name: str) -> None:
         """An answer to HEAD has no body; the same trouble meets a request whose answer has one, and that is raised."""
-        link = self._link()
-        link.client.list_objects_v2(Bucket=link.bucket, Prefix=name, MaxKeys=1)
+        connection = self._connection()
+        connection.client.list_objects_v2(Bucket=connection.bucket, Prefix=name, MaxKeys=1)
 
 
 def _group(key: str) -> str:
@@ -209,4 +209,4 @@ def _of_one_object(error: dict[str, str], count: int) -> ClientError:
 
 def _worst(errors: Sequence[ClientError]) -> ClientError:
     """One that trying again does not mend, where there is one."""
-    return next((error for error in errors if not may_pass(error)), errors[0])
+    return next((error for error in errors if not is_transient(error)), errors[0])

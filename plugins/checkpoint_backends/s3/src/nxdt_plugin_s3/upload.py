@@ -14,9 +14,9 @@ from concurrent.futures import Future, wait
 from typing import Any, final
 
 from nxdt_plugin_s3.body import Body
+from nxdt_plugin_s3.connection import Connection
 from nxdt_plugin_s3.errors import S3ObjectTooLarge
 from nxdt_plugin_s3.faults import FAILURES, code_of, status_of
-from nxdt_plugin_s3.link import Link
 
 __all__ = ["TOKEN", "Upload", "is_ours"]
 
@@ -34,15 +34,15 @@ class Upload(io.RawIOBase):
     """What a block of ``open_write`` writes to; :meth:`finish` or :meth:`abort` ends it.
 
     Args:
-        link: to the bucket.
+        connection: to the bucket.
         name: of the object.
         where: its address, for messages.
         group: whose deadline counts.
     """
 
-    def __init__(self, link: Link, name: str, where: str, group: str) -> None:
-        self._link = link
-        self._target = {"Bucket": link.bucket, "Key": name}
+    def __init__(self, connection: Connection, name: str, where: str, group: str) -> None:
+        self._connection = connection
+        self._target = {"Bucket": connection.bucket, "Key": name}
         self._where = where
         self._group = group
         self._token = secrets.token_hex(16)
@@ -64,11 +64,11 @@ class Upload(io.RawIOBase):
             StorageError: an earlier part could not be sent.
         """
         view = memoryview(data).cast("B")
-        rest, part_bytes = view, self._link.config.part_bytes
+        rest, part_bytes = view, self._connection.config.part_bytes
         while rest:
             if self._filled == part_bytes:
                 self._ship()
-                self._buffer, self._filled = self._link.take_buffer(), 0
+                self._buffer, self._filled = self._connection.take_buffer(), 0
             chunk = rest[: part_bytes - self._filled]
             self._fill(chunk)
             rest = rest[len(chunk) :]
@@ -80,13 +80,13 @@ class Upload(io.RawIOBase):
         Raises:
             StorageError: it could not be sent, or the server refuses it.
         """
-        with self._link.explained(self._where, "Writing"):
+        with self._connection.explained(self._where, "Writing"):
             if not self._parts:
                 self._put()
                 return
         if self._filled:
             self._ship()
-        with self._link.explained(self._where, "Writing"):
+        with self._connection.explained(self._where, "Writing"):
             self._complete([part.result() for part in self._parts])
 
     def abort(self) -> None:
@@ -98,7 +98,9 @@ class Upload(io.RawIOBase):
         if not self._upload:
             return
         try:
-            self._run(lambda: self._link.client.abort_multipart_upload(**self._upload), max_attempts=_ABORT_ATTEMPTS)
+            self._run(
+                lambda: self._connection.client.abort_multipart_upload(**self._upload), max_attempts=_ABORT_ATTEMPTS
+            )
         except FAILURES as error:
             if code_of(error) != "NoSuchUpload":
                 _log.info("an unfinished upload of %s is left for now: %s", self._where, error)
@@ -114,7 +116,7 @@ class Upload(io.RawIOBase):
 
     def _ship(self) -> None:
         """Hand the buffer to a thread that sends it as the next part."""
-        with self._link.explained(self._where, "Writing"):
+        with self._connection.explained(self._where, "Writing"):
             if not self._upload:
                 self._upload = self._begin()
             for part in self._parts:
@@ -122,63 +124,63 @@ class Upload(io.RawIOBase):
                     part.result()
         number = len(self._parts) + 1
         if number > _MOST_PARTS:
-            reason = f"S3 takes {_MOST_PARTS} parts, which are of {self._link.config.part_bytes} bytes here"
+            reason = f"S3 takes {_MOST_PARTS} parts, which are of {self._connection.config.part_bytes} bytes here"
             raise S3ObjectTooLarge(where=self._where, reason=reason)
-        self._link.slots.acquire()
+        self._connection.slots.acquire()
         try:
-            part = self._link.threads.submit(self._send, number, self._buffer, self._filled)
+            part = self._connection.threads.submit(self._send, number, self._buffer, self._filled)
         except BaseException:
-            self._link.slots.release()
+            self._connection.slots.release()
             raise
         self._parts.append(part)
-        part.add_done_callback(lambda _: self._link.slots.release())
+        part.add_done_callback(lambda _: self._connection.slots.release())
 
     def _begin(self) -> dict[str, str]:
         begun = self._run(
-            lambda: self._link.client.create_multipart_upload(
+            lambda: self._connection.client.create_multipart_upload(
                 **self._target,
-                **self._link.object_arguments(),
-                ChecksumAlgorithm=self._link.checksum.algorithm,
+                **self._connection.object_arguments(),
+                ChecksumAlgorithm=self._connection.checksum.algorithm,
                 Metadata={TOKEN: self._token},
             )
         )
         return {**self._target, "UploadId": begun["UploadId"]}
 
     def _send(self, number: int, buffer: bytearray, size: int) -> dict[str, Any]:
-        """One part, in a thread of the link; what the completion says of it."""
+        """One part, in a thread of the connection; what the completion says of it."""
         data = memoryview(buffer)[:size]
-        checksum = self._link.checksum.arguments(data)
+        checksum = self._connection.checksum.arguments(data)
         request = {**self._upload, **checksum, "PartNumber": number}
-        sent = self._run(lambda: self._link.client.upload_part(**request, Body=Body(data)))
-        self._link.give_back(buffer)
+        sent = self._run(lambda: self._connection.client.upload_part(**request, Body=Body(data)))
+        self._connection.give_back(buffer)
         return {"PartNumber": number, "ETag": sent["ETag"], **checksum}
 
     def _complete(self, parts: list[dict[str, Any]]) -> None:
         def request() -> None:
             try:
-                self._link.client.complete_multipart_upload(**self._upload, MultipartUpload={"Parts": parts})
+                self._connection.client.complete_multipart_upload(**self._upload, MultipartUpload={"Parts": parts})
             except FAILURES as error:  # gone: completed by an earlier attempt whose answer was lost?
-                if code_of(error) != "NoSuchUpload" or not is_ours(self._link, self._target, self._token):
+                if code_of(error) != "NoSuchUpload" or not is_ours(self._connection, self._target, self._token):
                     raise
 
         self._run(request)
 
     def _put(self) -> None:
         data = memoryview(self._buffer)
-        request = {**self._target, **self._link.object_arguments(), **self._link.checksum.arguments(data)}
-        self._run(lambda: self._link.client.put_object(**request, Body=Body(data)))
+        request = {**self._target, **self._connection.object_arguments(), **self._connection.checksum.arguments(data)}
+        self._run(lambda: self._connection.client.put_object(**request, Body=Body(data)))
 
     def _run(self, request: Any, max_attempts: int | None = None) -> Any:
         stop = None if max_attempts else self._stop
-        return self._link.patience.run(
+        return self._connection.retrier.run(
             request, group=self._group, where=self._where, stop=stop, max_attempts=max_attempts
         )
 
 
-def is_ours(link: Link, target: dict[str, str], token: str) -> bool:
+def is_ours(connection: Connection, target: dict[str, str], token: str) -> bool:
     """Whether the object that exists was written with ``token``."""
     try:
-        found = link.client.head_object(**target)
+        found = connection.client.head_object(**target)
     except FAILURES as error:
         if status_of(error) == 404:
             return False

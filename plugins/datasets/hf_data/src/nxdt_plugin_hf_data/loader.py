@@ -15,12 +15,12 @@ from nxdt_core.data.tokens import tokenize
 from nxdt_core.protocols.dataloader import DataContext, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
-from nxdt_plugin_hf_data.cutting import Cutting, TextFraming
 from nxdt_plugin_hf_data.directories import Saved, open_saved
 from nxdt_plugin_hf_data.errors import MixtureInSequence, NothingToLearn
 from nxdt_plugin_hf_data.formats import files_of
 from nxdt_plugin_hf_data.interleave import Blocks, Interleave
 from nxdt_plugin_hf_data.mixture import Mixture
+from nxdt_plugin_hf_data.rows_to_samples import Cutting, TextFraming
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
 from nxdt_plugin_hf_data.tokenised import cached
 

@@ -26,7 +26,6 @@ from nxdt_core.errors.data import DataFileUnreadable, TooFewTokens
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import SplitName
 from nxdt_plugin_hf_data.columns import TokenColumns, is_tokenised, text_column, token_columns
-from nxdt_plugin_hf_data.cutting import Cutting, TextFraming
 from nxdt_plugin_hf_data.errors import (
     ColumnsDiffer,
     EmptyData,
@@ -37,6 +36,7 @@ from nxdt_plugin_hf_data.errors import (
 )
 from nxdt_plugin_hf_data.formats import read_rows
 from nxdt_plugin_hf_data.rows import row_sample
+from nxdt_plugin_hf_data.rows_to_samples import Cutting, TextFraming
 from nxdt_plugin_hf_data.vocabulary import check_columns
 
 __all__ = ["FileSource", "FileStream"]

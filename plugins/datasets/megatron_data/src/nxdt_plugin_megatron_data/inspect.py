@@ -56,7 +56,7 @@ def _facts(source: IndexedTokens) -> dict[str, Any]:
     import numpy as np
 
     from nxdt_plugin_megatron_data.format import bin_path
-    from nxdt_plugin_megatron_data.note import read_note
+    from nxdt_plugin_megatron_data.provenance import read_note
 
     names = ("min", "p25", "median", "p75", "p95", "max")
     lengths = np.percentile(source.lengths, _QUANTILES, method="nearest").tolist() if len(source) else [0] * len(names)

@@ -17,8 +17,8 @@ from nxdt_plugin_megatron_data.dataset import Cut, IndexedDataset
 from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
 from nxdt_plugin_megatron_data.format import bin_path
 from nxdt_plugin_megatron_data.indices import build_indices, count_samples
-from nxdt_plugin_megatron_data.note import note_path, read_note
 from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
+from nxdt_plugin_megatron_data.provenance import note_path, read_note
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 
 __all__ = ["MegatronDataloader"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from nxdt_core.config.sources.node import Origin, from_plain
 from nxdt_core.protocols.config_migration import KeyMeaning, MigratedConfig
 from nxdt_plugin_migrate.config.aliases import legacy_keys
-from nxdt_plugin_migrate.config.recognise import framework_of
+from nxdt_plugin_migrate.config.detect import framework_of
 from nxdt_plugin_migrate.config.renamed_keys import current_name, why_unneeded
 from nxdt_plugin_migrate.environment import environment_note
 

@@ -116,7 +116,7 @@ def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _check_causal(config: PreTrainedConfig, values: Mapping[str, Any], causal: str | tuple[str, ...] | None) -> None:
-    """Refuse what shows in the configuration; :mod:`nxdt_plugin_hf.tracing` sees whether tokens look ahead."""
+    """Refuse what shows in the configuration; :mod:`nxdt_plugin_hf.sharding.tracing` sees whether tokens look ahead."""
     named = architectures_of(values)
     model = named[0] if named else f"model_type {config.model_type!r}"
     if config.is_encoder_decoder:

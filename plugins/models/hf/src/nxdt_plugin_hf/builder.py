@@ -16,7 +16,7 @@ from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.exchange import key_map
 from nxdt_plugin_hf.facts import ModelFacts
 from nxdt_plugin_hf.modeling import CausalLM, build_model, hand_over_by_position
-from nxdt_plugin_hf.tracing import pattern_of
+from nxdt_plugin_hf.sharding.tracing import pattern_of
 
 __all__ = ["HFBuilder"]
 
@@ -25,7 +25,7 @@ class HFBuilder:
     """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`.
 
     Names of parameters are those of transformers, but for those of experts
-    (:class:`nxdt_plugin_hf.experts.RoutedExperts`).
+    (:class:`nxdt_plugin_hf.moe.experts.RoutedExperts`).
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("*ForCausalLM", "*LMHeadModel")
@@ -68,7 +68,7 @@ class HFBuilder:
         return self.facts.plan()
 
     def init_rules(self) -> Sequence[InitRule]:
-        """As :func:`nxdt_plugin_hf.fresh.init_rules`."""
+        """As :func:`nxdt_plugin_hf.initialisation.init_rules`."""
         return self.facts.init_rules
 
     def flops_per_token(self, sequence_length: int) -> float:

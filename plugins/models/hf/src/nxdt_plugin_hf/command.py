@@ -32,8 +32,8 @@ def sharding(source: str, overrides: tuple[str, ...]) -> None:
     from nxdt_core.protocols.parallel.estimate import MeasuresShards
     from nxdt_core.training import build  # imports torch: only a configuration that is right pays for it
     from nxdt_plugin_hf.builder import HFBuilder
-    from nxdt_plugin_hf.sharding import measure_sharding
-    from nxdt_plugin_hf.tracing import pattern_of
+    from nxdt_plugin_hf.sharding.measure import measure_sharding
+    from nxdt_plugin_hf.sharding.tracing import pattern_of
 
     builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)

@@ -11,8 +11,8 @@ from nxdt_core.devices import HOST
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.errors import DirectoryFormUnknown
-from nxdt_plugin_hf.experts import STACK
-from nxdt_plugin_hf.tracing import pattern_of
+from nxdt_plugin_hf.moe.experts import STACK
+from nxdt_plugin_hf.sharding.tracing import pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,15 +13,15 @@ from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall
-from nxdt_plugin_hf.balance import REFUSED, router_balance
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
-from nxdt_plugin_hf.experts import DISPATCHER, STACK, STACK_SIDES
-from nxdt_plugin_hf.fresh import init_rules
-from nxdt_plugin_hf.mixture import draws_numbers, mixtures
+from nxdt_plugin_hf.initialisation import init_rules
 from nxdt_plugin_hf.modeling import CausalLM, build_model
-from nxdt_plugin_hf.pipeline_plan import pipeline_plan
-from nxdt_plugin_hf.tensor_plan import TensorPlan, tensor_plan
-from nxdt_plugin_hf.tracing import is_norm, pattern_of, trace_model
+from nxdt_plugin_hf.moe.blocks import draws_numbers, mixtures
+from nxdt_plugin_hf.moe.experts import DISPATCHER, STACK, STACK_SIDES
+from nxdt_plugin_hf.moe.router_loss import REFUSED, router_balance
+from nxdt_plugin_hf.sharding.pipeline_plan import pipeline_plan
+from nxdt_plugin_hf.sharding.tensor_plan import TensorPlan, tensor_plan
+from nxdt_plugin_hf.sharding.tracing import is_norm, pattern_of, trace_model
 
 __all__ = ["ModelFacts"]
 

@@ -14,10 +14,10 @@ from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.random.dropout import Dropout
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall, attention_core
-from nxdt_plugin_hf.balance import router_balance
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
-from nxdt_plugin_hf.experts import take_over_experts
-from nxdt_plugin_hf.mixture import end_with_sum, mixtures
+from nxdt_plugin_hf.moe.blocks import end_with_sum, mixtures
+from nxdt_plugin_hf.moe.experts import replace_experts
+from nxdt_plugin_hf.moe.router_loss import router_balance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,13 +122,13 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
 
     Args:
         architecture: of the model.
-        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.tracing.trace_model`.
+        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.sharding.tracing.trace_model`.
 
     Raises:
         UnsupportedArchitecture: its embedding or its head is not what it should be.
     """
     model: Any = architecture.new()
-    take_over_experts(model)
+    replace_experts(model)
     masks = DocumentMasks()
     for path, call in calls.items():
         model.get_submodule(path).add_module(CORE, attention_core(call, masks))

@@ -20,9 +20,9 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.dataset import PairDataset
 from nxdt_plugin_preference.errors import EmptySplit, PairsCutAlike
-from nxdt_plugin_preference.fitting import Fitting
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Renderer
+from nxdt_plugin_preference.truncation import Fitting
 
 __all__ = ["PreferenceDataloader"]
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_plugin_megatron_data.format import bin_path, idx_path
-from nxdt_plugin_megatron_data.note import Note, note_path
 from nxdt_plugin_megatron_data.preprocess.blocks import Place
 from nxdt_plugin_megatron_data.preprocess.errors import OtherJob
+from nxdt_plugin_megatron_data.provenance import Note, note_path
 from nxdt_plugin_megatron_data.writer import write_index
 
 __all__ = ["Counts", "Output"]

@@ -21,7 +21,6 @@ from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
-from nxdt_plugin_megatron_data.note import Note, note_path
 from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks
 from nxdt_plugin_megatron_data.preprocess.errors import (
     InputInTheWay,
@@ -37,6 +36,7 @@ from nxdt_plugin_megatron_data.preprocess.errors import (
 from nxdt_plugin_megatron_data.preprocess.progress import Counts, Output
 from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode_here, start_worker
 from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
+from nxdt_plugin_megatron_data.provenance import Note, note_path
 
 __all__ = ["Job", "Outcome", "preprocess"]
 

@@ -15,7 +15,7 @@ import torch
 
 from nxdt_core.protocols.plan import AttentionHeads
 from nxdt_plugin_migrate.checkpoint.heads import Slots, order_of
-from nxdt_plugin_migrate.checkpoint.leaf import Leaf, concatenated
+from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf, concatenated
 from nxdt_plugin_migrate.errors import NeuronxReplicasDiffer
 
 __all__ = ["Merger", "Stages", "parameters_of"]

@@ -16,7 +16,7 @@ from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
-from nxdt_plugin_migrate.checkpoint.leaf import Leaf
+from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf
 from nxdt_plugin_migrate.checkpoint.merge import Merger, Stages
 from nxdt_plugin_migrate.checkpoint.optimizer import MASTER, OptimizerState, Unmergeable, read_optimizer
 from nxdt_plugin_migrate.checkpoint.unpickle import read_pt

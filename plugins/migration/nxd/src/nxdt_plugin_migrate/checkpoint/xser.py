@@ -16,7 +16,7 @@ import torch
 
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.devices import HOST
-from nxdt_plugin_migrate.checkpoint.leaf import Leaf
+from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf
 from nxdt_plugin_migrate.checkpoint.unpickle import TensorReference, read_pt
 from nxdt_plugin_migrate.errors import NeuronxFileDamaged
 

@@ -12,8 +12,8 @@ from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import ConfigProblem, NotSupported, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.config_migration import Verdict
+from nxdt_plugin_migrate.config.detect import FRAMEWORKS
 from nxdt_plugin_migrate.config.document import Document
-from nxdt_plugin_migrate.config.recognise import FRAMEWORKS
 from nxdt_plugin_migrate.config.render import TO_SET, render
 
 __all__ = ["drop_unsupported", "unset_paths"]

@@ -15,11 +15,11 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.config_migration import MigratedConfig
 from nxdt_plugin_migrate.config.architectures import require_decoder
 from nxdt_plugin_migrate.config.comments import read_comments
+from nxdt_plugin_migrate.config.detect import FRAMEWORKS, refuse_others, require
 from nxdt_plugin_migrate.config.document import Document, read_document
 from nxdt_plugin_migrate.config.drop_unsupported import drop_unsupported, unset_paths
 from nxdt_plugin_migrate.config.nemo import from_nemo, from_nnm
 from nxdt_plugin_migrate.config.nxdt import from_nxdt
-from nxdt_plugin_migrate.config.recognise import FRAMEWORKS, refuse_others, require
 from nxdt_plugin_migrate.config.render import render
 
 __all__ = ["migrate"]

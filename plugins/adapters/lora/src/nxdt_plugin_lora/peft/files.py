@@ -15,8 +15,8 @@ from nxdt_core.checkpoint.hf.json_files import read_json
 from nxdt_core.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
-from nxdt_plugin_lora.peft_config import MERGE
-from nxdt_plugin_lora.peft_names import PeftTensor
+from nxdt_plugin_lora.peft.config import MERGE
+from nxdt_plugin_lora.peft.names import PeftTensor
 
 __all__ = ["CONFIG", "WEIGHTS", "is_peft", "read_config", "read_peft", "write_peft"]
 
@@ -43,8 +43,8 @@ def write_peft(
 
     Args:
         directory: is made.
-        config: of :func:`nxdt_plugin_lora.peft_config.peft_config`.
-        tensors: of :func:`nxdt_plugin_lora.peft_names.peft_tensors`.
+        config: of :func:`nxdt_plugin_lora.peft.config.peft_config`.
+        tensors: of :func:`nxdt_plugin_lora.peft.names.peft_tensors`.
         read: gives the whole parameter of a name.
         base: digest of the frozen weights.
     """

@@ -11,7 +11,7 @@ from torch import nn
 
 from nxdt_plugin_hf.attention import IMPLEMENTATION, AttentionCall, tracing
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
-from nxdt_plugin_hf.experts import routed_experts, take_over_experts
+from nxdt_plugin_hf.moe.experts import replace_experts, routed_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +81,7 @@ def _built(architecture: Architecture) -> PreTrainedModel:
     if kept:
         reason = f"its buffer '{kept[0]}' is saved and holds no fractions"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason)
-    take_over_experts(model)
+    replace_experts(model)
     return model
 
 

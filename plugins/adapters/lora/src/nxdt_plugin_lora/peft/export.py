@@ -17,11 +17,11 @@ from nxdt_core.training import build
 from nxdt_core.training.weights.saved_config import saved_values
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoPeftForm
-from nxdt_plugin_lora.peft_config import peft_config
-from nxdt_plugin_lora.peft_experts import check_pairs, taken_for_experts
-from nxdt_plugin_lora.peft_files import write_peft
-from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
-from nxdt_plugin_lora.saved import SavedLora, open_saved
+from nxdt_plugin_lora.peft.config import peft_config
+from nxdt_plugin_lora.peft.experts import check_pairs, taken_for_experts
+from nxdt_plugin_lora.peft.files import write_peft
+from nxdt_plugin_lora.peft.names import PeftTensor, peft_tensors
+from nxdt_plugin_lora.saved_run import SavedLora, open_saved
 from nxdt_plugin_lora.targets import adaptable_names, tables_of
 
 __all__ = ["ExportedLora", "describe", "export_lora"]

@@ -16,7 +16,7 @@ from torch import nn
 
 from nxdt_core.nn.moe.aux_loss import add_aux_loss
 from nxdt_plugin_hf.architecture import Architecture
-from nxdt_plugin_hf.experts import routed_experts
+from nxdt_plugin_hf.moe.experts import routed_experts
 
 __all__ = ["REFUSED", "RouterBalance", "router_balance"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from nxdt_core.devices import HOST
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_plugin_hf.tracing import is_norm, pattern_of
+from nxdt_plugin_hf.sharding.tracing import is_norm, pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nxdt_core.devices import HOST
-from nxdt_plugin_hf.experts import RoutedExperts, routed_experts
+from nxdt_plugin_hf.moe.experts import RoutedExperts, routed_experts
 
 __all__ = ["draws_numbers", "end_with_sum", "mixtures", "not_additive"]
 

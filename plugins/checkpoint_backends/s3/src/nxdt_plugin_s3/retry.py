@@ -1,4 +1,4 @@
-"""Trying again: with jitter, and with one deadline for everything that belongs to one save.
+"""Retries of requests with jitter, and with one deadline for everything that belongs to one save.
 
 Why not the SDK's own retries: they know neither a deadline nor each other, so that a store that fails for every object
 delays a save by (objects × attempts); and they draw from Python's global random generator, whose state a training run
@@ -19,9 +19,9 @@ from typing import TypeVar, final
 
 from botocore.exceptions import EndpointConnectionError
 
-from nxdt_plugin_s3.faults import FAILURES, may_pass, shown
+from nxdt_plugin_s3.faults import FAILURES, is_transient, redacted
 
-__all__ = ["HeldUp", "Patience"]
+__all__ = ["Retrier", "RetryBudget"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _FIRST_CONTACT_S = 15.0
 
 
 @dataclass(slots=True)
-class _Account:
+class _Failures:
     """What failures have cost one save."""
 
     lost_s: float = 0.0
@@ -44,48 +44,48 @@ class _Account:
 
 
 @final
-class HeldUp:
-    """Adds up the time during which requests of a group are failing, counted once where several fail together.
+class RetryBudget:
+    """How much of its deadline a group of requests has spent on failures, counted once where several fail together.
 
-    A group whose requests have all been well for as long as the deadline starts anew.
+    A group whose requests have all succeeded for as long as the deadline gets its whole budget back.
     """
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._accounts: defaultdict[str, _Account] = defaultdict(_Account)
+        self._failures: defaultdict[str, _Failures] = defaultdict(_Failures)
         self._lock = threading.Lock()
 
     def begin(self, group: str, since: float) -> bool:
         """A request of ``group``, sent at ``since``, has failed for the first time; True where it is the only one."""
         with self._lock:
-            account = self._accounts[group]
-            if not account.failing:
-                if since - account.since > self._deadline_s:
-                    account.lost_s = 0.0
-                account.since = since
-            account.failing += 1
-            return account.failing == 1
+            failures = self._failures[group]
+            if not failures.failing:
+                if since - failures.since > self._deadline_s:
+                    failures.lost_s = 0.0
+                failures.since = since
+            failures.failing += 1
+            return failures.failing == 1
 
     def end(self, group: str) -> None:
         """It has succeeded, or was given up."""
         with self._lock:
-            account = self._accounts[group]
-            account.failing -= 1
-            if not account.failing:
+            failures = self._failures[group]
+            failures.failing -= 1
+            if not failures.failing:
                 now = time.monotonic()
-                account.lost_s += now - account.since
-                account.since = now
+                failures.lost_s += now - failures.since
+                failures.since = now
 
     def left_s(self, group: str) -> float:
         """What is left of the deadline while a request of ``group`` is failing."""
         with self._lock:
-            account = self._accounts[group]
-            return self._deadline_s - account.lost_s - (time.monotonic() - account.since)
+            failures = self._failures[group]
+            return self._deadline_s - failures.lost_s - (time.monotonic() - failures.since)
 
 
 @final
-class Patience:
-    """Tries requests again.
+class Retrier:
+    """Retries requests.
 
     Args:
         max_attempts: of one request.
@@ -96,7 +96,7 @@ class Patience:
     def __init__(self, max_attempts: int, deadline_s: float) -> None:
         self._max_attempts = max_attempts
         self._deadline_s = deadline_s
-        self._held_up = HeldUp(deadline_s)
+        self._budget = RetryBudget(deadline_s)
         self._random = random.Random()  # of its own: the global one is seeded alike on all ranks, and is training's
         self._reached = False
 
@@ -109,7 +109,7 @@ class Patience:
         stop: threading.Event | None = None,
         max_attempts: int | None = None,
     ) -> T:
-        """The result of ``request``, tried until it succeeds, cannot succeed, or patience is at its end.
+        """Return the result of ``request``, retried until it succeeds, cannot succeed, or the deadline has passed.
 
         Args:
             request: may be called several times.
@@ -128,11 +128,11 @@ class Patience:
                 try:
                     result = request()
                 except FAILURES as error:
-                    if not may_pass(error) or attempt >= attempts or stop.is_set():
+                    if not is_transient(error) or attempt >= attempts or stop.is_set():
                         raise
                     if not failing:
                         failing = True
-                        self._tell(error, where, first=self._held_up.begin(group, began))
+                        self._log_retry(error, where, first=self._budget.begin(group, began))
                     left_s = self._left_s(error, group)
                     if left_s <= 0 or stop.wait(min(left_s, self._delay_s(attempt))):
                         raise
@@ -141,11 +141,11 @@ class Patience:
                     return result
         finally:
             if failing:
-                self._held_up.end(group)
+                self._budget.end(group)
         raise AssertionError("unreachable: counting has no end")
 
     def _left_s(self, error: Exception, group: str) -> float:
-        left_s = self._held_up.left_s(group)
+        left_s = self._budget.left_s(group)
         if isinstance(error, EndpointConnectionError) and not self._reached:
             return min(left_s, left_s - self._deadline_s + _FIRST_CONTACT_S)
         return left_s
@@ -154,7 +154,7 @@ class Patience:
         """Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/"""
         return self._random.uniform(0, min(_LONGEST_S, _BASE_S * 2.0**attempt))
 
-    def _tell(self, error: Exception, where: str, *, first: bool) -> None:
+    def _log_retry(self, error: Exception, where: str, *, first: bool) -> None:
         """Warn once for a spell of trouble, so that a wait has a reason; the rest is for who looks closely."""
         level = logging.WARNING if first else logging.DEBUG
-        _log.log(level, "%s: %s; trying again for up to %.0f s", where, shown(error), self._deadline_s)
+        _log.log(level, "%s: %s; trying again for up to %.0f s", where, redacted(error), self._deadline_s)

@@ -1,4 +1,4 @@
-"""DoRA's trained norms at their start: those of the base's weights."""
+"""Initial magnitudes of DoRA (arXiv:2402.09353): the norms of the base's weights."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from nxdt_core.distributed.placement import piece_of
 from nxdt_core.nn.updates import Update
 from nxdt_core.protocols.parallel.model import ParallelModel
 
-__all__ = ["take_norms"]
+__all__ = ["init_magnitudes"]
 
 _MAGNITUDE = "lora_magnitude"
 
 
 @torch.no_grad()
-def take_norms(model: ParallelModel) -> None:
-    """Set each norm to that of its output feature's weights, where the update is none. Collective: each weight is whole
-    on every rank for a moment, one at a time."""
+def init_magnitudes(model: ParallelModel) -> None:
+    """Set each magnitude to the norm of its output feature's weights, so that the update starts as the identity.
+
+    Collective: each rank gathers every weight in full, one at a time.
+    """
     parameters = dict(model.named_parameters())
     updates = {
         path: (part, module.get_parameter(f"{path.removesuffix('.update')}.weight"))

@@ -11,9 +11,9 @@ from torch import nn
 from nxdt_core.nn.patterns import matches
 from nxdt_core.protocols.plan import AttentionHeads, TensorStyle
 from nxdt_plugin_hf.attention import AttentionCall
-from nxdt_plugin_hf.experts import TENSOR_STYLE, routed_experts
-from nxdt_plugin_hf.mixture import mixtures, not_additive
-from nxdt_plugin_hf.tracing import pattern_of
+from nxdt_plugin_hf.moe.blocks import mixtures, not_additive
+from nxdt_plugin_hf.moe.experts import TENSOR_STYLE, routed_experts
+from nxdt_plugin_hf.sharding.tracing import pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

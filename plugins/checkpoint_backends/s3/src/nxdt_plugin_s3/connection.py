@@ -17,16 +17,16 @@ from nxdt_plugin_s3.checksums import Checksum, choose
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.errors import S3ChecksumUnavailable
 from nxdt_plugin_s3.faults import FAILURES, Place
-from nxdt_plugin_s3.patience import Patience
+from nxdt_plugin_s3.retry import Retrier
 
-__all__ = ["Link"]
+__all__ = ["Connection"]
 
 _CALLERS = 32
 """Connections beyond those of parts and ranges, for threads that call the store at once."""
 
 
 @final
-class Link:
+class Connection:
     """Opened at the first use of a store in a process; may be used by all its threads.
 
     Raises:
@@ -42,7 +42,7 @@ class Link:
             self.client = _client(config)
         self.place = Place(address, self.client.meta.endpoint_url, self.client.meta.region_name)
         self.checksum = _checksum(address, config)
-        self.patience = Patience(config.max_attempts, config.deadline_s)
+        self.retrier = Retrier(config.max_attempts, config.deadline_s)
         self.threads = ThreadPoolExecutor(config.concurrency, thread_name_prefix="nxdt-s3")
         self.slots = threading.BoundedSemaphore(config.concurrency)
         """One for each part in transfer: what bounds the memory of writing."""
@@ -85,7 +85,7 @@ def _client(config: S3StorageConfig) -> Any:
         read_timeout=config.read_timeout_s,
         max_pool_connections=config.concurrency + _CALLERS,
         tcp_keepalive=True,
-        retries={"mode": "standard", "total_max_attempts": 1},  # Patience tries again
+        retries={"mode": "standard", "total_max_attempts": 1},  # Retrier tries again
         request_checksum_calculation="when_required",  # Checksum gives them
         response_checksum_validation="when_required",  # digests of blocks are verified above the store
         s3={"addressing_style": config.addressing_style},

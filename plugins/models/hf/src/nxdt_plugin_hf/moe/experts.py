@@ -25,7 +25,7 @@ from nxdt_plugin_hf.errors import UnsupportedArchitecture
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DISPATCHER", "STACK", "STACK_SIDES", "TENSOR_STYLE", "RoutedExperts", "routed_experts", "take_over_experts"]
+__all__ = ["DISPATCHER", "STACK", "STACK_SIDES", "TENSOR_STYLE", "RoutedExperts", "replace_experts", "routed_experts"]
 
 STACK = "stack"
 """Attribute of :class:`RoutedExperts` with the matrices."""
@@ -67,7 +67,7 @@ def routed_experts(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
             yield path, module
 
 
-def take_over_experts(model: PreTrainedModel) -> None:
+def replace_experts(model: PreTrainedModel) -> None:
     """Put ours in the place of the experts of ``model``, which may lie on the meta device; no values are kept.
 
     Raises:

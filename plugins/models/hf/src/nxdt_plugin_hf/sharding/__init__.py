@@ -1,0 +1,1 @@
+"""How a model of transformers is sharded: its forward pass traced, its plans translated, the result measured."""
