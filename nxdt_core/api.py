@@ -102,8 +102,8 @@ class Component:
     """What the implementation does, in the words of :data:`CAPABILITIES` for its kind. What an engine, a model or an
     optimizer does not declare, no configuration may ask of it."""
     requires: frozenset[str] = frozenset()
-    """Capabilities that the run's engine must declare for this component, whatever its section says. What depends on
-    the section is answered by its dataclass (:class:`nxdt_core.config.fields.component.RequiresCapabilities`)."""
+    """Capabilities that the run's engine must always declare for this component. What depends on the values of the
+    section is answered by its dataclass (:class:`nxdt_core.config.fields.component.RequiresCapabilities`)."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):

@@ -257,7 +257,7 @@ class EngineContract:
             torch.testing.assert_close(_local(found[name]), weight, rtol=1e-4, atol=1e-5, msg=name)
 
     def test_the_loss_is_a_mean_over_the_whole_global_batch(self, run: Run, batches: list[Batch]) -> None:
-        """Whatever the number of loss tokens in each micro-batch; ``weight`` says how many there are."""
+        """``weight`` is the number of loss tokens of all micro-batches, which have different numbers."""
         step = run.model.run_train(batches, CausalLM())
         assert float(step.weight) == sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
 
@@ -315,7 +315,7 @@ class EngineContract:
         assert torch.equal(logits, run.model.forward(ids))
 
     def test_log_probs_are_those_of_the_labels(self, run: Run, batches: list[Batch], settings: Settings) -> None:
-        """0 where there is no label; without a gradient."""
+        """0 at positions without a label; without a gradient."""
         if "reference" not in _declared(settings):
             pytest.skip("the engine does not declare 'reference'")
         for batch, found in zip(batches, run.model.log_probs(batches), strict=True):

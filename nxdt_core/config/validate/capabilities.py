@@ -44,7 +44,7 @@ class Asked:
     """A setting that needs capabilities."""
 
     keys: tuple[str, ...]
-    """The setting; where there are several, a problem is told at the first that somebody wrote."""
+    """The setting; where there are several, a problem names the first that somebody wrote."""
     found: str
     """Its value, for the message."""
     instead: str
