@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.parallel.layouts.preferring import FLOAT64, STEPS, STRATEGY, differences, follow
-from tests.sampling import sampled
+from tests.sampling import sampled, slow
 
 ZERO3 = f"{STRATEGY}zero_stage=3"
 TP2 = f"{STRATEGY}tensor_model_parallel_size=2"
@@ -86,7 +86,7 @@ def test_before_the_first_step_no_pair_is_preferred_to_its_reference(alone):
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo"])
-@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("micro", [slow(1), 2, slow(4)])
 def test_packed_pairs_train_as_padded_ones_do(ranks, padded, objective, micro):
     (found,) = ranks(1).run(follow, objective, 1, (*TOGETHER, "data.packing=true", f"data.micro_batch_size={micro}"))
     assert (found.samples, padded[objective].samples) == (4, 10)

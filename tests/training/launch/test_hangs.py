@@ -109,7 +109,7 @@ def test_a_hub_that_was_stopped_itself_counts_from_when_it_continues():
 # Runs
 
 
-@pytest.mark.parametrize(("launcher", "stopped"), [("nxdt", 1), ("torchrun", 0), slow("torchrun", 1)])
+@pytest.mark.parametrize(("launcher", "stopped"), [("nxdt", 1), slow("torchrun", 0), slow("torchrun", 1)])
 def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path, launcher, stopped):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     before = (torchrun if launcher == "torchrun" else ()) + ("-m", "nxdt_core", "train")

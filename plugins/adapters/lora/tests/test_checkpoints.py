@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.inference.generate import generate
 from nxdt_core.training.run.train import train
+from tests import processes
 from tests.checkpoint.signed import load_trusted, write_key
 
 RUN = {
@@ -302,8 +304,9 @@ def test_two_ranks_merge_in_the_store_of_the_run_by_its_options(command, tmp_pat
     written.write_text(json.dumps(RUN))
     same = (*MERGING, "adapter.lora_dropout=0")
     there = (f"checkpoint.uri={s3_uri}", f"checkpoint.storage.endpoint_url={s3_server.url}", "trainer.devices=2")
-    status, _, complaint = command("train", written, f"exp_manager.exp_dir={tmp_path}", *same, *there)
-    assert status == 0, complaint
+    words = [sys.executable, "-m", "nxdt_core", "train", written, f"exp_manager.exp_dir={tmp_path}", *same, *there]
+    done = processes.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     merged = checkpoint.open_storage(f"{s3_uri}-merged", config=S3StorageConfig(endpoint_url=s3_server.url))
     found = checkpoint.load_model(merged, checkpoint.find_checkpoint(merged, 4, warn=print))
     alone = tmp_path / "alone"
