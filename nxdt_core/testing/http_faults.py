@@ -86,7 +86,7 @@ class Exchange:
 
     def answer(self, answer: Answer, *, cut_at: int | None = None) -> None:
         """Answer the client; with ``cut_at``, close the connection after so many bytes of the body."""
-        self._handler.tell(answer, cut_at)
+        self._handler.send_answer(answer, cut_at)
 
     def reset(self) -> None:
         """Close the connection without an answer, as a crashing server does (TCP RST)."""
@@ -294,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
             length=int(length) if request.method == "HEAD" and length else None,
         )
 
-    def tell(self, answer: Answer, cut_at: int | None) -> None:
+    def send_answer(self, answer: Answer, cut_at: int | None) -> None:
         self.send_response_only(answer.status)
         for name, value in answer.headers:
             if name.lower() not in _OF_ONE_CONNECTION:

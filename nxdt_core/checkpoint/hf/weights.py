@@ -62,7 +62,7 @@ class HFWeights:
         """
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
-        ignored = [*ignored, *map(_without_first_word, ignored)]
+        ignored = [*ignored, *map(_without_prefix, ignored)]
         used = {self._file_name(name) for name in shapes}
         extra = sorted(name for name in self._located.keys() - used if not matches_any(ignored, name))
         wrong = [
@@ -130,7 +130,7 @@ class HFWeights:
 
     def _file_name(self, name: str) -> str:
         """What the files call the tensor that the whole model calls ``name``."""
-        return name if name in self._located else _without_first_word(name)
+        return name if name in self._located else _without_prefix(name)
 
     def _slice(self, name: str) -> Any:
         name = self._file_name(name)
@@ -154,5 +154,5 @@ class HFWeights:
         return tensor
 
 
-def _without_first_word(name: str) -> str:
+def _without_prefix(name: str) -> str:
     return name.partition(".")[2]

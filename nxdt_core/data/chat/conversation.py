@@ -39,7 +39,7 @@ class Message:
         """Whether a tool is to answer."""
         return bool(self.calls)
 
-    def is_said_in(self, text: str) -> bool:
+    def is_contained_in(self, text: str) -> bool:
         """Whether a rendering has its words, reasoning aside, and the functions that it calls."""
         words = self.content.rpartition("</think>")[2].strip()
         return words in text and all(call["function"]["name"] in text for call in self.calls)

@@ -149,7 +149,7 @@ class NxdtStrategy(Strategy):
         self._module.resume_from(storage, manifest)
         saved = checkpoint.load_state(storage, manifest)
         imported = "lightning" not in saved["extra"]  # no run of ours wrote it
-        lightning: dict[str, Any] = self._begun_at(manifest.step) if imported else saved["extra"]["lightning"]
+        lightning: dict[str, Any] = self._loops_after(manifest.step) if imported else saved["extra"]["lightning"]
         return {**lightning, "state_dict": {}, "optimizer_states": [], "lr_schedulers": []}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -172,8 +172,8 @@ class NxdtStrategy(Strategy):
         if self.is_global_zero:
             storage, step = build.locate(self.config, str(filepath))
             steps = [entry.step for entry in checkpoint.list_checkpoints(storage)] if step is None else [step]
-            for doomed in steps:
-                checkpoint.delete_step(storage, doomed)
+            for number in steps:
+                checkpoint.delete_step(storage, number)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean (or ``reduce_op``: ``sum``, ``min``, ``max``, ``product``) of a tensor over all ranks.
@@ -225,7 +225,7 @@ class NxdtStrategy(Strategy):
             self.engine.shutdown()
             self._started = False
 
-    def _begun_at(self, step: int) -> dict[str, Any]:
+    def _loops_after(self, step: int) -> dict[str, Any]:
         """What Lightning would have dumped after ``step`` optimizer steps, its loops being otherwise at their start."""
         loops = deepcopy(self._module.trainer.fit_loop.state_dict())
         for count in loops["epoch_loop.manual_optimization.optim_step_progress"].values():

@@ -132,7 +132,7 @@ class Patience:
                         raise
                     if not failing:
                         failing = True
-                        self._tell(error, where, first=self._held_up.begin(group, began))
+                        self._report(error, where, first=self._held_up.begin(group, began))
                     left_s = self._left_s(error, group)
                     if left_s <= 0 or stop.wait(min(left_s, self._delay_s(attempt))):
                         raise
@@ -154,7 +154,7 @@ class Patience:
         """Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/"""
         return self._random.uniform(0, min(_LONGEST_S, _BASE_S * 2.0**attempt))
 
-    def _tell(self, error: Exception, where: str, *, first: bool) -> None:
+    def _report(self, error: Exception, where: str, *, first: bool) -> None:
         """Warn once for a spell of trouble, so that a wait has a reason; the rest is for who looks closely."""
         level = logging.WARNING if first else logging.DEBUG
         _log.log(level, "%s: %s; trying again for up to %.0f s", where, shown(error), self._deadline_s)
