@@ -50,7 +50,7 @@ _OF_ONE_CONNECTION = frozenset({"connection", "keep-alive", "transfer-encoding",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client asked."""
+    """A request that a client sent."""
 
     method: str
     target: str
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the client gets."""
+    """The response that a client receives."""
 
     status: int
     headers: tuple[tuple[str, str], ...] = ()
@@ -201,7 +201,7 @@ class FaultProxy:
             self._plans.append(_Plan(fault, at, times, matching))
 
     def clear(self) -> None:
-        """Forget faults and requests."""
+        """Forget all planned faults and recorded requests."""
         with self._lock:
             self._plans.clear()
             self._requests.clear()

@@ -128,12 +128,12 @@ def chat_keys(config: ResolvedConfig) -> ChatKeys:
 
 
 def objective(config: ResolvedConfig) -> Objective:
-    """The loss."""
+    """Return the configured loss."""
     return cast(Objective, _construct(config, "objective"))
 
 
 def precision(config: ResolvedConfig) -> PrecisionPolicy:
-    """The dtypes.
+    """Return the configured dtypes.
 
     Raises:
         NoMasterWeights: float32 weights are to be saved, and it keeps none.

@@ -16,7 +16,7 @@ _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
-    """The imported ``package``.
+    """Import ``package`` and return it.
 
     Raises:
         TokenizerLibraryMissing: it cannot be imported; names the pip command of nxdt-core's ``extra``.

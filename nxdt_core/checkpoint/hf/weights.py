@@ -75,7 +75,7 @@ class HFWeights:
             raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong, directory=directory, says_sizes=True)
 
     def dtype_of(self, source: Source) -> torch.dtype:
-        """That of the parameter as :meth:`read` gives it.
+        """Return the dtype in which :meth:`read` returns the parameter.
 
         Raises:
             HFFileDamaged: a tensor has a dtype that torch or a checkpoint does not have.

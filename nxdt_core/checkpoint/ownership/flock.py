@@ -42,14 +42,14 @@ class LockedStore:
         self._lock = lock
 
     def release(self) -> None:
-        """Unlock it."""
+        """Unlock the store, so that another run can take it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
 
 
 def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> LockedStore:
-    """Lock ``storage`` for ``me``.
+    """Lock ``storage`` for the run ``me``.
 
     A lock whose owner runs on this machine is refused at once. Any other is waited for: its process may be about to
     end, and the server of a network file system notices the death of a machine late.

@@ -102,7 +102,7 @@ class Lease:
 
 
 def take_lease(storage: CheckpointStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> Lease:
-    """Take ``storage`` for ``me``.
+    """Take the lease of ``storage`` for the run ``me``.
 
     At once where nobody has it, or its owner is known to be gone; else once that one has been silent for ``expiry_s``.
 

@@ -17,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What one speaker says."""
+    """One message of a conversation: the role of its speaker and its content."""
 
     role: str
     content: str
@@ -31,7 +31,7 @@ class Message:
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """Its tool calls."""
+        """Return the message's tool calls; empty where it has none."""
         return self.fields.get("tool_calls") or ()
 
     @property

@@ -32,7 +32,7 @@ _ANSWER = "This one"
 
 
 class TemplateRunner:
-    """Runs one template.
+    """Renders conversations with one chat template.
 
     Args:
         template: the template.

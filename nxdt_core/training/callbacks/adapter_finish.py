@@ -25,6 +25,6 @@ class AdapterFinish(pl.Callback):
         self._last_checkpoint = last_checkpoint
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Call the adapter."""
+        """Call ``finish`` of every configured adapter."""
         for adapter in build.adapters(self._config):
             adapter.finish(self._last_checkpoint(pl_module), self._config, pl_module.engine.ranks)

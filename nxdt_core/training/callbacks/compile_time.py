@@ -29,7 +29,7 @@ class CompileTime(pl.Callback):
         self._reported_s = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
+        """Start to measure the seconds that compiling takes."""
         self._running.enter_context(self._clock)
 
     def on_train_batch_end(  # type: ignore[override]
@@ -46,5 +46,5 @@ class CompileTime(pl.Callback):
             logger.log_metrics({"compile_time_s": seconds}, step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop the clock."""
+        """Stop measuring."""
         self._running.close()

@@ -103,7 +103,7 @@ class NxdtDataModule(pl.LightningDataModule):
         return tuple(self._validation)
 
     def setup(self, stage: str) -> None:
-        """Lightning's hook: see :meth:`prepare`."""
+        """Call :meth:`prepare`, as a hook of Lightning."""
         self.prepare()
 
     def train_dataloader(self) -> TrainLoader:
@@ -127,11 +127,11 @@ class NxdtDataModule(pl.LightningDataModule):
         return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
 
     def test_dataloader(self) -> list[TrainLoader]:
-        """As :meth:`val_dataloader`: the configuration names no third split."""
+        """Return the loaders of :meth:`val_dataloader`: the configuration names no third split."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> list[TrainLoader]:
-        """As :meth:`val_dataloader`."""
+        """Return the loaders of :meth:`val_dataloader`."""
         return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
