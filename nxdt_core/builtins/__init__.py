@@ -41,7 +41,7 @@ _TORCH_ENGINE = frozenset(
 
 @hookimpl
 def nxdt_dataloaders() -> list[DataloaderComponent]:
-    """None."""
+    """Declare the loader for models that are not trained."""
     return [
         DataloaderComponent(
             name="none",
@@ -53,7 +53,7 @@ def nxdt_dataloaders() -> list[DataloaderComponent]:
 
 @hookimpl
 def nxdt_tokenizers() -> list[TokenizerComponent]:
-    """Those of the libraries that models are published with, and bytes."""
+    """Declare the tokenizers of published models, and UTF-8 bytes."""
     return [
         TokenizerComponent(
             name="byte",
@@ -103,13 +103,13 @@ def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
 
 @hookimpl
 def nxdt_precision_policies() -> list[PrecisionComponent]:
-    """Under NxD Training's names."""
+    """Declare the precisions under NxD Training's names."""
     return [*POLICIES]
 
 
 @hookimpl
 def nxdt_checkpoint_storages() -> list[StorageComponent]:
-    """The local file system."""
+    """Declare the local file system."""
     return [
         StorageComponent(
             name="local",
@@ -123,7 +123,7 @@ def nxdt_checkpoint_storages() -> list[StorageComponent]:
 
 @hookimpl
 def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
-    """Directories of Hugging Face."""
+    """Declare Hugging Face directories."""
     return [
         CheckpointFormatComponent(
             name="hf",
@@ -135,7 +135,7 @@ def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
 
 @hookimpl
 def nxdt_objectives() -> list[ObjectiveComponent]:
-    """Next-token prediction."""
+    """Declare next-token prediction."""
     return [
         ObjectiveComponent(
             name="causal_lm",
@@ -147,7 +147,7 @@ def nxdt_objectives() -> list[ObjectiveComponent]:
 
 @hookimpl
 def nxdt_parallel_engines() -> list[EngineComponent]:
-    """The engine on stock torch."""
+    """Declare the engine on stock torch."""
     return [
         EngineComponent(
             name="torch",

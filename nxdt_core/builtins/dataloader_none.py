@@ -14,5 +14,5 @@ class NoData:
         """There is nothing to configure; both are what the kind's call passes."""
 
     def split(self, name: SplitName) -> MapDataset | IterableDataset | None:
-        """None, for every name."""
+        """Return None for every split."""
         return None

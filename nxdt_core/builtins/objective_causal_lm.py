@@ -22,6 +22,6 @@ class CausalLM:
         return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
-        """``logits`` [micro_batch, seq, vocab]."""
+        """Return the summed cross-entropy of ``logits`` [micro_batch, seq, vocab] and its weight."""
         loss_sum, weight = cross_entropy_sum(logits, batch.labels, batch.loss_weights)
         return ObjectiveOutput(loss_sum=loss_sum, weight=weight)

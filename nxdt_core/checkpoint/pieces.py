@@ -59,7 +59,7 @@ def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torc
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """``float32`` and the like."""
+    """Return the name of a dtype without ``torch.``, such as ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -74,7 +74,7 @@ class Signer:
         return Signature(public_key=self.public_key, signature=self._key.sign(manifest))
 
     def check(self, trusted: TrustedKeys | None) -> None:
-        """See, before a run starts, that the key can be read and that the run would trust what it saves.
+        """Check, before a run starts, that the key can be read and that the run would trust what it saves.
 
         Raises:
             SigningKeyNotTrusted: ``trusted`` lacks it. Otherwise as :attr:`public_key`.
@@ -96,7 +96,7 @@ class TrustedKeys:
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        """Fingerprint of each key.
+        """Return the fingerprint of each key.
 
         Raises:
             SigningLibraryMissing: the library is not installed.
@@ -139,7 +139,7 @@ def refuse_foreign(trusted: TrustedKeys | None, path: str | Path) -> None:
 
 
 def check_signature(signature: Signature, manifest: Manifest, data: bytes, *, where: str) -> None:
-    """See that the key that a signature names has signed a manifest, and that this covers the files.
+    """Check that the named key has signed the manifest, and that this covers the files.
 
     Args:
         signature: as it was read.

@@ -40,7 +40,7 @@ def list_(json_output: bool) -> None:
     """
     from nxdt_core.kernel.plugin import plugin_notes
 
-    kernel = _start()
+    kernel = _start_kernel()
     if json_output:
         print_json([_as_object(kernel, plugin) for plugin in kernel.plugins])
         return
@@ -63,7 +63,7 @@ def show(name: str) -> None:
     from nxdt_core.errors.plugins import UnknownPlugin
     from nxdt_core.kernel.policy import names
 
-    kernel = _start()
+    kernel = _start_kernel()
     chosen = [plugin for plugin in kernel.plugins if names(name, name=plugin.name, dist=plugin.dist)]
     if not chosen:
         raise UnknownPlugin(name=name, available=tuple(dict.fromkeys(plugin.name for plugin in kernel.plugins)))
@@ -77,7 +77,7 @@ def hooks() -> None:
     """List the moments at which plugins are called, and who listens."""
     from nxdt_core.kernel.hookspecs import PHASES
 
-    kernel = _start()
+    kernel = _start_kernel()
     rows = []
     for phase in PHASES:
         for hook in (name for name in vars(phase) if name in phase.__all__):
@@ -96,7 +96,7 @@ def lock(file: Path) -> None:
     """
     from nxdt_core.kernel.integrity.lock import write_lock
 
-    write_lock(_start().plugins, file)
+    write_lock(_start_kernel().plugins, file)
     say(f"wrote {file}", err=True)
 
 
@@ -110,7 +110,7 @@ def verify(file: Path) -> None:
     click.echo(f"{click.style('ok', fg='green')}: the plugins are those of {visible(str(file))}")
 
 
-def _start() -> Kernel:
+def _start_kernel() -> Kernel:
     from nxdt_core.kernel import Kernel
 
     return Kernel.start()

@@ -12,7 +12,7 @@ from nxdt_core.cli.verb import Verb, config_arguments, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.launch.client import Lifeline
+    from nxdt_core.launch.client import Client
 
 __all__ = ["train"]
 
@@ -50,7 +50,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     if place.world_size > 1:
         from nxdt_core.launch.rank import as_rank
 
-        ctx.exit(as_rank(place, lambda lifeline: _train(_load(source, overrides, lifeline.is_first), lifeline)))
+        ctx.exit(as_rank(place, lambda client: _train(_load(source, overrides, client.is_first), client)))
     config = _load(source, overrides)
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_train(config))
@@ -77,12 +77,12 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
     return config
 
 
-def _train(config: ResolvedConfig, lifeline: Lifeline | None = None) -> int:
+def _train(config: ResolvedConfig, client: Client | None = None) -> int:
     from nxdt_core.training.run.train import (
         train as run,  # imports torch: only a configuration that is right pays for it
     )
 
-    summary = run(config, lifeline)
-    if lifeline is None or lifeline.place.rank == 0:
+    summary = run(config, client)
+    if client is None or client.place.rank == 0:
         say(str(summary))
     return summary.exit_status

@@ -120,7 +120,7 @@ class _Load:
         source = read_based(self.wanted, self._kernel_for_recipes, self.label)
         given = self._collect(source)
         locator = Locator(source.label)
-        kernel = self.started = self._start(given, locator)
+        kernel = self.started = self._start_kernel(given, locator)
         self.problems += unusable_files(kernel, given) if self.passed is None else ()
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
         given, pairs = spread_alignment(given)
@@ -135,7 +135,7 @@ class _Load:
         extensions = select_extensions(reading.tree, kernel, locator)
         self.problems += extensions.problems
         checked = Checked(reading.values, reading.tree)
-        self._judge(checked, reading, composition, kernel)
+        self._validate(checked, reading, composition, kernel)
         if self.problems or reading.run is None:
             raise self._error(source.label)
         notes = (
@@ -158,7 +158,7 @@ class _Load:
     def _kernel_for_recipes(self, above: Node) -> Kernel:
         """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
         tree, _ = apply_overrides(above, self.overrides)
-        self.started = self._start(tree, Locator(str(self.wanted)))
+        self.started = self._start_kernel(tree, Locator(str(self.wanted)))
         return self.started
 
     def _collect(self, source: Source) -> Node:
@@ -173,7 +173,7 @@ class _Load:
             raise self._error(source.label)
         return given
 
-    def _start(self, given: Node, locator: Locator) -> Kernel:
+    def _start_kernel(self, given: Node, locator: Locator) -> Kernel:
         """The kernel that was passed in, else one under the policy of ``given``."""
         if self.passed is not None:
             return self.passed
@@ -206,7 +206,7 @@ class _Load:
         sections = ((tuple(section.split(".")), cls) for section, cls in composition.classes.items())
         return self._keep(hide_credentials(mask_fields(filled, [*sections, *option_sections(filled, kernel)])))
 
-    def _judge(self, checked: Checked, reading: Reading, composition: Composition, kernel: Kernel) -> None:
+    def _validate(self, checked: Checked, reading: Reading, composition: Composition, kernel: Kernel) -> None:
         """Rules over the values; plugins are asked only where every type is right."""
         right = not self.problems
         self.problems += find_impossible(checked)

@@ -25,5 +25,5 @@ class Head:
         return self._dataset[index]
 
     def fingerprint(self) -> str:
-        """That of the dataset, and how much of it there is."""
+        """Return a digest of the dataset's fingerprint and of the number of samples taken."""
         return digest("head", self._dataset.fingerprint(), self._count)

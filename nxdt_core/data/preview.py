@@ -40,7 +40,7 @@ class ShownDocument:
 
     @property
     def count(self) -> TokenCount:
-        """Its tokens; the last one may be a label only."""
+        """Return how many tokens the document has and how many are trained; the last may be a label only."""
         trained = sum(len(part.ids) for part in self.parts if part.trained)
         return TokenCount(tokens=sum(len(part.ids) for part in self.parts), trained=trained)
 

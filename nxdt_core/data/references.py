@@ -29,18 +29,18 @@ class LogProbs:
 
     @classmethod
     def gather(cls, by_sample: Mapping[int, NDArray[np.float32]]) -> LogProbs:
-        """Of all samples, by number."""
+        """Join the log-probabilities of all samples, given by number."""
         parts = [by_sample[index] for index in range(len(by_sample))]
         return cls(np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64))
 
     def of(self, index: int) -> NDArray[np.float32]:
-        """Those of one sample."""
+        """Return the log-probabilities [seq] of one sample."""
         end = self._ends[index]
         return self.values[end - self.counts[index] : end]
 
 
 class Referenced:
-    """``dataset`` with ``reference_log_probs``.
+    """A dataset whose samples have ``reference_log_probs``.
 
     Args:
         dataset: the samples.
@@ -63,7 +63,7 @@ class Referenced:
         return replace(sample, reference_log_probs=values)
 
     def fingerprint(self) -> str:
-        """That of the dataset, and of the model."""
+        """Return a digest of the dataset's fingerprint and of the reference model."""
         return digest("referenced", self._dataset.fingerprint(), self._model)
 
 

@@ -32,7 +32,7 @@ class ArrayTokenizer(Protocol):
     """A tokenizer that yields an array without building a Python list; used where it is offered."""
 
     def encode_to_array(self, text: str) -> NDArray[np.unsignedinteger]:
-        """The ids of ``encode(text)``."""
+        """Return the ids of ``encode(text)`` as an array [tokens]."""
         ...
 
 

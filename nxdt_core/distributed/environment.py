@@ -82,7 +82,7 @@ def read_variable(variables: Mapping[str, str], name: str, *, least: int = 0) ->
 
 
 def read_port(variables: Mapping[str, str], name: str) -> int:
-    """A TCP port.
+    """Return the TCP port that the environment variable ``name`` holds.
 
     Raises:
         BadLaunchVariable: it is none.

@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What it wrote."""
+    """The text that a model generated for one record."""
 
     question: Question
     given: str

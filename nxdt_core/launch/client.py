@@ -1,4 +1,4 @@
-"""A process's connection to the hub: what it has to tell, and what ends it."""
+"""A process's connection to the supervisor: what it reports, and what ends it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nxdt_core.distributed.flight_recorder import keep_record
 from nxdt_core.errors.ranks import RankDied, RankHung
 from nxdt_core.launch.heartbeat import Heartbeat, is_stopped, wake
 from nxdt_core.launch.messages import (
+    BeatReceived,
     Done,
     Down,
     Dump,
@@ -24,61 +25,60 @@ from nxdt_core.launch.messages import (
     End,
     Failure,
     FailureKind,
-    Heard,
     Hello,
     Message,
     Stop,
     decode,
     encode,
 )
-from nxdt_core.launch.rendezvous import HubAddress
+from nxdt_core.launch.rendezvous import SupervisorAddress
 from nxdt_core.launch.supervisor import keep_alive
 from nxdt_core.progress import PROGRESS
 
-__all__ = ["Lifeline"]
+__all__ = ["Client"]
 
-_FAREWELL_S = 10.0
-"""How long a rank that has told its failure, or that it is done, waits to be ended."""
+_SHUTDOWN_S = 10.0
+"""How long a rank that has reported its failure, or that it is done, waits to be ended."""
 _FLUSH_S = 1.0
 
 
-class Lifeline:
-    """Tells the hub how this process fares, and ends it with the others.
+class Client:
+    """Reports the state of this process to the supervisor, and ends it with the others.
 
     Args:
         place: of this process; of a launcher, only ``host`` counts.
-        hub: where to connect to.
-        is_rank: whether this is a rank, which is ended with the others; a launcher only hears of it.
+        supervisor: where to connect to.
+        is_rank: whether this is a rank, which is ended with the others; a launcher is only informed.
 
     Raises:
-        OSError: the hub does not answer.
+        OSError: the supervisor does not answer.
     """
 
-    def __init__(self, place: Place, hub: HubAddress, *, is_rank: bool = True) -> None:
+    def __init__(self, place: Place, supervisor: SupervisorAddress, *, is_rank: bool = True) -> None:
         self.place = place
         self.on_stop: Callable[[int], None] | None = None
         """Takes the number of a signal; while it is None, a request to stop ends the run."""
         self.store: object = None
         """Kept alive: rank 0 may serve it to the others."""
-        self._hub = hub
+        self._supervisor = supervisor
         self._is_rank = is_rank
         self._end: End | None = None
         self._down: Down | None = None
         self._heartbeat: Heartbeat | None = None
         self._ended = threading.Event()
         self._sending = threading.Lock()
-        self._connection = socket.create_connection((place.master_addr, hub.port))
+        self._connection = socket.create_connection((place.master_addr, supervisor.port))
         keep_alive(self._connection)
-        self._send(Hello(token=hub.token, rank=place.rank if is_rank else None, host=place.host))
-        threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
+        self._send(Hello(token=supervisor.token, rank=place.rank if is_rank else None, host=place.host))
+        threading.Thread(target=self._listen, name="client", daemon=True).start()
 
     @property
     def is_first(self) -> bool:
         """Whether no other process of the run has read the configuration before: rank 0, without our launcher."""
-        return self.place.rank == 0 and self._hub.in_rank_zero
+        return self.place.rank == 0 and self._supervisor.in_rank_zero
 
     def watch(self, limit_s: float) -> None:
-        """Send heartbeats from now on, so that the hub finds out whether this rank hangs.
+        """Send heartbeats from now on, so that the supervisor finds out whether this rank hangs.
 
         Args:
             limit_s: seconds without progress after which it does.
@@ -89,7 +89,7 @@ class Lifeline:
             self.place,
             self._send,
             limit_s=limit_s,
-            on_silence=self._hub_hangs if self._hub.in_rank_zero and self.place.rank != 0 else None,
+            on_silence=self._supervisor_hangs if self._supervisor.in_rank_zero and self.place.rank != 0 else None,
         )
         self._heartbeat.start()
 
@@ -99,13 +99,13 @@ class Lifeline:
             self._heartbeat.run_dir = run_dir
 
     def fail(self, kind: FailureKind, text: str, status: int) -> NoReturn:
-        """Tell a failure; the hub decides whose is printed, and this process ends with all others."""
+        """Report a failure; the supervisor decides whose is printed, and this process ends with all others."""
         self._send(self._failure(kind, text, status))
-        self._ended.wait(_FAREWELL_S)
+        self._ended.wait(_SHUTDOWN_S)
         _leave(status)
 
     def done(self, status: int) -> int:
-        """Tell that this rank's part is finished, wait until all are, and return the process's exit status.
+        """Report that this rank is done, wait until all are, and return the process's exit status.
 
         Under our launcher that is 0: its agent takes anything else for a failure, and the launcher knows ``status``.
         """
@@ -113,17 +113,17 @@ class Lifeline:
             self._heartbeat.stop()
         self._send(Done(rank=self.place.rank, status=status))
         self._ended.wait()
-        return status if self._hub.in_rank_zero else 0
+        return status if self._supervisor.in_rank_zero else 0
 
     def outcome(self) -> tuple[int, str | None]:
-        """For a launcher whose ranks have ended: exit status, and why the run failed, None where it did not."""
-        self._ended.wait(_FAREWELL_S)
+        """Return the exit status and why the run failed (None where it did not), once a launcher's ranks have ended."""
+        self._ended.wait(_SHUTDOWN_S)
         if self._down is not None:
             return self._down.status, self._down.cause
         return (0 if self._end is None else self._end.status), None
 
     def ask_to_stop(self, signal: int, *, urgent: bool) -> None:
-        """Let the hub tell all ranks to stop, or end them."""
+        """Let the supervisor stop all ranks, or end them at once if ``urgent``."""
         self._send(Stop(signal=signal, urgent=urgent))
 
     def _failure(self, kind: FailureKind, text: str, status: int) -> Failure:
@@ -133,20 +133,20 @@ class Lifeline:
         try:
             with self._sending:
                 self._connection.sendall(encode(message))
-        except OSError:  # the hub is gone, and the listening thread deals with that
-            self._ended.wait(_FAREWELL_S)
+        except OSError:  # the supervisor is gone, and the listening thread deals with that
+            self._ended.wait(_SHUTDOWN_S)
 
     def _listen(self) -> None:
         try:
             for line in self._connection.makefile("rb"):
-                self._hear(decode(line))
+                self._receive(decode(line))
         except OSError:
             pass  # a broken connection is a lost one
         if self._is_rank and self._end is None:
             self._lost()
         self._ended.set()
 
-    def _hear(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         match message:
             case Stop():
                 take = self.on_stop
@@ -154,7 +154,7 @@ class Lifeline:
                     self._send(self._failure("interrupt", "", 128 + message.signal))
                 else:
                     take(message.signal)
-            case Heard():
+            case BeatReceived():
                 if self._heartbeat is not None:
                     self._heartbeat.answered()
             case Dump():
@@ -168,33 +168,33 @@ class Lifeline:
                 self._down = message
                 self._ended.set()
             case _:
-                raise ValueError(f"the hub sent {message}")
+                raise ValueError(f"the supervisor sent {message}")
 
     def _dump(self, message: Dump) -> None:
         wake(message.silent.get(self.place.host, ()))
         if self._heartbeat is not None:
             self._send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
 
-    def _hub_hangs(self, silence_s: float) -> NoReturn:
-        """Rank 0, which has the hub, is silent; the lowest rank that is left reports it."""
+    def _supervisor_hangs(self, silence_s: float) -> NoReturn:
+        """Rank 0, which has the supervisor, is silent; the lowest rank that is left reports it."""
         assert self._heartbeat is not None
         stacks = self._heartbeat.write_stacks()
         time.sleep(1)  # for the others to write theirs
         if self.place.rank == 1:
-            rank = (f"rank 0 on {self._hub.host}",)
+            rank = (f"rank 0 on {self._supervisor.host}",)
             error = RankHung(kind="silent", seconds=silence_s, ranks=rank, waits=(), stacks=stacks)
             print(str(error), file=sys.stderr, flush=True)
-            if self._hub.host == self.place.host and is_stopped(self._hub.pid):
-                os.kill(self._hub.pid, signal.SIGKILL)  # it cannot end by itself
+            if self._supervisor.host == self.place.host and is_stopped(self._supervisor.pid):
+                os.kill(self._supervisor.pid, signal.SIGKILL)  # it cannot end by itself
         _leave(RankHung.exit_status)
 
     def _lost(self) -> NoReturn:
-        """The process of the hub died; the lowest rank that is left tells it."""
-        lowest = 1 if self._hub.in_rank_zero else 0
+        """The process of the supervisor died; the lowest rank that is left reports it."""
+        lowest = 1 if self._supervisor.in_rank_zero else 0
         if self.place.rank == lowest:
-            error = RankDied(rank=0, host=self._hub.host)
-            told = str(error) if self._hub.in_rank_zero else f"The launcher on {self._hub.host} died; its ranks end."
-            print(told, file=sys.stderr, flush=True)
+            error = RankDied(rank=0, host=self._supervisor.host)
+            launcher = f"The launcher on {self._supervisor.host} died; its ranks end."
+            print(error if self._supervisor.in_rank_zero else launcher, file=sys.stderr, flush=True)
         _leave(RankDied.exit_status)
 
 

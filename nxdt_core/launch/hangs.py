@@ -33,7 +33,7 @@ class Hang:
     waiting: tuple[Beat, ...]
     """Those of ranks that wait for others in a collective."""
     seconds: float
-    """For how long nothing has been heard of them."""
+    """Seconds for which they have been silent."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Seen:
     """What is known of one rank."""
 
     beat: Beat
-    heard_at: float
+    received_at: float
     moved_at: float
 
 
@@ -51,33 +51,33 @@ class HangWatch:
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
-    def hear(self, beat: Beat, now: float) -> None:
-        """Take a heartbeat."""
+    def record(self, beat: Beat, now: float) -> None:
+        """Record a heartbeat that came at ``now``."""
         seen = self._seen.get(beat.rank)
         if seen is None:
             self._seen[beat.rank] = _Seen(beat, now, now)
             return
-        if _moved(seen.beat, beat, now - seen.heard_at):
+        if _moved(seen.beat, beat, now - seen.received_at):
             seen.moved_at = now
-        seen.beat, seen.heard_at = beat, now
+        seen.beat, seen.received_at = beat, now
 
     def forget(self, rank: int) -> None:
         """Watch this rank no longer: it has finished or ended."""
         self._seen.pop(rank, None)
 
     def excuse(self, now: float) -> None:
-        """Forget how long nothing was heard: nobody has listened."""
+        """Reset the clock of every rank: this process was stopped and received nothing."""
         for seen in self._seen.values():
-            seen.heard_at = seen.moved_at = now
+            seen.received_at = seen.moved_at = now
 
     def check(self, now: float) -> Hang | None:
         """Return what hangs, or None while nothing does."""
         if not self._seen:
             return None
         limit_s = max(seen.beat.limit_s for seen in self._seen.values())
-        silent = [seen for seen in self._seen.values() if now - seen.heard_at >= limit_s]
+        silent = [seen for seen in self._seen.values() if now - seen.received_at >= limit_s]
         if silent:
-            return self._hang("silent", silent, now - max(seen.heard_at for seen in silent))
+            return self._hang("silent", silent, now - max(seen.received_at for seen in silent))
         idle_s = now - max(seen.moved_at for seen in self._seen.values())
         longest_s = max((now - seen.moved_at for seen in self._seen.values() if seen.beat.waiting), default=0.0)
         if idle_s < limit_s and longest_s < BUSY_FACTOR * limit_s:

@@ -1,7 +1,7 @@
-"""A rank's heartbeats, which prove its progress to the hub, and the files that show where a run hung.
+"""A rank's heartbeats, which prove its progress to the supervisor, and the files that show where a run hung.
 
-The thread of the heartbeats also notices that a hub in rank 0 is silent. (That of a launcher may be: a person stops it
-with Ctrl-Z.) Stacks are written by :mod:`faulthandler`, which needs no cooperation of the threads that hang.
+The thread of the heartbeats also notices that a supervisor in rank 0 is silent. (That of a launcher may be: a person
+stops it with Ctrl-Z.) Stacks are written by :mod:`faulthandler`, which needs no cooperation of the threads that hang.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Heartbeat:
         place: of this rank.
         send: takes each heartbeat.
         limit_s: seconds without progress after which a run counts as hung.
-        on_silence: called once when the hub has answered nothing for ``limit_s``; None where it may be silent.
+        on_silence: called once when the supervisor has answered nothing for ``limit_s``; None where it may be silent.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Heartbeat:
         self._stopped.set()
 
     def answered(self) -> None:
-        """The hub has read a heartbeat."""
+        """The supervisor has read a heartbeat."""
         self._answered_at = time.monotonic()
 
     def write_stacks(self) -> str:
@@ -100,7 +100,7 @@ class Heartbeat:
         woken_at = time.monotonic()
         while not self._stopped.wait(pace_s):
             self._send(self._now())
-            if time.monotonic() - woken_at > 2 * pace_s:  # this process itself was stopped: the hub may have answered
+            if time.monotonic() - woken_at > 2 * pace_s:  # this process was stopped: an answer may have come meanwhile
                 self.answered()
             woken_at = time.monotonic()
             silence_s = woken_at - self._answered_at

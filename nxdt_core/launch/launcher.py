@@ -1,7 +1,7 @@
 """``nxdt train`` where it starts the ranks itself: one launcher a node, which meet, start ranks and end with them.
 
-The first node serves the store and the hub. Signals come to the launcher and travel through the hub, so that a rank
-is asked to stop once, whether a terminal or a scheduler signalled one process or all of them.
+The first node serves the store and the supervisor. Signals come to the launcher and pass through the supervisor, so
+that a rank is asked to stop once, whether a terminal or a scheduler signalled one process or all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.ranks import RankDied, RanksMissing
 from nxdt_core.launch import rendezvous
 from nxdt_core.launch.agent import run_ranks
-from nxdt_core.launch.client import Lifeline
+from nxdt_core.launch.client import Client
 from nxdt_core.launch.node import Node, node_from_environment
 from nxdt_core.launch.root_cause import INTERRUPTION
-from nxdt_core.launch.supervisor import Hub
+from nxdt_core.launch.supervisor import Supervisor
 
 __all__ = ["Outcome", "launch"]
 
@@ -57,24 +57,24 @@ def launch(config: ResolvedConfig) -> Outcome:
     place = node.place()
     check_devices(current_device(trainer.accelerator), node.devices, place.host)
     store = connect_store(place, who=f"Node {node.number}")
-    hub = _open_hub(node, store) if node.number == 0 else None
+    supervisor = _open_supervisor(node, store) if node.number == 0 else None
     _wait_for_nodes(store, node)
-    if hub is not None:
-        return _as_first(hub, config, node, store.port)
-    return _as_further(Lifeline(place, rendezvous.find(store, place), is_rank=False), config, node, store.port)
+    if supervisor is not None:
+        return _as_first(supervisor, config, node, store.port)
+    return _as_further(Client(place, rendezvous.find(store, place), is_rank=False), config, node, store.port)
 
 
-def _open_hub(node: Node, store: TCPStore) -> Hub:
+def _open_supervisor(node: Node, store: TCPStore) -> Supervisor:
     place = node.place()
-    hub = Hub(
+    supervisor = Supervisor(
         world_size=node.count * node.devices, address=node.address, arrival_s=join_timeout_s(), in_rank_zero=False
     )
-    hub.start()
-    address = rendezvous.HubAddress(
-        port=hub.port, token=hub.token, host=place.host, pid=os.getpid(), in_rank_zero=False
+    supervisor.start()
+    address = rendezvous.SupervisorAddress(
+        port=supervisor.port, token=supervisor.token, host=place.host, pid=os.getpid(), in_rank_zero=False
     )
     rendezvous.publish(store, place, address)
-    return hub
+    return supervisor
 
 
 def _wait_for_nodes(store: TCPStore, node: Node) -> None:
@@ -87,15 +87,15 @@ def _wait_for_nodes(store: TCPStore, node: Node) -> None:
         raise RanksMissing(unit="node", total=node.count, missing=missing, timeout_s=join_timeout_s()) from error
 
 
-def _as_first(hub: Hub, config: ResolvedConfig, node: Node, port: int) -> Outcome:
-    with _forwarded(lambda number, urgent: hub.stop(number, urgent=urgent)) as received:
+def _as_first(supervisor: Supervisor, config: ResolvedConfig, node: Node, port: int) -> Outcome:
+    with _forwarded(lambda number, urgent: supervisor.stop(number, urgent=urgent)) as received:
         codes = _codes(config, node, port, received)
-    verdict = hub.wait_for_verdict() if codes else hub.verdict
-    if verdict is None and not codes:
-        return Outcome(status=hub.status)
-    if verdict is not None and verdict.dead is None:
-        return Outcome(status=verdict.status, text=verdict.text)
-    dead = None if verdict is None else verdict.dead
+    root_cause = supervisor.wait_for_root_cause() if codes else supervisor.root_cause
+    if root_cause is None and not codes:
+        return Outcome(status=supervisor.status)
+    if root_cause is not None and root_cause.dead is None:
+        return Outcome(status=root_cause.status, text=root_cause.text)
+    dead = None if root_cause is None else root_cause.dead
     rank = _cause(codes, None if dead is None else dead.rank)
     if received and codes.get(rank) in {-number for number in _SIGNALS}:
         return Outcome(status=128 + received[0], text=INTERRUPTION.text)
@@ -103,13 +103,13 @@ def _as_first(hub: Hub, config: ResolvedConfig, node: Node, port: int) -> Outcom
     raise RankDied(rank=rank, host=host, how=_how(codes.get(rank)))
 
 
-def _as_further(lifeline: Lifeline, config: ResolvedConfig, node: Node, port: int) -> Outcome:
+def _as_further(client: Client, config: ResolvedConfig, node: Node, port: int) -> Outcome:
     def ask(number: int, urgent: bool) -> None:
-        lifeline.ask_to_stop(number, urgent=urgent)
+        client.ask_to_stop(number, urgent=urgent)
 
     with _forwarded(ask) as received:
         codes = _codes(config, node, port, received)
-    status, cause = lifeline.outcome()
+    status, cause = client.outcome()
     if cause is not None:
         return Outcome(status=status, text=f"Node {node.number} ended with the run, since {cause}.")
     if codes:
@@ -126,10 +126,10 @@ def _codes(config: ResolvedConfig, node: Node, port: int, received: list[int]) -
         return {node.number * node.devices: -error.sigval}
 
 
-def _cause(codes: Mapping[int, int], heard: int | None) -> int:
+def _cause(codes: Mapping[int, int], reported: int | None) -> int:
     """The rank that ended first, rather than one that the agent ended for that."""
-    if heard is not None and codes.get(heard) != -signal.SIGTERM:
-        return heard
+    if reported is not None and codes.get(reported) != -signal.SIGTERM:
+        return reported
     by_itself = [rank for rank, code in codes.items() if code != -signal.SIGTERM]
     return min(by_itself or codes)
 

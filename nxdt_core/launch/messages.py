@@ -1,4 +1,4 @@
-"""What ranks and their hub tell each other: one line of JSON a message."""
+"""The messages between ranks and their supervisor: one line of JSON each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 __all__ = [
     "Beat",
+    "BeatReceived",
     "Done",
     "Down",
     "Dump",
@@ -15,7 +16,6 @@ __all__ = [
     "End",
     "Failure",
     "FailureKind",
-    "Heard",
     "Hello",
     "Message",
     "Stop",
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 FailureKind = Literal["mistake", "bug", "interrupt", "death"]
-"""``mistake``: an ``NxdtError``; ``death``: noted by the hub for a connection that ended without a word."""
+"""``mistake``: an ``NxdtError``; ``death``: noted by the supervisor for a connection that ended without a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Failure:
     host: str
     kind: FailureKind
     text: str
-    """What to print, should this be the one that is told."""
+    """What to print, if this failure is the one that is reported."""
     status: int
     """Exit status."""
 
@@ -61,16 +61,16 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Somebody wants the run to stop: asked of the hub by a launcher, told to the ranks by the hub."""
+    """Somebody wants the run to stop: asked of the supervisor by a launcher, sent on to the ranks by the supervisor."""
 
     signal: int
     urgent: bool = False
-    """At once, rather than with a checkpoint at the end of a step; the hub carries that out itself."""
+    """At once, rather than with a checkpoint at the end of a step; the supervisor carries that out itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Down:
-    """The hub ends everybody."""
+    """The supervisor ends everybody."""
 
     status: int
     cause: str
@@ -111,8 +111,8 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """The hub has read a heartbeat."""
+class BeatReceived:
+    """The supervisor has read a heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +132,10 @@ class Dumped:
     """Empty where it could not."""
 
 
-Message = Hello | Failure | Done | Stop | Down | End | Beat | Heard | Dump | Dumped
+Message = Hello | Failure | Done | Stop | Down | End | Beat | BeatReceived | Dump | Dumped
 
 _CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Failure, Done, Stop, Down, End, Beat, Heard, Dump, Dumped)
+    kind.__name__: kind for kind in (Hello, Failure, Done, Stop, Down, End, Beat, BeatReceived, Dump, Dumped)
 }
 
 

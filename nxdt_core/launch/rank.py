@@ -1,4 +1,4 @@
-"""A rank's run: joined to the others before anything else, so that whatever goes wrong is told once, by one of them."""
+"""A rank's run: joined to the others before anything else, so that a failure is reported once, by one of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero
 from nxdt_core.launch import rendezvous
-from nxdt_core.launch.client import Lifeline
-from nxdt_core.launch.root_cause import INTERRUPTION, Verdict
-from nxdt_core.launch.supervisor import Hub
+from nxdt_core.launch.client import Client
+from nxdt_core.launch.root_cause import INTERRUPTION, RootCause
+from nxdt_core.launch.supervisor import Supervisor
 from nxdt_core.visible_text import visible
 
 __all__ = ["as_rank"]
 
 
-def as_rank(place: Place, run: Callable[[Lifeline], int]) -> int:
+def as_rank(place: Place, run: Callable[[Client], int]) -> int:
     """Call ``run`` as one of many ranks and return the process's exit status.
 
     Does not return where a rank fails: all processes end then, with the status of that failure.
@@ -29,35 +29,35 @@ def as_rank(place: Place, run: Callable[[Lifeline], int]) -> int:
         NxdtError: the ranks do not find each other.
     """
     place.export()
-    lifeline = _join(place)
+    client = _join(place)
     try:
-        status = run(lifeline)
+        status = run(client)
     except NxdtError as error:
-        lifeline.fail("mistake", str(error), error.exit_status)
+        client.fail("mistake", str(error), error.exit_status)
     except KeyboardInterrupt:
-        lifeline.fail("interrupt", "", INTERRUPTION.status)
+        client.fail("interrupt", "", INTERRUPTION.status)
     except BaseException:  # SystemExit, too: no rank may leave alone
-        lifeline.fail("bug", traceback.format_exc(), 1)
-    return lifeline.done(status)
+        client.fail("bug", traceback.format_exc(), 1)
+    return client.done(status)
 
 
-def _join(place: Place) -> Lifeline:
+def _join(place: Place) -> Client:
     store = connect_store(place)
     if place.rank == 0 and not rendezvous.is_published(store, place):
-        hub = Hub(
+        supervisor = Supervisor(
             world_size=place.world_size,
             address=place.master_addr,
             arrival_s=join_timeout_s(),
             in_rank_zero=True,
-            on_verdict=_tell,
+            on_root_cause=_report,
         )
-        hub.start()
-        address = rendezvous.HubAddress(
-            port=hub.port, token=hub.token, host=place.host, pid=os.getpid(), in_rank_zero=True
+        supervisor.start()
+        address = rendezvous.SupervisorAddress(
+            port=supervisor.port, token=supervisor.token, host=place.host, pid=os.getpid(), in_rank_zero=True
         )
         rendezvous.publish(store, place, address)
     try:
-        lifeline = Lifeline(place, rendezvous.find(store, place))
+        client = Client(place, rendezvous.find(store, place))
     except OSError as error:
         raise CannotReachRankZero(
             who=f"rank {place.rank}",
@@ -67,9 +67,9 @@ def _join(place: Place) -> Lifeline:
             timeout_s=join_timeout_s(),
             reason=error.strerror or str(error),
         ) from error
-    lifeline.store = store
-    return lifeline
+    client.store = store
+    return client
 
 
-def _tell(verdict: Verdict) -> None:
-    print(visible(verdict.text), file=sys.stderr, flush=True)
+def _report(root_cause: RootCause) -> None:
+    print(visible(root_cause.text), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How the processes of a run find its hub: an entry in the store at which they meet."""
+"""How the processes of a run find its supervisor: an entry in the store at which they meet."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from nxdt_core.distributed.environment import Place
 
-__all__ = ["HubAddress", "find", "is_published", "publish"]
+__all__ = ["SupervisorAddress", "find", "is_published", "publish"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubAddress:
-    """Where the hub listens on the host of rank 0, and the word that admits to it."""
+class SupervisorAddress:
+    """Where the supervisor listens on the host of rank 0, and the word that admits to it."""
 
     port: int
     token: str
@@ -26,27 +26,27 @@ class HubAddress:
     """Whether it lives in rank 0; otherwise in the launcher."""
 
 
-def publish(store: TCPStore, place: Place, address: HubAddress) -> None:
-    """Tell the run's processes where its hub is."""
+def publish(store: TCPStore, place: Place, address: SupervisorAddress) -> None:
+    """Publish the address of the supervisor to the run's processes."""
     store.set(_key(place), json.dumps(asdict(address)))
 
 
 def is_published(store: TCPStore, place: Place) -> bool:
-    """Whether somebody, the launcher that is, has a hub already."""
+    """Whether somebody, the launcher that is, has a supervisor already."""
     return bool(store.check([_key(place)]))
 
 
-def find(store: TCPStore, place: Place) -> HubAddress:
-    """Wait for the hub's address.
+def find(store: TCPStore, place: Place) -> SupervisorAddress:
+    """Wait for the supervisor's address.
 
     Raises:
         TimeoutError: nobody published one within the store's timeout.
     """
     try:
-        return HubAddress(**json.loads(store.get(_key(place))))
+        return SupervisorAddress(**json.loads(store.get(_key(place))))
     except DistError as error:
         raise TimeoutError("rank 0 has not come there") from error
 
 
 def _key(place: Place) -> str:
-    return f"nxdt/{place.attempt}/hub"
+    return f"nxdt/{place.attempt}/supervisor"

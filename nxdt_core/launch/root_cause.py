@@ -1,4 +1,4 @@
-"""Which of many ranks' failures is the one to tell, in whose words, and with what exit status."""
+"""Which of many ranks' failures is reported as the root cause, with which text and exit status."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from nxdt_core.errors.ranks import RankDied, RankHung
 from nxdt_core.launch.hangs import Hang
 from nxdt_core.launch.messages import Beat, Failure
 
-__all__ = ["INTERRUPTION", "Verdict", "decide", "hung"]
+__all__ = ["INTERRUPTION", "RootCause", "decide", "hung"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RootCause:
     """How a run failed."""
 
     status: int
@@ -27,20 +27,20 @@ class Verdict:
     """The rank that died without a word, where that is what happened."""
 
 
-INTERRUPTION = Verdict(status=128 + signal.SIGINT, text="Interrupted.", cause="it was interrupted")
+INTERRUPTION = RootCause(status=128 + signal.SIGINT, text="Interrupted.", cause="it was interrupted")
 """A run that was stopped at once; the status is that of shells."""
 
 
-def decide(failures: Sequence[Failure], world_size: int) -> Verdict:
-    """Judge the failures of about one second, in the order in which they were heard.
+def decide(failures: Sequence[Failure], world_size: int) -> RootCause:
+    """Judge the failures of about one second, in the order in which they arrived.
 
-    A rank that died is the cause, even if others were heard first: its connections close with it, and what those
+    A rank that died is the cause, even if others came first: its connections close with it, and what those
     report is that. Otherwise the first has the word; a mistake that all ranks made alike needs no rank's name.
     """
     dead = next((failure for failure in failures if failure.kind == "death"), None)
     if dead is not None:
         death = RankDied(rank=dead.rank, host=dead.host)
-        return Verdict(
+        return RootCause(
             status=death.exit_status, text=str(death), cause=f"rank {dead.rank} on {dead.host} died", dead=dead
         )
     first = failures[0]
@@ -49,13 +49,13 @@ def decide(failures: Sequence[Failure], world_size: int) -> Verdict:
     alike = sum(failure.text == first.text for failure in failures)
     cause = f"rank {first.rank} on {first.host} failed"
     if first.kind == "mistake" and alike == world_size:
-        return Verdict(status=first.status, text=first.text, cause="all ranks failed alike")
+        return RootCause(status=first.status, text=first.text, cause="all ranks failed alike")
     more = f" (and {alike - 1} more alike)" if alike > 1 else ""
     head = f"Rank {first.rank} on {first.host} failed{more}:"
-    return Verdict(status=first.status, text=f"{head}\n{first.text.rstrip()}", cause=cause)
+    return RootCause(status=first.status, text=f"{head}\n{first.text.rstrip()}", cause=cause)
 
 
-def hung(hang: Hang, stopped: AbstractSet[int], stacks: Mapping[int, str]) -> Verdict:
+def hung(hang: Hang, stopped: AbstractSet[int], stacks: Mapping[int, str]) -> RootCause:
     """Describe a run that hangs.
 
     Args:
@@ -71,7 +71,7 @@ def hung(hang: Hang, stopped: AbstractSet[int], stacks: Mapping[int, str]) -> Ve
         stacks=next(filter(None, stacks.values()), ""),
     )
     names = ", ".join(f"rank {beat.rank} on {beat.host}" for beat in hang.ranks[:1])
-    return Verdict(status=error.exit_status, text=str(error), cause=f"{names} made no progress")
+    return RootCause(status=error.exit_status, text=str(error), cause=f"{names} made no progress")
 
 
 def _last_seen(beat: Beat, *, stopped: bool) -> str:

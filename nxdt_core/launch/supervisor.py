@@ -1,4 +1,4 @@
-"""The hub of a run: every rank holds a connection to it, so that a death is heard at once, and one tells for all.
+"""The supervisor of a run: every rank holds a connection to it, so that a death is noticed at once and reported once.
 
 It lives in the launcher of the first node, or in rank 0 where somebody else's launcher started the ranks, as a thread
 with an event loop. A process that dies, however it dies, has its connections closed by the kernel; a machine that
@@ -21,27 +21,27 @@ from nxdt_core.launch.hangs import Hang, HangWatch
 from nxdt_core.launch.heartbeat import is_stopped, wake
 from nxdt_core.launch.messages import (
     Beat,
+    BeatReceived,
     Done,
     Down,
     Dump,
     Dumped,
     End,
     Failure,
-    Heard,
     Hello,
     Message,
     Stop,
     decode,
     encode,
 )
-from nxdt_core.launch.root_cause import INTERRUPTION, Verdict, decide, hung
+from nxdt_core.launch.root_cause import INTERRUPTION, RootCause, decide, hung
 
-__all__ = ["Hub", "keep_alive"]
+__all__ = ["Supervisor", "keep_alive"]
 
 _WINDOW_S = 1.0
-"""How long after a first failure others are heard: ranks that make the same mistake make it within this."""
-_FAREWELL_S = 3.0
-"""How long the hub waits for others to go before it lets go of its own process."""
+"""How long after a first failure others are collected: ranks that make the same mistake make it within this."""
+_SHUTDOWN_S = 3.0
+"""How long the supervisor waits for others to go before it lets go of its own process."""
 _PACE_S = 0.02
 _WATCH_S = 1.0
 """Between two looks at the heartbeats."""
@@ -52,15 +52,15 @@ _KEEP_ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))
 """A machine that is silent for 5 + 4 x 2 s is gone."""
 
 
-class Hub:
-    """Hears all ranks and ends them together.
+class Supervisor:
+    """Receives the state of all ranks and ends them together.
 
     Args:
         world_size: ranks that will come.
         address: of this machine, as the others reach it.
         arrival_s: how long to wait for them.
         in_rank_zero: whether it lives in rank 0, which is then ended last.
-        on_verdict: called once, from the hub's thread, when the run fails.
+        on_root_cause: called once, from the supervisor's thread, when the run fails.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Hub:
         address: str,
         arrival_s: float,
         in_rank_zero: bool,
-        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
+        on_root_cause: Callable[[RootCause], None] = lambda root_cause: None,
     ) -> None:
         self.token = secrets.token_hex(16)
-        self.verdict: Verdict | None = None
+        self.root_cause: RootCause | None = None
         """Why the run failed, once it has."""
         self._world_size = world_size
         self._arrival_s = arrival_s
         self._in_rank_zero = in_rank_zero
-        self._on_verdict = on_verdict
+        self._on_root_cause = on_root_cause
         self._listener = _listen(address)
         self._loop = asyncio.new_event_loop()
         self._members: dict[asyncio.StreamWriter, Hello] = {}
@@ -88,33 +88,33 @@ class Hub:
         self._hangs = HangWatch()
         self._dumped: dict[int, str] = {}
         self._stop: Stop | None = None
-        self._all_heard = asyncio.Event()
-        self._judged = threading.Event()
+        self._failures_complete = asyncio.Event()
+        self._decided = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Return the TCP port that it listens on."""
         port: int = self._listener.getsockname()[1]
         return port
 
     @property
     def status(self) -> int:
-        """Exit status of the run as the ranks that are done see it: the highest of theirs."""
+        """Return the exit status of the run: the highest of the ranks that are done."""
         return max(self._done.values(), default=0)
 
     def start(self) -> None:
-        """Begin to listen, in a thread that ends with the process."""
-        threading.Thread(target=self._run, name="hub", daemon=True).start()
+        """Start to listen, in a thread that ends with the process."""
+        threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     def stop(self, signal: int, *, urgent: bool) -> None:
-        """Tell all ranks to stop, also those that are still to come, or end them; may be called from any thread."""
+        """Ask all ranks to stop, also those that are still to come, or end them; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._on_stop, Stop(signal=signal, urgent=urgent))
 
-    def wait_for_verdict(self) -> Verdict | None:
-        """Why the run failed, told to all; None where nobody has said so within a moment."""
-        self._judged.wait(_FAREWELL_S)
-        return self.verdict
+    def wait_for_root_cause(self) -> RootCause | None:
+        """Return why the run failed; None where no rank has reported a failure within 3 s."""
+        self._decided.wait(_SHUTDOWN_S)
+        return self.root_cause
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -128,7 +128,7 @@ class Hub:
         if missing:
             error = RanksMissing(unit="rank", total=self._world_size, missing=missing, timeout_s=self._arrival_s)
             await self._end(
-                Verdict(status=error.exit_status, text=str(error), cause=f"{len(missing)} ranks are missing")
+                RootCause(status=error.exit_status, text=str(error), cause=f"{len(missing)} ranks are missing")
             )
         await asyncio.Event().wait()  # the thread ends with the process
 
@@ -140,62 +140,62 @@ class Hub:
         if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token, self.token):
             writer.close()  # a stranger
             return
-        self._welcome(hello, writer)
+        self._add_member(hello, writer)
         with suppress(OSError, ValueError):
             while line := await reader.readline():
-                self._hear(decode(line), hello, writer)
+                self._receive(decode(line), hello, writer)
         del self._members[writer]
         writer.close()
-        self._farewell(hello)
+        self._remove_member(hello)
 
-    def _welcome(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
+    def _add_member(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
         self._members[writer] = hello
         if hello.rank is not None:
             self._arrived.add(hello.rank)
         if self._stop is not None:
             writer.write(encode(self._stop))
 
-    def _hear(self, message: Message, sender: Hello, writer: asyncio.StreamWriter) -> None:
+    def _receive(self, message: Message, sender: Hello, writer: asyncio.StreamWriter) -> None:
         match message:
             case Beat():
-                self._hangs.hear(message, time.monotonic())
-                self._tell(Heard(), [writer])
+                self._hangs.record(message, time.monotonic())
+                self._send(BeatReceived(), [writer])
             case Dumped():
                 self._dumped[message.rank] = message.directory
             case Failure():
-                self._note(message)
+                self._add_failure(message)
             case Stop():
                 self._on_stop(message)
             case Done():
                 self._done[message.rank] = message.status
                 self._hangs.forget(message.rank)
                 if len(self._done) == self._world_size:
-                    self._tell(End(status=self.status), self._members)
+                    self._send(End(status=self.status), self._members)
             case _:
                 raise ValueError(f"{sender} sent {message}")
 
-    def _farewell(self, hello: Hello) -> None:
+    def _remove_member(self, hello: Hello) -> None:
         """A connection ended."""
         silent = hello.rank not in self._done and all(failure.rank != hello.rank for failure in self._failures)
-        if hello.rank is not None and silent and self.verdict is None:
-            self._note(Failure(rank=hello.rank, host=hello.host, kind="death", text="", status=1))
+        if hello.rank is not None and silent and self.root_cause is None:
+            self._add_failure(Failure(rank=hello.rank, host=hello.host, kind="death", text="", status=1))
 
-    def _note(self, failure: Failure) -> None:
+    def _add_failure(self, failure: Failure) -> None:
         self._failures.append(failure)
         if len(self._failures) == 1:
-            self._schedule(self._judge())
-        if failure.kind == "death" or len({heard.rank for heard in self._failures}) == self._world_size:
-            self._all_heard.set()
+            self._schedule(self._decide())
+        if failure.kind == "death" or len({failed.rank for failed in self._failures}) == self._world_size:
+            self._failures_complete.set()
 
-    async def _judge(self) -> None:
+    async def _decide(self) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_heard.wait(), _WINDOW_S)
+            await asyncio.wait_for(self._failures_complete.wait(), _WINDOW_S)
         await self._end(decide(self._failures, self._world_size))
 
     async def _watch(self) -> None:
         """Look at the heartbeats until one shows that the run hangs."""
         looked_at = time.monotonic()
-        while self.verdict is None:
+        while self.root_cause is None:
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
             if now - looked_at > 3 * _WATCH_S:  # this process itself was stopped, and has not read what came meanwhile
@@ -213,7 +213,7 @@ class Hub:
         for beat in hang.ranks if hang.kind == "silent" else ():
             silent.setdefault(beat.host, []).append(beat.pid)
         wake(silent.get(here, ()))
-        self._tell(Dump(silent=silent), self._members)
+        self._send(Dump(silent=silent), self._members)
         for _ in range(int(_DUMP_S / _PACE_S)):
             if {hello.rank for hello in self._members.values() if hello.rank is not None} <= set(self._dumped):
                 break
@@ -225,37 +225,37 @@ class Hub:
             self._schedule(self._end(INTERRUPTION))
         elif self._stop is None:
             self._stop = stop
-            self._tell(stop, self._members)
+            self._send(stop, self._members)
 
     def _schedule(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)  # the loop itself holds tasks only weakly
         task.add_done_callback(self._tasks.discard)
 
-    async def _end(self, verdict: Verdict) -> None:
-        """Speak, then end the others, then whoever shares this process; the first verdict stands."""
-        if self.verdict is not None:
+    async def _end(self, root_cause: RootCause) -> None:
+        """Report the first root cause, end the other processes, then the rank of this one."""
+        if self.root_cause is not None:
             return
-        self.verdict = verdict
-        self._on_verdict(verdict)
-        down = Down(status=verdict.status, cause=verdict.cause)
+        self.root_cause = root_cause
+        self._on_root_cause(root_cause)
+        down = Down(status=root_cause.status, cause=root_cause.cause)
         own = [writer for writer, hello in self._members.items() if self._in_rank_zero and hello.rank == 0]
-        self._tell(down, [writer for writer in self._members if writer not in own])
-        self._judged.set()
-        for _ in range(int(_FAREWELL_S / _PACE_S)):
+        self._send(down, [writer for writer in self._members if writer not in own])
+        self._decided.set()
+        for _ in range(int(_SHUTDOWN_S / _PACE_S)):
             if set(self._members) <= set(own):
                 break
             await asyncio.sleep(_PACE_S)
-        self._tell(down, own)
+        self._send(down, own)
 
-    def _tell(self, message: Message, members: Iterable[asyncio.StreamWriter]) -> None:
+    def _send(self, message: Message, members: Iterable[asyncio.StreamWriter]) -> None:
         for writer in list(members):
             with suppress(OSError):
                 writer.write(encode(message))
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel notice that the other machine is gone."""
+    """Turn on TCP keep-alive, so that the kernel notices when the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE:
         if hasattr(socket, name):

@@ -13,7 +13,7 @@ class GatedSiLU(nn.Module):
     """``silu(gate) * up``; a module of its own so that it can be recomputed alone."""
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Both [..., ffn_hidden_size]."""
+        """Return ``silu(gate) * up``; both are [..., ffn_hidden_size]."""
         return functional.silu(gate) * up
 
 

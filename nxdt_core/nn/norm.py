@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise ``hidden`` [..., size]."""
+        """Return ``hidden`` [..., size], divided by its root mean square and scaled, in its own dtype."""
         normalised: torch.Tensor
         # Subclasses of Tensor (sharded ones) and graph capture take the stock operator, which they know.
         if (

@@ -47,7 +47,7 @@ class Update(nn.Module):
     """The dimension of the layer's weight that its inputs are multiplied along: 1 of [out, in], 0 of a table."""
 
     def __call__(self, inputs: torch.Tensor, product: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        """As ``forward``; within :func:`updates_off`, ``product``."""
+        """Return what ``forward`` does; within :func:`updates_off`, return ``product`` unchanged."""
         if _OFF.value:
             return product
         updated: torch.Tensor = super().__call__(inputs, product, *more)

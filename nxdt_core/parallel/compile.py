@@ -71,7 +71,7 @@ class _CompiledForward:
         self._pieces = torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own."""
+        """Return what the layer's own forward returns, from the compiled graph."""
         if self._kind in self._in_pieces:
             return self._pieces(*args, **kwargs)
         try:

@@ -47,7 +47,7 @@ class GradientSums:
         self._sums = [(mesh.group(dimension), summed) for dimension, summed in chosen.items() if summed]
 
     def add_up(self) -> None:
-        """Sum in place."""
+        """Sum each gradient over the ranks of its group, in place."""
         for group, parameters in self._sums:
             if group is not None:
                 sum_over(group, [local_of(p.grad) for p in parameters if p.grad is not None])

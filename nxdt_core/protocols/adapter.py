@@ -44,7 +44,7 @@ class Adapter(Protocol):
         configuration."""
         ...
 
-    def check_going_on(self, saved: Mapping[str, Any], where: str) -> None:
+    def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
         """Refuse to go on from the checkpoint at the address ``where`` if its weights would compute something else
         here. ``saved`` is the section ``adapter`` of the run that wrote it, with the keys that its version knew. Called
         on all ranks alike, before the model is built; what it raises fails the run."""

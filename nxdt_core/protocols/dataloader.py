@@ -96,7 +96,7 @@ class IterableDataset(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """As in :class:`MapDataset`."""
+        """Return a short digest of everything that decides the samples; compared on resume."""
         ...
 
 
@@ -154,5 +154,5 @@ class ReportingDataset(Protocol):
     """Optional for a dataset: tells ``nxdt data preview`` more than its samples show."""
 
     def report(self) -> DataReport:
-        """Of all records; not of the samples that a run takes."""
+        """Return the counts of all records, also of those that a run does not take."""
         ...

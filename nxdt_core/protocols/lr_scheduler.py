@@ -32,5 +32,5 @@ class LRScheduleFactory(Protocol):
     """The target of the kind: a callable. ``config`` is the dataclass of ``model.optim.sched``."""
 
     def __call__(self, config: Any, horizon: ScheduleHorizon) -> LRSchedule:
-        """Return the curve."""
+        """Return the schedule for a run of ``horizon``, from the section's dataclass."""
         ...

@@ -100,5 +100,5 @@ class HFExchange(Protocol):
         ...
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """Correspondence of all parameters."""
+        """Return one entry per parameter with its names in a Hugging Face directory."""
         ...

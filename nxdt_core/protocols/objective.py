@@ -69,6 +69,6 @@ class Objective(Protocol):
 
 
 def traits_of(objective: Objective) -> ObjectiveTraits:
-    """Those of ``objective``; of one that says nothing, those of a mean over tokens."""
+    """Return the traits of ``objective``; the default are those of a mean over tokens."""
     found: ObjectiveTraits = getattr(objective, "traits", ObjectiveTraits())
     return found

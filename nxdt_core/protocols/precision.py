@@ -57,5 +57,5 @@ class PrecisionFactory(Protocol):
     """The target of the kind: a callable; ``config`` is the dataclass of ``precision``."""
 
     def __call__(self, config: Any) -> PrecisionPolicy:
-        """Return the policy."""
+        """Return the dtypes of a run from the dataclass of the section ``precision``."""
         ...

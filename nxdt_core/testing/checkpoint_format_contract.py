@@ -41,12 +41,12 @@ class CheckpointFormatContract:
 
     @pytest.fixture
     def format(self) -> CheckpointFormat:
-        """The format."""
+        """Return the format under test; override it."""
         raise NotImplementedError("override the fixture 'format'")
 
     @pytest.fixture
     def builder(self) -> ModelBuilder:
-        """Of a small model."""
+        """Return the builder of a small model that the format can hold."""
         raise NotImplementedError("override the fixture 'builder'")
 
     @pytest.fixture

@@ -60,7 +60,7 @@ class DatasetContract:
 
     @pytest.fixture
     def samples(self, make: Callable[[], Dataset]) -> list[Sample]:
-        """The first ones."""
+        """Return the first samples of the dataset."""
         found = _first(make(), _SAMPLES)
         assert len(found) == _SAMPLES, "give the contract more data"
         return found
@@ -84,7 +84,7 @@ class DatasetContract:
     # Samples
 
     def test_it_has_the_members_of_a_protocol(self, make: Callable[[], Dataset]) -> None:
-        """Of one of the two."""
+        """The dataset is a map or an iterable dataset, with all members of that protocol."""
         assert isinstance(make(), (MapDataset, IterableDataset))
 
     def test_samples_are_arrays_of_one_shape(self, samples: list[Sample]) -> None:
@@ -97,7 +97,7 @@ class DatasetContract:
             assert weights is None or (weights.shape, weights.dtype.name) == (shape, "float32")
 
     def test_labels_are_tokens_or_ignored(self, samples: list[Sample]) -> None:
-        """And some are learnt."""
+        """Each label is an id of the vocabulary or -100, and some labels are learnt."""
         labels = np.concatenate([sample.labels.ravel() for sample in samples])
         assert ((labels >= 0) | (labels == IGNORE_INDEX)).all()
         assert (labels >= 0).any()
@@ -120,7 +120,7 @@ class DatasetContract:
                 assert (labels[:, :-1][documents[:, 1:] != documents[:, :-1]] == IGNORE_INDEX).all()
 
     def test_positions_rise_by_one_within_a_document(self, samples: list[Sample]) -> None:
-        """From wherever they begin."""
+        """Positions may begin at any number."""
         for sample in samples:
             if sample.position_ids is not None and sample.document_ids is not None:
                 places, documents = np.atleast_2d(sample.position_ids), np.atleast_2d(sample.document_ids)
@@ -170,7 +170,7 @@ class DatasetContract:
             assert _content(next(iter(resumed))) == whole[place + 1]
 
     def test_a_run_goes_on_on_other_ranks_and_threads(self, make: Callable[[], Dataset]) -> None:
-        """As it would have gone on, at any step."""
+        """A run that is resumed at any step, on other ranks and threads, gets the batches that it would have got."""
         whole, _ = _run(make(), _STEPS)
         for stop in (1, 3, _STEPS - 1):
             begun, state = _run(make(), stop, workers=2)

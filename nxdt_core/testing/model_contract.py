@@ -47,7 +47,7 @@ _ROUNDING = 1e-4
 
 
 class ModelContract:
-    """Override the fixture ``builder``."""
+    """The tests of a model plugin: subclass it and override the fixture ``builder``."""
 
     replicated: ClassVar[tuple[str, ...]] = ()
     """Patterns of matrices that every tensor parallel rank holds whole on purpose, without a style that says so."""
@@ -61,7 +61,7 @@ class ModelContract:
 
     @pytest.fixture
     def plan(self, builder: ModelBuilder) -> ParallelPlan:
-        """The builder's."""
+        """Return the parallel plan of the builder under test."""
         return builder.plan()
 
     @pytest.fixture
@@ -109,7 +109,7 @@ class ModelContract:
     # Computing
 
     def test_logits_have_a_row_of_the_vocabulary_for_each_token(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """As many as ``vocab_size`` says, and finite."""
+        """Logits are finite and [batch, seq, vocab_size]."""
         logits = model(_tokens(builder, 2, 9))
         assert logits.shape == (2, 9, builder.vocab_size)
         assert torch.isfinite(logits).all()
@@ -133,7 +133,7 @@ class ModelContract:
         assert difference[:7].max() <= _ROUNDING * difference.max()
 
     def test_positions_default_to_the_place_in_the_row(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """From 0 on."""
+        """Without ``position_ids`` the positions of a row count from 0."""
         ids = _tokens(builder, 2, 9)
         torch.testing.assert_close(model(ids), model(ids, torch.arange(9).expand(2, 9)))
 

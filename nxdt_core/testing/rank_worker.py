@@ -45,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a rank ended."""
+    """The result or the error of one rank."""
 
     value: Any = None
     error: str | None = None

@@ -68,7 +68,7 @@ class CheckpointStorageContract:
         return partial(type(storage), storage.uri, None)
 
     def test_it_has_the_members_of_the_protocol(self, storage: CheckpointStorage) -> None:
-        """Every method and ``uri``."""
+        """The store has every method of the protocol and ``uri``."""
         assert isinstance(storage, CheckpointStorage)
         assert isinstance(storage.uri, str)
         assert storage.uri
@@ -102,7 +102,7 @@ class CheckpointStorageContract:
         assert list(storage.list()) == []
 
     def test_an_exception_while_replacing_leaves_the_old_object(self, storage: CheckpointStorage) -> None:
-        """Whole."""
+        """The old object stays complete."""
         _write(storage, "a", b"old")
         with pytest.raises(ZeroDivisionError):
             _interrupt(storage, "a", ZeroDivisionError, b"half of something new")
@@ -180,7 +180,7 @@ class CheckpointStorageContract:
             _read(storage, key)
 
     def test_facts_of_an_object(self, storage: CheckpointStorage) -> None:
-        """Its key, its size, and a time that does not run backwards."""
+        """``stat`` and ``list`` return the key, the size, and a time that does not decrease."""
         _write(storage, "a/first", b"12345")
         _write(storage, "a/second", b"")
         first, second = storage.stat("a/first"), storage.stat("a/second")
@@ -216,7 +216,7 @@ class CheckpointStorageContract:
 
     @pytest.mark.parametrize("key", ["with space", "a+b%20c", "ü/é.json", "a=b&c#d?e", "x" * 200])
     def test_unusual_names_are_names(self, storage: CheckpointStorage, key: str) -> None:
-        """Nothing in them is decoded, encoded or cut."""
+        """Keys are not decoded, encoded or shortened."""
         _write(storage, key, b"1")
         assert _read(self.reopen(storage), key) == b"1"
         assert [info.key for info in storage.list()] == [key]
@@ -243,7 +243,7 @@ class CheckpointStorageContract:
         assert storage.put_if_absent("a/m.json", b"third") is True
 
     def test_put_if_absent_has_one_winner(self, storage: CheckpointStorage) -> None:
-        """Of several that start together; the object is the winner's, whole."""
+        """Of several writers that start together one wins, and the object has all of its bytes."""
         stores = [self.reopen(storage) for _ in range(8)]
         for round_ in range(5):
             key = f"race/{round_}"
@@ -252,7 +252,7 @@ class CheckpointStorageContract:
             assert _read(storage, key) == bytes([won.index(True)]) * 4096
 
     def test_put_if_match_replaces_what_is_expected_only(self, storage: CheckpointStorage) -> None:
-        """And never creates."""
+        """It also never creates an object."""
         assert storage.put_if_match("a/m.json", b"new", b"") is False
         assert storage.stat("a/m.json") is None
         _write(storage, "a/m.json", b"first")
@@ -267,7 +267,7 @@ class CheckpointStorageContract:
         assert list(storage.list()) == []
 
     def test_put_if_match_has_one_winner(self, storage: CheckpointStorage) -> None:
-        """Of several that start together from the same bytes; the object is the winner's, whole."""
+        """Of several writers that expect the same bytes one wins, and the object has all of its bytes."""
         stores = [self.reopen(storage) for _ in range(8)]
         for round_ in range(5):
             key = f"race/{round_}"
@@ -291,7 +291,7 @@ class CheckpointStorageContract:
         assert all(report.listed == found.keys() for report in reports)
 
     def test_concurrent_writers_of_one_key_leave_one_whole_object(self, storage: CheckpointStorage) -> None:
-        """Of the last to end; never a mixture."""
+        """The object is that of the last writer to finish, never a mixture."""
         barrier = threading.Barrier(4)
 
         def write(number: int) -> None:

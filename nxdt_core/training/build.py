@@ -135,7 +135,7 @@ def chat_keys(config: ResolvedConfig) -> ChatKeys:
 
 
 def objective(config: ResolvedConfig) -> Objective:
-    """The loss.
+    """Return the configured loss.
 
     Raises:
         ConfigError: it compares with a reference, which the engine does not declare.
@@ -146,7 +146,7 @@ def objective(config: ResolvedConfig) -> Objective:
 
 
 def precision(config: ResolvedConfig) -> PrecisionPolicy:
-    """The dtypes.
+    """Return the configured dtypes.
 
     Raises:
         ConfigError: the engine does not declare what it asks for.

@@ -61,23 +61,23 @@ def watch_optimizer(optimizer: torch.optim.Optimizer, component: RegisteredCompo
         lost = {repr(key): object() for key in optimizer.state if id(key) not in parameters}
         return found | {f"state[{key}]": value for key, value in lost.items()}
 
-    def tell(names: list[str]) -> None:
+    def report(names: list[str]) -> None:
         _log.warning("%s", HiddenOptimizerState(name=component.record.name, dist=component.dist, attributes=names))
 
-    _watch(optimizer, look, tell)
+    _watch(optimizer, look, report)
 
 
 def watch_objective(objective: object, optimizer: torch.optim.Optimizer, component: RegisteredComponent) -> None:
     """Warn once, within the first steps of ``optimizer``, of an objective that changes from step to step."""
 
-    def tell(names: list[str]) -> None:
+    def report(names: list[str]) -> None:
         _log.warning("%s", HiddenObjectiveState(name=component.record.name, dist=component.dist, attributes=names))
 
-    _watch(optimizer, lambda: dict(_values(objective, "", getattr(objective, "__dict__", {}), set())), tell)
+    _watch(optimizer, lambda: dict(_values(objective, "", getattr(objective, "__dict__", {}), set())), report)
 
 
 def _watch(
-    optimizer: torch.optim.Optimizer, look: Callable[[], dict[str, Any]], tell: Callable[[list[str]], None]
+    optimizer: torch.optim.Optimizer, look: Callable[[], dict[str, Any]], report: Callable[[list[str]], None]
 ) -> None:
     """Compare what ``look`` sees after each of the first steps.
 
@@ -97,7 +97,7 @@ def _watch(
             names = sorted(set().union(*changed))
             seen.clear()
             if names:
-                tell(names)
+                report(names)
 
     optimizer.register_step_post_hook(after_step)
 

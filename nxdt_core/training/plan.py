@@ -29,7 +29,7 @@ class RunPlan:
 
     @property
     def sizes(self) -> MeshSizes:
-        """Of the run's parallel dimensions."""
+        """Return the sizes of the run's parallel dimensions."""
         run = self.config.run
         return run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
 

@@ -27,7 +27,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update the parameters from their gradients."""
         trained = trained_pieces(self.param_groups, self._shards)
         sums = [_sums(piece) for piece in trained]
         sum_over_pieces(trained, sums)

@@ -40,7 +40,7 @@ class AdamWFloat32State(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update the parameters from their gradients."""
         for group in self.param_groups:
             for bucket in _buckets([p for p in group["params"] if p.grad is not None]):
                 self._update(bucket, group)

@@ -20,7 +20,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update the parameters from their gradients."""
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
             if not weights:

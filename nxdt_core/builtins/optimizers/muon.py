@@ -46,7 +46,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update the parameters from their gradients."""
         alike: dict[_Groups, list[TrainedPiece]] = {}
         for piece in trained_pieces(self.param_groups, self._shards):
             if piece.parameter in self._matrices:

@@ -23,7 +23,7 @@ class Novograd(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update the parameters from their gradients."""
         trained = trained_pieces(self.param_groups, self._shards)
         squares = [square_sum(piece.grad) for piece in trained]
         sum_over_pieces(trained, squares)

@@ -28,29 +28,29 @@ def adamw(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Opti
 
 
 def adam(groups: list[ParameterGroup], config: AdamConfig) -> torch.optim.Optimizer:
-    """Torch's Adam."""
+    """Return torch's Adam over ``groups``."""
     return torch.optim.Adam(as_torch(groups), **_adam(groups, config))
 
 
 def sgd(groups: list[ParameterGroup], config: SGDConfig) -> torch.optim.Optimizer:
-    """Torch's SGD."""
+    """Return torch's SGD over ``groups``."""
     return torch.optim.SGD(
         as_torch(groups), momentum=config.momentum, dampening=config.dampening, nesterov=config.nesterov
     )
 
 
 def adadelta(groups: list[ParameterGroup], config: AdadeltaConfig) -> torch.optim.Optimizer:
-    """Torch's Adadelta."""
+    """Return torch's Adadelta over ``groups``."""
     return torch.optim.Adadelta(as_torch(groups), rho=config.rho, eps=config.eps)
 
 
 def adamax(groups: list[ParameterGroup], config: AdamaxConfig) -> torch.optim.Optimizer:
-    """Torch's Adamax."""
+    """Return torch's Adamax over ``groups``."""
     return torch.optim.Adamax(as_torch(groups), betas=config.betas, eps=config.eps)
 
 
 def adagrad(groups: list[ParameterGroup], config: AdagradConfig) -> torch.optim.Optimizer:
-    """Torch's Adagrad."""
+    """Return torch's Adagrad over ``groups``."""
     return torch.optim.Adagrad(
         as_torch(groups),
         lr_decay=config.lr_decay,
@@ -60,14 +60,14 @@ def adagrad(groups: list[ParameterGroup], config: AdagradConfig) -> torch.optim.
 
 
 def rmsprop(groups: list[ParameterGroup], config: RMSpropConfig) -> torch.optim.Optimizer:
-    """Torch's RMSprop."""
+    """Return torch's RMSprop over ``groups``."""
     return torch.optim.RMSprop(
         as_torch(groups), alpha=config.alpha, eps=config.eps, momentum=config.momentum, centered=config.centered
     )
 
 
 def rprop(groups: list[ParameterGroup], config: RpropConfig) -> torch.optim.Optimizer:
-    """Torch's Rprop."""
+    """Return torch's Rprop over ``groups``."""
     return torch.optim.Rprop(as_torch(groups), etas=config.etas, step_sizes=config.step_sizes)
 
 

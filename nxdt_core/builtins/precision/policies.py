@@ -9,7 +9,7 @@ __all__ = ["autocast", "bf16_sr", "fp32", "manual", "mixed_precision", "mixed_pr
 
 
 def fp32(config: object) -> PrecisionPolicy:
-    """Everything in float32."""
+    """Return a policy with everything in float32."""
     return PrecisionPolicy(name="fp32")
 
 

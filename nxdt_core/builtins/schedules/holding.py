@@ -27,7 +27,7 @@ __all__ = [
 
 
 def constant(config: WarmupConfig, horizon: ScheduleHorizon) -> LRSchedule:
-    """Linear warm-up, then 1."""
+    """Return a schedule of linear warm-up, then 1."""
     return lambda step: warmup(step, config.warmup_steps)
 
 

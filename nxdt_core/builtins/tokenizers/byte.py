@@ -46,15 +46,15 @@ class ByteTokenizer:
         return bytes(i for i in ids if 0 <= i < _BYTES).decode("utf-8", "replace")
 
     def chat_template(self) -> str | None:
-        """None: there are no files to bring one."""
+        """Return None: bytes come without a chat template."""
         return None
 
     def special_tokens(self) -> Mapping[str, str]:
-        """Empty: no text becomes one of the special tokens."""
+        """Return an empty mapping: no text becomes a special token."""
         return {}
 
     def reserved_tokens(self) -> Sequence[str]:
-        """Empty, for the same reason."""
+        """Return nothing: no text becomes a special token."""
         return ()
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:

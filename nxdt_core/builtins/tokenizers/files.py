@@ -16,7 +16,7 @@ _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
-    """The imported ``package``.
+    """Import ``package`` and return it.
 
     Raises:
         TokenizerLibraryMissing: it cannot be imported; names the pip command of nxdt-core's ``extra``.
@@ -28,9 +28,9 @@ def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
 
 
 def not_found(path: Path, *, key: str, wanted: str) -> TokenizerFileNotFound:
-    """The error that ``path`` is not there, with names that lie beside it and look alike."""
-    beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=3)
+    """Return the error that ``path`` does not exist, with similar names from its directory."""
+    names = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=3)
     candidates = tuple(str(path.parent / name) for name in near)
     return TokenizerFileNotFound(key=key, path=str(path), wanted=wanted, candidates=candidates)
 

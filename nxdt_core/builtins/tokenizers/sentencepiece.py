@@ -71,7 +71,7 @@ class SentencePieceTokenizer:
         return text
 
     def chat_template(self) -> str | None:
-        """None: the file has no place for one."""
+        """Return None: the file format has no chat template."""
         return None
 
     def special_tokens(self) -> Mapping[str, str]:

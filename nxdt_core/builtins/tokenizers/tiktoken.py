@@ -101,7 +101,7 @@ class TiktokenTokenizer:
         return text
 
     def chat_template(self) -> str | None:
-        """None: the file has ranks only."""
+        """Return None: the file has ranks only."""
         return None
 
     def special_tokens(self) -> Mapping[str, str]:
@@ -111,7 +111,7 @@ class TiktokenTokenizer:
         return {key: names[id_] for key, id_ in ids.items() if id_ is not None}
 
     def reserved_tokens(self) -> Sequence[str]:
-        """All special tokens."""
+        """Return all special tokens."""
         return list(self._special)
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:

@@ -54,21 +54,21 @@ class NxdtReader(StorageReader):
         self._where = f"{storage.uri}/{manifest.prefix}{section}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: the checkpoint was named when this was made."""
+        """Do nothing: the checkpoint was named when this was constructed."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What there is, a chunk a part; a tensor that shared another's memory has that one's chunks."""
         return Metadata(state_dict_metadata={name: _metadata(self._entry(name)) for name in self._index})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -93,10 +93,10 @@ class NxdtWriter(StorageWriter):
         self._replaces: bytes | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: the place was named when this was made."""
+        """Do nothing: the store was named when this was constructed."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what torch would pickle.

@@ -93,7 +93,7 @@ class VerifiedFile:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file, as the manifest says."""
+        """Return the size of the file in bytes, as the manifest has it."""
         return self._entry.size_bytes
 
     def verify(self) -> None:

@@ -53,7 +53,7 @@ class BlockDigests:
     algorithm: Algorithm = FAST
 
     def encode(self) -> bytes:
-        """As it is stored beside the file."""
+        """Return the bytes that are stored next to the file."""
         table = {
             "algorithm": self.algorithm,
             "block_bytes": self.block_bytes,
@@ -64,7 +64,7 @@ class BlockDigests:
 
     @classmethod
     def decode(cls, data: bytes) -> BlockDigests:
-        """The inverse of :meth:`encode`.
+        """Return the digests from bytes of :meth:`encode`.
 
         Raises:
             ValueError: ``data`` is something else.

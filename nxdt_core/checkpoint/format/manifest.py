@@ -117,7 +117,7 @@ def encode_facts(facts: CheckpointFacts) -> dict[str, Any]:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``."""
+    """Return the bytes of ``manifest.json``."""
     table: dict[str, Any] = {
         "format": next(number for number, digests in _FORMATS.items() if digests == manifest.digests),
         "step": manifest.step,

@@ -29,12 +29,12 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements."""
+        """Return the size of the tensor's elements in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Writable(Protocol):
-    """What takes bytes."""
+    """A stream that bytes can be written to."""
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Write all of ``data``."""

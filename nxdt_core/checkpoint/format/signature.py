@@ -37,7 +37,7 @@ class Signature:
 
     @property
     def fingerprint(self) -> str:
-        """Of :attr:`public_key`."""
+        """Return the fingerprint of :attr:`public_key`."""
         return fingerprint_of(self.public_key)
 
     def encode(self) -> bytes:

@@ -102,7 +102,7 @@ def encode_index(index: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 
 def decode_index(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """The inverse of :func:`encode_index`.
+    """Return the index from bytes of :func:`encode_index`.
 
     Raises:
         ValueError: an entry contradicts itself. (``KeyError``, ``TypeError``, ``AttributeError``: it is malformed.)

@@ -29,7 +29,7 @@ __all__ = ["iterate_hf", "load_hf", "read_hf_config", "save_hf"]
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """The ``config.json`` of ``directory``.
+    """Return the ``config.json`` of ``directory``.
 
     Raises:
         HFFileMissing: there is none.

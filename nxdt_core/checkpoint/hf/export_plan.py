@@ -25,7 +25,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFShard:
-    """One file of weights."""
+    """One file of weights in a Hugging Face directory."""
 
     file: str
     tensors: Mapping[str, HFTensor]
@@ -34,13 +34,13 @@ class HFShard:
 
     @property
     def layout(self) -> SafetensorsLayout:
-        """Where each tensor lies."""
+        """Return where each tensor begins and ends in the file."""
         return SafetensorsLayout(self.specs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFPlan:
-    """One directory."""
+    """The files of a Hugging Face directory that is to be written."""
 
     shards: tuple[HFShard, ...]
     texts: Mapping[str, bytes]
@@ -50,7 +50,7 @@ class HFPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Of all elements."""
+        """Return the size of all tensors in bytes."""
         return sum(spec.size_bytes for shard in self.shards for spec in shard.specs.values())
 
     def digest(self) -> str:

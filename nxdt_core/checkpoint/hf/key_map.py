@@ -39,7 +39,7 @@ class HFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the directory."""
+        """Return the tensor's shape in the directory."""
         if self.transform == "stack":
             return self.box.shape[1:]
         return self.box.shape[::-1] if self.transform in _TRANSPOSED else self.box.shape

@@ -62,7 +62,7 @@ class HFWeights:
         """
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
-        ignored = [*ignored, *map(_without_first_word, ignored)]
+        ignored = [*ignored, *map(_without_prefix, ignored)]
         used = {self._file_name(name) for name in shapes}
         extra = sorted(name for name in self._located.keys() - used if not matches_any(ignored, name))
         wrong = [
@@ -75,7 +75,7 @@ class HFWeights:
             raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong, directory=directory, says_sizes=True)
 
     def dtype_of(self, source: Source) -> torch.dtype:
-        """That of the parameter as :meth:`read` gives it.
+        """Return the dtype in which :meth:`read` returns the parameter.
 
         Raises:
             HFFileDamaged: a tensor has a dtype that torch or a checkpoint does not have.
@@ -130,7 +130,7 @@ class HFWeights:
 
     def _file_name(self, name: str) -> str:
         """What the files call the tensor that the whole model calls ``name``."""
-        return name if name in self._located else _without_first_word(name)
+        return name if name in self._located else _without_prefix(name)
 
     def _slice(self, name: str) -> Any:
         name = self._file_name(name)
@@ -154,5 +154,5 @@ class HFWeights:
         return tensor
 
 
-def _without_first_word(name: str) -> str:
+def _without_prefix(name: str) -> str:
     return name.partition(".")[2]

@@ -42,14 +42,14 @@ class LockedStore:
         self._lock = lock
 
     def release(self) -> None:
-        """Unlock it."""
+        """Unlock the store, so that another run can take it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
 
 
 def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> LockedStore:
-    """Lock ``storage`` for ``me``.
+    """Lock ``storage`` for the run ``me``.
 
     A lock whose owner runs on this machine is refused at once. Any other is waited for: its process may be about to
     end, and the server of a network file system notices the death of a machine late.
@@ -58,7 +58,7 @@ def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None
         StoreInUse: another process has it.
         LocksUnsupported: there are no locks here.
     """
-    deadline, told = time.monotonic() + expiry_s, False
+    deadline, reported = time.monotonic() + expiry_s, False
     while (lock := storage.try_lock(_KEY, me.encode())) is None:
         holder = decode_owner(storage.lock_note(_KEY))
         fate = "unknown" if holder is None else me.fate_of(holder)
@@ -69,9 +69,9 @@ def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None
             orphan = "its process is gone, but one that it started still holds its lock"
             reason = orphan if fate == "gone" else f"it has held its lock for another {expiry_s:g} s"
             raise StoreInUse(where=storage.uri, owner=owner, reason=reason)
-        if holder is not None and not told:
+        if holder is not None and not reported:
             say(f"waiting for up to {expiry_s:g} s: {storage.uri} is locked by {owner}")
-            told = True
+            reported = True
         time.sleep(_POLL_S)
     owned = LockedStore(storage, lock, me)
     try:

@@ -40,7 +40,7 @@ _BEATS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
+class _CurrentLease:
     """The owner with the greatest number, as its objects tell."""
 
     number: int
@@ -79,7 +79,7 @@ class Lease:
         """Raise where another process has taken the store since."""
         if self._heartbeat is None:
             raise OwnershipLost(where=self._storage.uri, reason="this run has given it back")
-        found = _standing(self._storage)
+        found = _current_lease(self._storage)
         if found is None or found.owner != self._me:
             other = "the object that says so was deleted" if found is None else f"{found.name} has taken it over"
             why = "this process gave no sign of life for too long" if found else "see who deletes objects there"
@@ -102,17 +102,17 @@ class Lease:
 
 
 def take_lease(storage: CheckpointStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> Lease:
-    """Take ``storage`` for ``me``.
+    """Take the lease of ``storage`` for the run ``me``.
 
     At once where nobody has it, or its owner is known to be gone; else once that one has been silent for ``expiry_s``.
 
     Raises:
         StoreInUse: its owner lives.
     """
-    watched: _Standing | None = None
+    watched: _CurrentLease | None = None
     since = 0.0
     while True:
-        found = _standing(storage)
+        found = _current_lease(storage)
         fate = "gone" if found is None or found.released else _fate(found, me)
         if found is not None and fate == "running":
             raise _in_use(storage, found, "it is running on this machine")
@@ -131,11 +131,11 @@ def take_lease(storage: CheckpointStorage, me: Owner, *, say: Callable[[str], No
         time.sleep(min(1.0, expiry_s / (2 * _BEATS)))
 
 
-def _fate(found: _Standing, me: Owner) -> str:
+def _fate(found: _CurrentLease, me: Owner) -> str:
     return "unknown" if found.owner is None else me.fate_of(found.owner)
 
 
-def _in_use(storage: CheckpointStorage, found: _Standing, reason: str) -> StoreInUse:
+def _in_use(storage: CheckpointStorage, found: _CurrentLease, reason: str) -> StoreInUse:
     return StoreInUse(where=storage.uri, owner=found.name, reason=reason)
 
 
@@ -179,13 +179,13 @@ def _withdraw(storage: CheckpointStorage, number: int) -> None:
         storage.delete_many([_json_key(number), _beat_key(number)])
 
 
-def _standing(storage: CheckpointStorage) -> _Standing | None:
+def _current_lease(storage: CheckpointStorage) -> _CurrentLease | None:
     taken = [number for number, keys in _keys(storage).items() if _json_key(number) in keys]
     if not taken:
         return None
     number = max(taken)
     data, beat = (read_object(storage, key) or b"" for key in (_json_key(number), _beat_key(number)))
-    return _Standing(number, decode_owner(data), beat)
+    return _CurrentLease(number, decode_owner(data), beat)
 
 
 def _keys(storage: CheckpointStorage) -> dict[int, list[str]]:

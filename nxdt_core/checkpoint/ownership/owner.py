@@ -55,7 +55,7 @@ class Owner:
         return f"{self.run!r} (process {self.pid} on {self.host}, since {self.since})"
 
     def encode(self) -> bytes:
-        """As it is stored."""
+        """Return the JSON that is stored."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     def fate_of(self, other: Owner) -> Fate:

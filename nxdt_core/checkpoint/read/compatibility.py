@@ -60,7 +60,7 @@ def check_model(
 def check_optimizer(
     index: Mapping[str, TensorEntry], parameters: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement | None
 ) -> None:
-    """See that every parameter with state in ``index`` is on some rank.
+    """Check that every parameter with state in ``index`` is on some rank.
 
     Collective.
 

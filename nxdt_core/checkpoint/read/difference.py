@@ -77,7 +77,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """All that differs."""
+    """Everything in which two checkpoints differ."""
 
     only_in: tuple[tuple[str, ...], tuple[str, ...]]
     """``section/name`` of tensors that only the first, and only the second has."""
@@ -98,7 +98,7 @@ def compare_checkpoints(
     subjects: Sequence[Subject] = SUBJECTS,
     progress: Callable[[int], None] = lambda size_bytes: None,
 ) -> Difference:
-    """Compare two checkpoints.
+    """Compare the ``subjects`` of two checkpoints, tensor by tensor and value by value.
 
     Args:
         first: numbers are relative to it.

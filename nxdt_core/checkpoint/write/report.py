@@ -11,7 +11,7 @@ __all__ = ["SaveReport"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """One committed checkpoint."""
+    """Duration and size of one committed checkpoint."""
 
     manifest: Manifest
     blocked_s: float

@@ -48,20 +48,20 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
         kept = ", ".join(map(str, plan.keep))
         raise NoSoundCheckpoint(where=uri, reason=f"no checkpoint there is sound among the steps {kept}")
     if not json_output:
-        _tell("Keeps", plan.keep)
-        _tell("Would delete" if dry_run else "Deletes", plan.delete)
+        _print_steps("Keeps", plan.keep)
+        _print_steps("Would delete" if dry_run else "Deletes", plan.delete)
     asks = sys.stdin.isatty() and sys.stdout.isatty() and not (yes or dry_run or json_output)
     if plan.delete and asks:
         click.confirm(f"Delete {len(plan.delete)} of the steps at {uri}?", abort=True)
     if plan.delete and not dry_run:
         with own_for("prune", storage) as ownership, explained_os_errors(storage.uri):
-            for doomed in plan.delete:
+            for to_delete in plan.delete:
                 ownership.check()
-                delete_step(storage, doomed)
+                delete_step(storage, to_delete)
     if json_output:
         print_json({"keep": plan.keep, "delete": plan.delete, "deleted": not dry_run})
 
 
-def _tell(what: str, steps: tuple[int, ...]) -> None:
+def _print_steps(what: str, steps: tuple[int, ...]) -> None:
     listed = ", ".join(map(str, steps)) or "nothing"
     click.echo(f"{what} {listed}." if not steps else f"{what} {'step' if len(steps) == 1 else 'steps'} {listed}.")

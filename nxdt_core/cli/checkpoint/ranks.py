@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from nxdt_core.launch.client import Lifeline
+    from nxdt_core.launch.client import Client
     from nxdt_core.protocols.parallel.ranks import RankAgreement
 
 __all__ = ["on_all_ranks"]
@@ -30,11 +30,11 @@ def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_
     from nxdt_core.distributed.process_group import Ranks
     from nxdt_core.launch.rank import as_rank
 
-    def run(lifeline: Lifeline) -> int:
+    def run(client: Client) -> int:
         ranks = Ranks(place)
         ranks.start(HOST)
         result = work(ranks)
-        if lifeline.is_first:
+        if client.is_first:
             report(result)
         ranks.stop()
         return 0

@@ -43,7 +43,7 @@ class Shape(Protocol):
     """What a value must look like."""
 
     def read(self, value: Any) -> Any:
-        """The typed value.
+        """Return the typed value of a node.
 
         Raises:
             Mismatch: it does not fit.
@@ -55,7 +55,7 @@ class Shape(Protocol):
         ...
 
     def json_schema(self) -> dict[str, Any]:
-        """The same for editors."""
+        """Return the JSON Schema of the values."""
         ...
 
 
@@ -96,7 +96,7 @@ class Scalar:
         return f"{words} {self.bounds.describe()}".rstrip() if self.bounds else words
 
     def json_schema(self) -> dict[str, Any]:
-        """Type and bounds."""
+        """Return the JSON type and the bounds."""
         schema: dict[str, Any] = {"type": _WORDS[self.type][1]}
         if self.bounds is not None and self.bounds.low is not None:
             schema["minimum"] = self.bounds.low
@@ -107,7 +107,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``Literal``."""
+    """One of the values of a ``Literal``."""
 
     values: tuple[Any, ...]
 
@@ -118,7 +118,7 @@ class Choice:
         return value
 
     def describe(self) -> str:
-        """``'a', 'b' or 'c'``."""
+        """Return the values for a message: ``'a', 'b' or 'c'``."""
         return _either(self.words())
 
     def words(self) -> list[str]:
@@ -126,13 +126,13 @@ class Choice:
         return ["null" if value is None else repr(value) for value in self.values]
 
     def json_schema(self) -> dict[str, Any]:
-        """The list of values."""
+        """Return the list of values."""
         return {"enum": list(self.values)}
 
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """``None``."""
+    """The value ``null``."""
 
     def read(self, value: Any) -> None:
         """As :meth:`Shape.read`."""
@@ -140,11 +140,11 @@ class Nothing:
             raise Mismatch(describe_value(value))
 
     def describe(self) -> str:
-        """``null``."""
+        """Return ``null``."""
         return "null"
 
     def json_schema(self) -> dict[str, Any]:
-        """Type null."""
+        """Return the JSON type null."""
         return {"type": "null"}
 
 
@@ -169,11 +169,11 @@ class FilePath:
         return Path(value)
 
     def describe(self) -> str:
-        """``a path``."""
+        """Return ``a path``."""
         return "a path"
 
     def json_schema(self) -> dict[str, Any]:
-        """Type string."""
+        """Return the JSON type string."""
         return {"type": "string", "minLength": 1}
 
 
@@ -214,14 +214,14 @@ class OneOf:
         raise Mismatch(found)
 
     def describe(self) -> str:
-        """Members joined by "or"."""
+        """Return the descriptions of the members, joined by "or"."""
         words: list[str] = []
         for member in self.members:
             words += member.words() if isinstance(member, Choice) else [member.describe()]
         return _either(list(dict.fromkeys(words)))
 
     def json_schema(self) -> dict[str, Any]:
-        """``anyOf``."""
+        """Return ``anyOf`` of the members."""
         return {"anyOf": [member.json_schema() for member in self.members]}
 
 

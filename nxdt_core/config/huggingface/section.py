@@ -28,7 +28,7 @@ _KEY = "model.model_config"
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
-    """The parsed file."""
+    """A Hugging Face ``config.json``: its values, its path, or why it cannot be read."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     path: Path | None = None

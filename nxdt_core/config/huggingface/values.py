@@ -28,11 +28,11 @@ class HFValues:
 
     @property
     def names(self) -> dict[str, str]:
-        """Ours → theirs."""
+        """Return the key of the file for each key of ours."""
         return dict(self.required) | {ours: theirs for ours, (theirs, _) in self.optional.items()}
 
     def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Our keys from theirs.
+        """Return the values of our keys from those of a ``config.json``.
 
         Raises:
             HFUnsupported: the model has a feature that is not implemented.

@@ -40,7 +40,7 @@ def report_markdown(migration: MigratedConfig) -> str:
 
 
 def report_json(migration: MigratedConfig) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the report of a migration as values of JSON."""
     return {
         "source": str(migration.source),
         "target": str(migration.target),

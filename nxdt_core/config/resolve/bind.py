@@ -37,7 +37,7 @@ _INVALID: Any = object()
 
 @dataclass(slots=True)
 class Reading:
-    """Everything that reading gave."""
+    """The sections, values and problems that reading a configuration gave."""
 
     run: RunConfig | None
     """None where a core key is wrong."""

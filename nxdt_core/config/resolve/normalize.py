@@ -46,7 +46,7 @@ def mandatory_keys(given: Node) -> dict[str, Origin]:
 
 
 def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[MissingKey]:
-    """Those of ``mandatory`` that nothing but a default has given a value."""
+    """Yield an error for each key of ``mandatory`` that has no value but a default's."""
     for path, origin in mandatory.items():
         found = tree.find(path)
         if found is not None and found.origin.kind == "default":

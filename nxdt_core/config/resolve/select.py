@@ -118,7 +118,7 @@ class Implied:
 
     @property
     def origin(self) -> Origin:
-        """Of the name."""
+        """Return where the name comes from, for ``nxdt config show``."""
         return (
             Origin(kind="plugin", where=self.plugin) if self.plugin else Origin(kind="default", where=f"by {self.why}")
         )

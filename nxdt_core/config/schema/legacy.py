@@ -104,7 +104,7 @@ class LegacyDataKeys:
 
 @dataclass(init=False, repr=False, eq=False)
 class LegacyTokenizerKeys:
-    """Section ``data.tokenizer``."""
+    """Keys of NxD Training in the section ``data.tokenizer``."""
 
     type: str | None = None
     model: str | None = None
@@ -117,7 +117,7 @@ class LegacyTokenizerKeys:
 
 @dataclass(init=False, repr=False, eq=False)
 class LegacyOptimKeys:
-    """Section ``model.optim``."""
+    """Keys of NxD Training in the section ``model.optim``."""
 
     betas: tuple[float, float] | None = None
     eps: float | None = None
@@ -126,7 +126,7 @@ class LegacyOptimKeys:
 
 @dataclass(init=False, repr=False, eq=False)
 class LegacySchedKeys:
-    """Section ``model.optim.sched``."""
+    """Keys of NxD Training in the section ``model.optim.sched``."""
 
     warmup_steps: int = 0
     constant_steps: int = 0
@@ -135,7 +135,7 @@ class LegacySchedKeys:
 
 @dataclass(init=False, repr=False, eq=False)
 class LegacyPrecisionKeys:
-    """Section ``precision``."""
+    """Keys of NxD Training in the section ``precision``."""
 
     master_weights: Annotated[bool, NoEffect(_MANUAL)] = False
     fp32_grad_acc: Annotated[bool, NoEffect(_MANUAL)] = False

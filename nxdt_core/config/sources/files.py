@@ -28,7 +28,7 @@ __all__ = ["Source", "file_problem", "read_source"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A parsed source."""
+    """A source of a configuration, parsed into a tree with positions."""
 
     label: str
     """What the user named."""

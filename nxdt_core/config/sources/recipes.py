@@ -19,7 +19,7 @@ RECIPE_SCHEME = "recipe:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One recipe."""
+    """A recipe that a plugin brings, by name and file."""
 
     name: str
     """Stem of the file."""
@@ -30,7 +30,7 @@ class Recipe:
 
     @property
     def text(self) -> str:
-        """The YAML."""
+        """Return the recipe's YAML."""
         return self.path.read_text(encoding="utf-8")
 
 

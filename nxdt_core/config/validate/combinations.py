@@ -21,7 +21,7 @@ _RECOMPUTE = "model.activations_checkpoint_recompute"
 
 
 def find_impossible(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """What every rule finds."""
+    """Yield the problems that all rules about combinations of keys find."""
     for rule in RULES:
         yield from rule(checked)
 

@@ -17,7 +17,7 @@ _SAVE_BY_PASSES = "exp_manager.checkpoint_callback_params.every_n_epochs"
 
 
 def early_stopping_validates(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """It judges after validations."""
+    """Yield a problem where early stopping is on and nothing is validated."""
     never = all(checked.values.get(key, "") is None for key in (_BY_STEPS, _BY_PASSES))
     if checked.values.get(_STOPPING) and never:
         yield ImpossibleCombination(
@@ -28,7 +28,7 @@ def early_stopping_validates(checked: Checked) -> Iterator[ImpossibleCombination
 
 
 def one_interval(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Steps or passes."""
+    """Yield a problem where an interval is given both in steps and in passes."""
     for steps, passes in ((_BY_STEPS, _BY_PASSES), (_SAVE_BY_STEPS, _SAVE_BY_PASSES)):
         if checked.values.get(passes) and checked.values.get(steps):
             yield ImpossibleCombination(

@@ -19,7 +19,7 @@ __all__ = ["RULES", "Unsupported", "find_unsupported"]
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """One key."""
+    """A key that is known and has no implementation, with the values that are accepted."""
 
     key: str
     neutral: tuple[Any, ...]

@@ -17,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What one speaker says."""
+    """One message of a conversation: the role of its speaker and its content."""
 
     role: str
     content: str
@@ -31,7 +31,7 @@ class Message:
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """Its tool calls."""
+        """Return the message's tool calls; empty where it has none."""
         return self.fields.get("tool_calls") or ()
 
     @property
@@ -39,7 +39,7 @@ class Message:
         """Whether a tool is to answer."""
         return bool(self.calls)
 
-    def is_said_in(self, text: str) -> bool:
+    def is_contained_in(self, text: str) -> bool:
         """Whether a rendering has its words, reasoning aside, and the functions that it calls."""
         words = self.content.rpartition("</think>")[2].strip()
         return words in text and all(call["function"]["name"] in text for call in self.calls)

@@ -14,7 +14,7 @@ from nxdt_core.errors.chats import TemplateRefuses
 __all__ = ["ignored_fields"]
 
 _LINKS = frozenset({"tool_calls", "tool_call_id"})
-"""Calls are looked for by :meth:`Message.is_said_in`; the ids link what the order of messages links too."""
+"""Calls are looked for by :meth:`Message.is_contained_in`; the ids link what the order of messages links too."""
 
 
 def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conver
     if conversation.tools:
         yield "tools", replace(conversation, tools=None)
     for number, message in enumerate(messages):
-        if message.content.strip() and not message.is_said_in(text):
+        if message.content.strip() and not message.is_contained_in(text):
             yield f"{message.role} messages", _with(conversation, number, replace(message, content="."))
         if not all(leaf in text for leaf in _leaves([call["function"]["arguments"] for call in message.calls])):
             calls = [{**call, "function": {**call["function"], "arguments": {}}} for call in message.calls]

@@ -116,11 +116,11 @@ def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message
     role = entry.get("role")
     if not isinstance(role, str):
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'role'")
-    _check_one_said(entry, place, number)
+    _check_same_twice(entry, place, number)
     return _made(_OPENAI.get(role, role), entry.get("content"), place, number, entry)
 
 
-def _check_one_said(entry: Mapping[str, Any], place: Place, number: int) -> None:
+def _check_same_twice(entry: Mapping[str, Any], place: Place, number: int) -> None:
     """Let a message pass that names its speaker and its content once, or twice the same."""
     speaker = entry.get("from")
     said = (("role", "from", entry.get("role"), _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else None),
@@ -146,7 +146,7 @@ def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
     speaker, value = entry.get("from"), entry.get("value")
     if not isinstance(speaker, str):
         raise BadMessage(place=str(place), number=number, reason="it has no text under 'from'")
-    _check_one_said(entry, place, number)
+    _check_same_twice(entry, place, number)
     if speaker == "function_call":
         if is_given(entry.get("tool_calls")):
             reason = "'value' and 'tool_calls' both hold calls; keep one of them"

@@ -32,7 +32,7 @@ _ANSWER = "This one"
 
 
 class TemplateRunner:
-    """Runs one template.
+    """Renders conversations with one chat template.
 
     Args:
         template: the template.
@@ -50,12 +50,12 @@ class TemplateRunner:
     ) -> None:
         self.template = template
         self._source = template.text if day is None else template.on(day)
-        self._told = {**special_tokens, **(options or {})}
+        self._variables = {**special_tokens, **(options or {})}
 
     @property
     def settings(self) -> object:
         """All that decides which text messages become; by its ``repr``."""
-        return self._source, sorted(self._told.items())
+        return self._source, sorted(self._variables.items())
 
     def run(
         self,
@@ -90,7 +90,7 @@ class TemplateRunner:
                     chat_template=self._source,
                     return_assistant_tokens_mask=marks,
                     add_generation_prompt=prompts,
-                    **self._told,
+                    **self._variables,
                 )
         except TemplateSyntaxError as error:
             reason = f"line {error.lineno}: {error.message}"

@@ -57,7 +57,7 @@ class ChatTemplate:
 
 
 def template_names() -> tuple[str, ...]:
-    """Shipped templates."""
+    """Return the names of the chat templates that nxdt ships."""
     names = (entry.name for entry in _SHIPPED.iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
 
@@ -87,7 +87,7 @@ def named_template(keys: ChatKeys) -> ChatTemplate | None:
 
 
 def shipped_template(name: str) -> ChatTemplate:
-    """One of :func:`template_names`.
+    """Return the text of a chat template that nxdt ships.
 
     Raises:
         TemplateUnknown: it is none of them.

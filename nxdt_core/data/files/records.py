@@ -27,7 +27,7 @@ __all__ = ["Place", "Record", "read_records"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a record stands."""
+    """File and line of a record, for messages."""
 
     path: str
     number: int

@@ -23,7 +23,7 @@ class BadZstdFile(OSError):
 
 
 class ZstdFile(io.RawIOBase):
-    """The text of ``raw``.
+    """The decompressed bytes of ``raw``, as a readable file.
 
     Raises:
         EOFError: on reading: the file ends within a frame.
@@ -37,11 +37,11 @@ class ZstdFile(io.RawIOBase):
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True: the file can be read."""
         return True
 
     def readinto(self, buffer: Buffer, /) -> int:
-        """As of :class:`io.RawIOBase`."""
+        """Fill ``buffer`` with decompressed bytes and return how many; 0 at the end."""
         while not self._ready:
             packed = self._packed or self._raw.read(_CHUNK_BYTES)
             if not packed and self._frame is not None:

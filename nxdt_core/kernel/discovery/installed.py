@@ -44,7 +44,7 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
         here = f"{location}/{directory}"
         winner = winners.setdefault(key, here) if key else here
         if winner == here:
-            found += [_judged(plugin, policy) for plugin in plugins]
+            found += [_with_state(plugin, policy) for plugin in plugins]
         else:
             found += [replace(p, state="shadowed", reason=f"hidden by {winner}") for p in plugins]
     return sorted(found, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state == "shadowed"))
@@ -102,7 +102,7 @@ def _corrupt(name: str, dist: str, location: str, reason: str) -> PluginInfo:
     return PluginInfo(name=name, dist=dist, version="", module="", location=location, state="corrupt", reason=reason)
 
 
-def _judged(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
+def _with_state(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
     """Apply policy and version to a plugin whose metadata is in order."""
     if plugin.state != "ok":
         return plugin

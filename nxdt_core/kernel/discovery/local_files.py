@@ -24,10 +24,10 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
     for path in paths:
         if not path.is_file():
             raise LocalPluginMissing(path=str(path))
-    return sorted(_distinct(_judged(path, policy) for path in paths), key=lambda plugin: plugin.name)
+    return sorted(_distinct(_with_state(path, policy) for path in paths), key=lambda plugin: plugin.name)
 
 
-def _judged(path: Path, policy: PluginPolicy) -> PluginInfo:
+def _with_state(path: Path, policy: PluginPolicy) -> PluginInfo:
     plugin = PluginInfo(name=path.stem, dist=LOCAL, version="", module=local_module_name(path), location=str(path))
     objection = replace(policy, allow=None).objection(name=plugin.name, dist=LOCAL)
     return replace(plugin, state="blocked", reason=objection) if objection else plugin

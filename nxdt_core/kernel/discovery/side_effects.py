@@ -56,7 +56,9 @@ class Watch:
         before, after, heavy = self._before, _state(), self.heavy()
         if heavy:
             yield f"its entry module imports {', '.join(heavy)}, which makes every command slow"
-        replaced = sorted(set(_replaced(before["torch"], after["torch"])) | set(_own(after["torch"], self._module)))
+        replaced = sorted(
+            set(_replaced(before["torch"], after["torch"])) | set(_defined_by(after["torch"], self._module))
+        )
         if replaced:
             yield f"it replaces {_listed(replaced)}, also for the other plugins and the core"
         threads = [name for key, name in after["threads"].items() if key not in before["threads"]]
@@ -110,7 +112,7 @@ def _replaced(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[s
     return (path for path, value in before.items() if after.get(path) is not value)
 
 
-def _own(found: Mapping[str, Any], module: str) -> Iterator[str]:
+def _defined_by(found: Mapping[str, Any], module: str) -> Iterator[str]:
     """What of torch is the plugin's own: torch may not have been loaded before, so that nothing can be compared."""
     package = module.partition(".")[0]
     for path, value in found.items():

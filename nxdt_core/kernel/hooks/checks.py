@@ -67,7 +67,9 @@ def _namespace(plugin: object) -> Iterator[tuple[str, Any]]:
     if inspect.ismodule(plugin):
         yield from list(vars(plugin).items())
         return
-    for name in sorted({name for klass in _classes(plugin) for name in vars(klass)} | set(_own(plugin))):
+    for name in sorted(
+        {name for klass in _classes(plugin) for name in vars(klass)} | set(_instance_attributes(plugin))
+    ):
         static = inspect.getattr_static(plugin, name, None)
         if inspect.isroutine(static):
             yield name, getattr(plugin, name)
@@ -77,7 +79,7 @@ def _classes(plugin: object) -> tuple[type, ...]:
     return plugin.__mro__ if inspect.isclass(plugin) else type(plugin).__mro__
 
 
-def _own(plugin: object) -> dict[str, Any]:
+def _instance_attributes(plugin: object) -> dict[str, Any]:
     return {} if inspect.isclass(plugin) else getattr(plugin, "__dict__", {})
 
 

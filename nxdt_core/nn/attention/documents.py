@@ -60,7 +60,7 @@ class DocumentMasks:
     def windowed(
         self, window: int, rows: int, dtype: torch.dtype, device: torch.device, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """As :func:`window_mask`."""
+        """Return :func:`window_mask`, computed once per micro-batch."""
         key = (window, rows, dtype, device)
         if document_ids is not None:
             return self._of_batch(document_ids, key, lambda: window_mask(*key, document_ids))

@@ -57,7 +57,7 @@ class CausalAttention(nn.Module):
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Return the attention of ``query`` over ``key`` and ``value``, in the shape of ``query``.
 
         Args:
             query: [batch, heads, seq, head_dim].

@@ -76,7 +76,7 @@ class TopKRouter(nn.Module):
         balance_coefficient: float = 0.0,
         z_coefficient: float = 0.0,
     ) -> None:
-        """Build the router.
+        """Create the router's weight [experts, hidden].
 
         Args:
             hidden_size: of the tokens.

@@ -33,7 +33,7 @@ class SinkhornRouter(TopKRouter):
         tolerance: float | None = None,
         **options: Any,
     ) -> None:
-        """Build the router.
+        """Create the router's weight [experts, hidden].
 
         Args:
             hidden_size: of the tokens.

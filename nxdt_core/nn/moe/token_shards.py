@@ -47,7 +47,7 @@ class TokenShards(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeMicroBatch:
-    """All tokens are here."""
+    """Counts tokens where every rank has the whole micro-batch."""
 
     copies: int = 1
     """As in :class:`TokenShards`."""

@@ -35,11 +35,11 @@ class Salt:
     """
 
     def __get__(self, module: Any, owner: type[nn.Module]) -> int | None:
-        """The number."""
+        """Return the salt as an int."""
         return None if module._salt is None else int(module._salt)
 
     def __set__(self, module: Any, salt: int | None) -> None:
-        """Below 2⁶²."""
+        """Set the salt, from 0 to 2⁶² - 1."""
         module._salt = None if salt is None else torch.tensor(salt, device=HOST)
 
 
@@ -78,7 +78,7 @@ class Dropout(nn.Module):
         return torch.where(kept, hidden / (1 - self.p), 0)
 
     def extra_repr(self) -> str:
-        """The probability, for ``print(model)``."""
+        """Return the probability, for ``print(model)``."""
         return f"p={self.p}"
 
 

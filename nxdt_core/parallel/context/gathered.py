@@ -77,10 +77,10 @@ class _Gathering:
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._key_width = key.shape[-1]
-        self._own = torch.cat((key, value), -1)  # one message; kept until it has left
-        self._all = self._own.new_empty((group.size(), *self._own.shape))
+        self._own_key_value = torch.cat((key, value), -1)  # one message; kept until it has left
+        self._all = self._own_key_value.new_empty((group.size(), *self._own_key_value.shape))
         flat = self._all.flatten(0, 1)  # gloo knows no other form
-        self._work = all_gather_single(flat, self._own, group=group, async_op=True)
+        self._work = all_gather_single(flat, self._own_key_value, group=group, async_op=True)
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Wait; keys and values [batch, kv_heads, seq, head_dim] of the whole sequence in its own order."""

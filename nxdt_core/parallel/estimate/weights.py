@@ -24,7 +24,7 @@ __all__ = ["ParameterCounts", "count_parameters", "count_unique", "needs_stand_i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
-    """Elements on one rank."""
+    """Numbers of parameter elements on one rank."""
 
     local: int = 0
     """What it computes with, after tensor and expert parallelism."""
@@ -44,7 +44,7 @@ class ParameterCounts:
     """The most of ``trained_stored`` that an optimizer over rounded weights has in float32 at a time."""
 
     def __add__(self, other: ParameterCounts) -> ParameterCounts:
-        """Of both stages of a rank."""
+        """Return the sum of the counts of two pipeline stages of a rank."""
         return ParameterCounts(
             local=self.local + other.local,
             stored=self.stored + other.stored,

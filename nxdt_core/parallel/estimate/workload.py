@@ -42,12 +42,12 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Of one step, on each rank."""
+        """Return the number of micro-batches per step and rank."""
         return self.global_batch_size // (self.micro_batch_size * self.sizes.dp)
 
     @property
     def rows(self) -> int:
-        """Sequences of a micro-batch."""
+        """Return the number of sequences per micro-batch."""
         return self.micro_batch_size * traits_of(self.objective).rows_per_sample
 
     def batch(self) -> Batch:

@@ -24,7 +24,7 @@ class LabelLogProbs:
         return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
-        """``logits`` [micro_batch, seq, vocab]."""
+        """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
         losses = cross_entropies(logits, batch.labels).detach()
         self.kept.append(losses.neg().masked_fill(batch.labels < 0, 0))
         nothing = losses.new_zeros(())

@@ -26,14 +26,14 @@ class StageLinks:
 
     def __init__(self, group: dist.ProcessGroup, rank_of_stage: Callable[[int], int]) -> None:
         self._group, self._rank_of_stage = group, rank_of_stage
-        self._own = dist.get_rank(group)
+        self._own_rank = dist.get_rank(group)
         self._local: dict[tuple[int, int], torch.Tensor] = {}
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
 
     def receive(self, stage: int, index: int, make_buffer: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Start to receive the input of ``stage`` for micro-batch ``index``; what is returned waits for it."""
         peer = self._rank_of_stage(stage - 1)
-        if peer == self._own:
+        if peer == self._own_rank:
             return lambda: self._local.pop((stage, index))
         buffer = make_buffer()
         work = dist.irecv(buffer, group=self._group, group_src=peer)
@@ -48,7 +48,7 @@ class StageLinks:
     def send(self, hidden: torch.Tensor, stage: int, index: int) -> None:
         """Pass the output of ``stage`` on."""
         peer = self._rank_of_stage(stage + 1)
-        if peer == self._own:
+        if peer == self._own_rank:
             self._local[stage + 1, index] = hidden
             return
         hidden = hidden.contiguous()

@@ -41,7 +41,7 @@ class MicroBatchStream:
             self.on_device.clear()
 
     def __len__(self) -> int:
-        """Micro-batches of the step."""
+        """Return the number of micro-batches of the step."""
         return len(self._host)
 
     def __getitem__(self, index: int) -> Batch:
@@ -65,5 +65,5 @@ class MicroBatchStream:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def drop(self, index: int) -> None:
-        """Let micro-batch ``index`` go."""
+        """Release the memory of micro-batch ``index``."""
         self.on_device.pop(index, None)

@@ -74,7 +74,7 @@ class BlockKernel:
 
     @torch.no_grad()
     def __call__(self, place: ParameterShard, tensors: Sequence[torch.Tensor], *others: Any) -> None:
-        """Run over a shard.
+        """Run the kernel over one rank's shard, in place.
 
         Args:
             place: of the shard; zeros that fill up a padded one get numbers that nobody sees.

@@ -17,7 +17,7 @@ __all__ = ["StochasticRounding", "masters_rounded", "updates_rounded"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StochasticRounding:
-    """How a run rounds."""
+    """The seed of stochastic rounding, and the dtype of the optimizer's state."""
 
     seed: int
     state: Literal["float32", "bfloat16"] = "float32"

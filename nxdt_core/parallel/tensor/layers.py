@@ -163,7 +163,7 @@ class PartialRowLinear(RowLinear):
     """As its base, without the sum: what comes behind adds the ranks' products up with others. It has no bias."""
 
     def total(self, product: torch.Tensor) -> torch.Tensor:
-        """This rank's product."""
+        """Return this rank's product, without the sum over ranks."""
         return product
 
 

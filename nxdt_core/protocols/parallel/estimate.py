@@ -29,7 +29,7 @@ class RunParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of one rank."""
+    """Estimated memory of one rank in bytes, by what it is for."""
 
     weights: int = 0
     """Shards and what is gathered of them."""
@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Return the sum of all parts in bytes."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
@@ -69,7 +69,7 @@ class RankEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Of one run."""
+    """What one run is estimated to need: memory of each rank, traffic, idle time."""
 
     parameters: int
     """Of the whole model, tied ones once."""
@@ -90,12 +90,12 @@ class Estimate:
 
     @property
     def fullest(self) -> RankEstimate:
-        """Where memory ends first."""
+        """Return the rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.memory.total)
 
     @property
     def flops_per_step(self) -> float:
-        """Of all ranks together."""
+        """Return the floating-point operations per step of all ranks together."""
         return self.flops_per_token * self.tokens_per_step
 
 

@@ -50,7 +50,7 @@ class MeshSizes:
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """Return the number of processes: the product of all dimensions."""
         return self.pp * self.dp * self.cp * self.tp
 
     def as_dict(self) -> dict[str, int]:

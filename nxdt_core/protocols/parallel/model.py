@@ -134,5 +134,5 @@ class ParallelOptimizer(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Load what :meth:`state_dict` returned, also in another layout."""
         ...

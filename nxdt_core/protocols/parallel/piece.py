@@ -27,7 +27,7 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Return the number of elements in the box."""
         return math.prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:

@@ -75,5 +75,5 @@ def stages_of_rank(pp_rank: int, pp: int, vpp: int, schedule: Schedule) -> tuple
 
 
 def rank_of_stage(stage: int, pp: int, schedule: Schedule) -> int:
-    """The inverse of :func:`stages_of_rank`."""
+    """Return the pipeline rank that has a stage: the inverse of :func:`stages_of_rank`."""
     return 2 * pp - 1 - stage if schedule == "zbv" and stage >= pp else stage % pp

@@ -19,12 +19,12 @@ class RankAgreement(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Return the number of this process, from 0 to ``world_size`` - 1."""
         ...
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """Return the number of processes of the run."""
         ...
 
     @property

@@ -103,11 +103,11 @@ class MoEBuilder:
         self.max_sequence_length: int | None = None
 
     def build(self) -> MoEDecoder:
-        """The whole model."""
+        """Return the whole model."""
         return MoEDecoder(self.config)
 
     def plan(self) -> ParallelPlan:
-        """Every kind of parallelism."""
+        """Return a plan that allows every kind of parallelism."""
         attention, moe = "layers.*.attention", "layers.*.moe"
         return ParallelPlan(
             tensor={

@@ -35,7 +35,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEModelConfig:
-    """A small decoder."""
+    """Section ``model`` of a small decoder with mixtures of experts."""
 
     num_layers: PositiveInt = 2
     """Decoder layers."""

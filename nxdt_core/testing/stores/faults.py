@@ -151,6 +151,6 @@ class _FaultyStream:
         self._call = call
 
     def write(self, data: bytes) -> int:
-        """Write ``data``."""
+        """Write ``data``; a planned fault fails before it, or after its first half."""
         first = data[: len(data) // 2]
         return self._call(f"write {self._key}", lambda: self._stream.write(data), lambda: self._stream.write(first))

@@ -82,7 +82,7 @@ class MemoryStorage:
             return True
 
     def after_commit(self, prefix: str) -> None:
-        """Nothing to do."""
+        """Do nothing: objects in memory need no work after a commit."""
 
     def check_key(self, key: str) -> None:
         """Refuse what the protocol refuses."""

@@ -21,7 +21,7 @@ _barrier: Any = None
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one process saw."""
+    """What one process saw of a collective save."""
 
     won: tuple[bool, ...]
     """Of each round: whether its ``put_if_absent`` created the object."""

@@ -19,12 +19,12 @@ __all__ = ["AdapterFinish"]
 class AdapterFinish(pl.Callback):
     """At the end of training, once the last step is committed, however the run ended in order."""
 
-    def __init__(self, config: ResolvedConfig, standing: Callable[[NxdtModule], str | None]) -> None:
-        """``standing``: the address of the run's newest checkpoint."""
+    def __init__(self, config: ResolvedConfig, last_checkpoint: Callable[[NxdtModule], str | None]) -> None:
+        """``last_checkpoint``: the address of the run's newest checkpoint."""
         self._config = config
-        self._standing = standing
+        self._last_checkpoint = last_checkpoint
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Call the adapter."""
+        """Call ``finish`` of every configured adapter."""
         for adapter in build.adapters(self._config):
-            adapter.finish(self._standing(pl_module), self._config, pl_module.engine.ranks)
+            adapter.finish(self._last_checkpoint(pl_module), self._config, pl_module.engine.ranks)

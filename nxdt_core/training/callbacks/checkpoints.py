@@ -87,7 +87,7 @@ class CheckpointSaver(pl.Callback):
             add_files=self._hf_form(pl_module),
             before_commit=None if self._ownership is None else self._ownership.check,
             after_commit=self._prune,
-            on_saved=lambda report: self._tell(pl_module, report),
+            on_saved=lambda report: self._report_saved(pl_module, report),
             signer=build.signer(pl_module.config),
         )
         if pl_module.resumed is not None:
@@ -196,7 +196,7 @@ class CheckpointSaver(pl.Callback):
         """Whether the run did not resume from ``step`` although it is later: it is damaged."""
         return step > self._resumed_step and step not in self._committed
 
-    def _tell(self, module: NxdtModule, report: SaveReport) -> None:
+    def _report_saved(self, module: NxdtModule, report: SaveReport) -> None:
         manifest = module.saved = report.manifest
         self._figures.saved(report)
         self._console.say(

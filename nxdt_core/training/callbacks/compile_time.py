@@ -26,10 +26,10 @@ class CompileTime(pl.Callback):
         self._console = console
         self._clock = CompileClock()
         self._running = ExitStack()
-        self._said = 0.0
+        self._reported_s = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
+        """Start to measure the seconds that compiling takes."""
         self._running.enter_context(self._clock)
 
     def on_train_batch_end(  # type: ignore[override]
@@ -37,14 +37,14 @@ class CompileTime(pl.Callback):
     ) -> None:
         """Say what the step compiled."""
         seconds = self._clock.seconds
-        if seconds == self._said:
+        if seconds == self._reported_s:
             return
         step = pl_module.train_state.step
-        self._console.say(f"step {step}: compiling took {seconds - self._said:.1f} s")
-        self._said = seconds
+        self._console.say(f"step {step}: compiling took {seconds - self._reported_s:.1f} s")
+        self._reported_s = seconds
         for logger in trainer.loggers:
             logger.log_metrics({"compile_time_s": seconds}, step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop the clock."""
+        """Stop measuring."""
         self._running.close()

@@ -63,9 +63,9 @@ class Console:
 
     def validation(self, row: Mapping[str, Any], unit: str = "tokens") -> None:
         """Show the loss of a validation, and that of each set where there are several."""
-        self.say(f"step {row['step']}: validation {_judged(row, unit)}")
+        self.say(f"step {row['step']}: validation {_validation_text(row, unit)}")
         for name, figures in row.get("sets", {}).items():
-            self.say(f"  {name}: {_judged(figures, unit)}")
+            self.say(f"  {name}: {_validation_text(figures, unit)}")
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -78,7 +78,7 @@ class Console:
         return f"step {row['step']}{of}  {_values(row)}"
 
 
-def _judged(figures: Mapping[str, Any], unit: str) -> str:
+def _validation_text(figures: Mapping[str, Any], unit: str) -> str:
     loss = "none" if figures["loss"] is None else f"{figures['loss']:.4f}"
     perplexity = f", perplexity {figures['perplexity']:.4g}" if figures.get("perplexity") else ""
     return f"loss {loss}{perplexity} over {figures[unit]:,} {unit}"

@@ -52,7 +52,8 @@ class EarlyStop(EarlyStopping):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Judge.
+        """Stop the run where the monitored metric has not improved for ``patience`` validations, after the least
+        length.
 
         Raises:
             MetricNotLogged: there is no such metric.

@@ -27,7 +27,7 @@ class LifecycleHooks(pl.Callback):
         self._signals = signals
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """``nxdt_fit_start``."""
+        """Call the hook ``nxdt_fit_start`` of all plugins."""
         self._hooks.nxdt_fit_start(self._fit(pl_module, "running"))
 
     def on_train_batch_end(  # type: ignore[override]

@@ -102,7 +102,7 @@ class MetricsWriter(pl.Callback):
             self._log(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Forget the last validation."""
+        """Start new figures for this validation."""
         self._validation = ValidationFigures(traits_of(pl_module.objective).unit)
 
     def on_validation_batch_end(
@@ -131,7 +131,7 @@ class MetricsWriter(pl.Callback):
         self._logged_tokens = pl_module.train_state.consumed_tokens
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Close the files."""
+        """Close the metric files."""
         self._files.close()
 
     def _log(self, trainer: pl.Trainer, module: NxdtModule) -> None:

@@ -24,7 +24,7 @@ class ProgressReports(pl.Callback):
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report a training step."""
+        """Report a completed training step to the supervisor."""
         PROGRESS.advance("training", step=pl_module.train_state.step)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -44,5 +44,5 @@ class ProgressReports(pl.Callback):
         PROGRESS.advance("validation")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report that training continues."""
+        """Report to the supervisor that training continues."""
         PROGRESS.advance("training")

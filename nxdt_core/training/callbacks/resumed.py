@@ -22,7 +22,7 @@ class ResumeNotes(pl.Callback):
         self._console = console
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Say what differs."""
+        """Print what differs between this run and the one that wrote the checkpoint."""
         if pl_module.resumed is None:
             return
         before, now = pl_module.resumed_horizon, pl_module.session.horizon.max_steps

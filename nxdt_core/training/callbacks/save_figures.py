@@ -89,7 +89,7 @@ class SaveFigures:
         self._times.mark()
 
     def saved(self, report: SaveReport) -> None:
-        """A checkpoint is committed."""
+        """Record how long a committed save took and how large it is."""
         self._captured_at = report.captured_at
         self._newest = self._pending.setdefault(report.manifest.step, _Save(report.manifest.step))
         self._newest.report = report

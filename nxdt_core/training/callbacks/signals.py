@@ -63,7 +63,7 @@ class StopSignals(pl.Callback):
         """Why the run cannot continue; the same on all ranks once training has ended."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over."""
+        """Install the handlers of SIGINT and SIGTERM."""
         for number in self._SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
         if self._supervisor is not None:
@@ -99,7 +99,7 @@ class StopSignals(pl.Callback):
         self.failure = self._ranks.broadcast_object(self.failure)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers from before."""
         if self._supervisor is not None:
             self._supervisor.on_stop = None
         for number, handler in self._before.items():

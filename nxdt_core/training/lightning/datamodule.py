@@ -50,7 +50,7 @@ class NxdtDataModule(pl.LightningDataModule):
         self.data.prepare()
 
     def setup(self, stage: str) -> None:
-        """Lightning's hook: see :meth:`prepare`."""
+        """Call :meth:`prepare`, as a hook of Lightning."""
         self.prepare()
 
     def train_dataloader(self) -> TrainLoader:
@@ -63,11 +63,11 @@ class NxdtDataModule(pl.LightningDataModule):
         return self._session.validation_loaders()
 
     def test_dataloader(self) -> list[TrainLoader]:
-        """As :meth:`val_dataloader`: the configuration names no third split."""
+        """Return the loaders of :meth:`val_dataloader`: the configuration names no third split."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> list[TrainLoader]:
-        """As :meth:`val_dataloader`."""
+        """Return the loaders of :meth:`val_dataloader`."""
         return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

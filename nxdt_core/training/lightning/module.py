@@ -136,7 +136,7 @@ class NxdtModule(pl.LightningModule):
         return {"lightning": lightning, "horizon": self.session.horizon.max_steps}
 
     def training_step(self, batch: StepInput, batch_idx: int) -> None:
-        """One optimizer step.
+        """Run one optimizer step on one global batch.
 
         Raises:
             NotOurBatch: the batch is of another dataloader.
@@ -174,17 +174,17 @@ class NxdtModule(pl.LightningModule):
         return found
 
     def on_test_epoch_start(self) -> None:
-        """As before a validation."""
+        """Do what :meth:`on_validation_epoch_start` does."""
         self.on_validation_epoch_start()
 
     def test_step(  # type: ignore[override]
         self, batch: StepInput, batch_idx: int, dataloader_idx: int = 0
     ) -> StepLoss:
-        """As :meth:`validation_step`; its figures are ``test_loss`` and so on."""
+        """Return what :meth:`validation_step` does; the metrics are named ``test_loss`` and so on."""
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
-        """As after a validation."""
+        """Log the metrics of the test, then do what :meth:`on_validation_epoch_end` does."""
         self._log_figures("test")
         self.on_validation_epoch_end()
 

@@ -59,22 +59,22 @@ class NxdtStrategy(Strategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The engine's device."""
+        """Return the engine's device."""
         return self.engine.device
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Return whether this is rank 0."""
         return self.engine.rank_info.rank == 0
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """Return the number of this process among all."""
         return self.engine.rank_info.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its node."""
+        """Return the number of this process among those of its node."""
         return self.engine.rank_info.local_rank
 
     @property
@@ -117,7 +117,7 @@ class NxdtStrategy(Strategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Nothing: the engine built the model where it belongs."""
+        """Do nothing: the engine builds the model on its device."""
 
     def optimizer_step(
         self,
@@ -149,15 +149,15 @@ class NxdtStrategy(Strategy):
         self._module.resume_from(storage, manifest)
         saved = checkpoint.load_state(storage, manifest)
         imported = "lightning" not in saved["extra"]  # no run of ours wrote it
-        lightning: dict[str, Any] = self._begun_at(manifest.step) if imported else saved["extra"]["lightning"]
+        lightning: dict[str, Any] = self._loops_after(manifest.step) if imported else saved["extra"]["lightning"]
         return {**lightning, "state_dict": {}, "optimizer_states": [], "lr_schedulers": []}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: weights do not travel through Lightning's dictionary."""
+        """Return an empty dictionary: weights are saved by the engine."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty: optimizer state does not travel through Lightning's dictionary."""
+        """Return an empty dictionary: optimizer state is saved by the engine."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -165,15 +165,15 @@ class NxdtStrategy(Strategy):
         self._module.load_resumed()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing left: loaded together with the weights."""
+        """Do nothing: optimizer state is loaded together with the weights."""
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete the step that ``filepath`` names, or every step of the root that it names."""
         if self.is_global_zero:
             storage, step = build.locate(self.config, str(filepath))
             steps = [entry.step for entry in checkpoint.list_checkpoints(storage)] if step is None else [step]
-            for doomed in steps:
-                checkpoint.delete_step(storage, doomed)
+            for number in steps:
+                checkpoint.delete_step(storage, number)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean (or ``reduce_op``: ``sum``, ``min``, ``max``, ``product``) of a tensor over all ranks.
@@ -200,7 +200,7 @@ class NxdtStrategy(Strategy):
         return torch.stack(gathered)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this."""
         self.engine.ranks.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -225,7 +225,7 @@ class NxdtStrategy(Strategy):
             self.engine.shutdown()
             self._started = False
 
-    def _begun_at(self, step: int) -> dict[str, Any]:
+    def _loops_after(self, step: int) -> dict[str, Any]:
         """What Lightning would have dumped after ``step`` optimizer steps, its loops being otherwise at their start."""
         loops = deepcopy(self._module.trainer.fit_loop.state_dict())
         for count in loops["epoch_loop.manual_optimization.optim_step_progress"].values():

@@ -11,7 +11,7 @@ __all__ = ["counts_passes", "in_steps"]
 
 
 def counts_passes(config: ResolvedConfig) -> bool:
-    """Whether a setting does."""
+    """Return whether a setting of the run is given in passes over the data."""
     trainer, saving = config.run.trainer, config.run.exp_manager.checkpoint_callback_params
     passes = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch, saving.every_n_epochs)
     return any(count is not None and count > 0 for count in passes)

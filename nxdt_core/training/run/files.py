@@ -55,7 +55,7 @@ def _unused(directory: Path, name: str) -> str:
 
 
 def make_run_dir(config: ResolvedConfig) -> None:
-    """Make the directory.
+    """Create the directory of the run.
 
     Raises:
         CannotWriteRunDirectory: it cannot be made.

@@ -91,7 +91,7 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
             yield
     except Exception as error:
         redact.redact_error(error)
-        _tell(files, error)
+        _log_failure(files, error)
         raise
     finally:
         for file in files:
@@ -132,7 +132,7 @@ def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
             root.removeHandler(handler)
 
 
-def _tell(files: list[_File], error: Exception) -> None:
+def _log_failure(files: list[_File], error: Exception) -> None:
     """To the files alone: the command line prints it."""
     known = isinstance(error, NxdtError)
     trace = None if known else (type(error), error, error.__traceback__)

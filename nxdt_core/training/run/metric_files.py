@@ -66,7 +66,7 @@ class FigureFiles:
             self._fail(cannot_write(self._run_dir, error))
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all metric files."""
         for file in self._files.values():
             with suppress(OSError):  # what could not be written was reported already
                 file.close()

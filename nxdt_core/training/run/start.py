@@ -21,7 +21,7 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
 from nxdt_core.training.weights.saved_config import saved_values
 
-__all__ = ["ForeignStart", "Start", "check_adapter", "decide_base", "decide_start", "told_step"]
+__all__ = ["ForeignStart", "Start", "check_adapter", "decide_base", "decide_start", "with_start_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def check_adapter(config: ResolvedConfig, start: Start) -> None:
     where = build.step_uri(start.storage, start.manifest.step)
     saved = saved_values(start.manifest, ["adapter"], where=where).get("adapter", {})
     for adapter in build.adapters(config):
-        adapter.check_going_on(saved, where)
+        adapter.check_resume(saved, where)
 
 
 def decide_base(
@@ -102,7 +102,7 @@ def decide_base(
     return _named(config, wanted.resume_from, say, ranks, step)
 
 
-def told_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> ResolvedConfig:
+def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> ResolvedConfig:
     """The configuration that the run's checkpoints keep: with the step of ``began`` in ``checkpoint.resume_from``,
     where that names the root of a store, whose newest step is another one later."""
     wanted = config.run.checkpoint

@@ -39,7 +39,7 @@ from nxdt_core.training.run.metric_files import FigureFiles
 from nxdt_core.training.run.out_of_memory import memory_errors_explained
 from nxdt_core.training.run.ownership import owned_on_rank_zero
 from nxdt_core.training.run.resume_command import resume_command
-from nxdt_core.training.run.start import ForeignStart, Start, check_adapter, decide_base, decide_start, told_step
+from nxdt_core.training.run.start import ForeignStart, Start, check_adapter, decide_base, decide_start, with_start_step
 from nxdt_core.training.run.summary import RunSummary
 
 __all__ = ["train"]
@@ -112,7 +112,7 @@ def _train(
         strategy.engine.shutdown()
         return _finished(config, start)
     base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
-    config = told_step(config, base or start)
+    config = with_start_step(config, base or start)
     module = NxdtModule(config, logs_metrics=False)
     data.prepare()
     loggers: list[Logger] = []
@@ -138,7 +138,7 @@ def _train(
         detect_anomaly=config.run.trainer.detect_anomaly,
         callbacks=[
             *run_callbacks(config, own, ownership, console, metrics, figures, signals),
-            AdapterFinish(config, lambda module: _own(own, _standing(own, module, start))),
+            AdapterFinish(config, lambda module: _within_store(own, _last_checkpoint(own, module, start))),
             *time_limit,
             signals,
         ],
@@ -149,7 +149,7 @@ def _train(
     )
     try:
         with memory_errors_explained(config, module):
-            trainer.fit(module, data, ckpt_path=_start(module, start, base, console))
+            trainer.fit(module, data, ckpt_path=_prepare_start(module, start, base, console))
     except SystemExit as left:  # what Lightning makes of a second Ctrl-C
         if isinstance(left.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
@@ -173,12 +173,12 @@ def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
     return isinstance(start, Start) and not start.weights_only
 
 
-def _start(
+def _prepare_start(
     module: NxdtModule, start: Start | ForeignStart | None, base: Start | ForeignStart | None, console: Console
 ) -> str | None:
     """Tell the module what to begin with; returns the path to hand to Lightning."""
     if base is not None:
-        _start(module, base, None, console)
+        _prepare_start(module, base, None, console)
     if start is None:
         return None
     if isinstance(start, ForeignStart):
@@ -241,8 +241,8 @@ def _summary(
     metrics: MetricsWriter,
     signals: StopSignals,
 ) -> RunSummary:
-    standing = _standing(own, module, start)
-    resumable = standing is not None or bool(config.run.trainer.fast_dev_run)
+    last_checkpoint = _last_checkpoint(own, module, start)
+    resumable = last_checkpoint is not None or bool(config.run.trainer.fast_dev_run)
     return RunSummary(
         step=module.train_state.step,
         max_steps=config.run.trainer.max_steps,
@@ -250,7 +250,7 @@ def _summary(
         consumed_tokens=module.train_state.consumed_tokens,
         tokens_per_s=metrics.typical_tokens_per_s,
         run_dir=config.run_dir,
-        checkpoint=standing,
+        checkpoint=last_checkpoint,
         resume_command=resume_command(config, module.train_state.step) if resumable else None,
         exit_status=0 if signals.received is None else 128 + signals.received,
     )
@@ -269,14 +269,14 @@ def _finished(config: ResolvedConfig, start: Start) -> RunSummary:
     )
 
 
-def _standing(own: CheckpointStorage, module: NxdtModule, start: Start | ForeignStart | None) -> str | None:
+def _last_checkpoint(own: CheckpointStorage, module: NxdtModule, start: Start | ForeignStart | None) -> str | None:
     """The checkpoint that holds what was trained: the newest of this process, else the one that it went on from."""
     if module.saved is not None:
         return build.step_uri(own, module.saved.step)
     return build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
 
 
-def _own(own: CheckpointStorage, uri: str | None) -> str | None:
+def _within_store(own: CheckpointStorage, uri: str | None) -> str | None:
     """``uri``, where it lies in the run's own store and not where the run began."""
     return uri if uri is not None and uri.startswith(f"{own.uri}/") else None
 

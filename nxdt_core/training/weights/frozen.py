@@ -33,7 +33,7 @@ def trained_parameters(model: ParallelModel) -> frozenset[str]:
 
 
 def without_base(model: ParallelModel, weights: Mapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
-    """Those of ``weights`` that train."""
+    """Return those of ``weights`` that train."""
     trained = trained_parameters(model)
     return {name: weight for name, weight in weights.items() if name in trained}
 
@@ -51,7 +51,7 @@ def base_digest(model: ParallelModel, ranks: RankAgreement) -> str:
 
 
 def digest_of(samples: Iterable[Sample]) -> str:
-    """Of samples in any order, repeated ones counted once."""
+    """Return a digest of samples, in any order, with repeated ones counted once."""
     text = "\n".join(f"{name}\0{number}\0{bits}" for name, number, bits in sorted(set(samples)))
     return hashlib.sha256(text.encode()).hexdigest()
 

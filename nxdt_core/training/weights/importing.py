@@ -165,7 +165,7 @@ def _described(source: str, format: str, found: CheckpointReader, overrides: Seq
 
 
 def check_empty(storage: CheckpointStorage) -> None:
-    """See that nothing is committed there.
+    """Refuse a store that holds a committed or damaged checkpoint.
 
     Raises:
         ImportPlaceTaken: something is.

@@ -37,7 +37,7 @@ def watch(*rounds):
     found = HangWatch()
     for number, beats in enumerate(rounds):
         for each in beats:
-            found.hear(each, 10.0 * number)
+            found.record(each, 10.0 * number)
     return found, 10.0 * (len(rounds) - 1)
 
 
@@ -93,13 +93,13 @@ def test_a_rank_that_computes_without_an_end_is_named_while_another_waits_for_it
 def test_ranks_that_are_done_are_not_watched():
     found, now = watch([beat(0), beat(1)])
     found.forget(1)
-    found.hear(beat(0, count=1), now + LIMIT_S)
+    found.record(beat(0, count=1), now + LIMIT_S)
     assert found.check(now + LIMIT_S) is None
     found.forget(0)
     assert found.check(now + 9 * LIMIT_S) is None
 
 
-def test_a_hub_that_was_stopped_itself_counts_from_when_it_continues():
+def test_a_supervisor_that_was_stopped_itself_counts_from_when_it_continues():
     found, now = watch([beat(0), beat(1)])
     found.excuse(now + 1000)
     assert found.check(now + 1000 + LIMIT_S - 1) is None
@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path, launcher, stopped):
         assert re.search(r"process \d+ was stopped by a signal; last heartbeat: step \d+, \w+[,)]", err)
         assert files == ["rank-00000.txt", "rank-00001.txt"], "a stopped rank is continued to write its stacks"
     else:
-        assert files == ["rank-00001.txt"], "the hub is in the rank that is stopped"
+        assert files == ["rank-00001.txt"], "the supervisor is in the rank that is stopped"
 
 
 def test_a_rank_that_sleeps_is_named_and_its_stack_shows_where(tmp_path):

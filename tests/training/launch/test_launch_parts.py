@@ -1,4 +1,4 @@
-"""The pieces of launching, one by one: variables, verdicts, the hub's connections, agreement over the hosts."""
+"""The pieces of launching, one by one: variables, verdicts, the supervisor's connections, agreement over the hosts."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from nxdt_core.errors.ranks import (
 from nxdt_core.launch.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.launch.node import node_from_environment
 from nxdt_core.launch.root_cause import decide
-from nxdt_core.launch.supervisor import Hub
+from nxdt_core.launch.supervisor import Supervisor
 from nxdt_core.testing.ranks import RankPool, process_group
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.signals import StopSignals
@@ -112,12 +112,12 @@ def failure(rank, kind="bug", text="", status=1):
     return Failure(rank=rank, host=f"host{rank}", kind=kind, text=text, status=status)
 
 
-def test_a_death_is_the_cause_even_if_others_were_heard_first():
-    verdict = decide([failure(0, text="Connection closed by peer"), failure(2, "death")], 4)
-    assert verdict.dead.rank == 2
-    assert "Rank 2 on host2 died" in verdict.text
-    assert "closed" not in verdict.text
-    assert verdict.status == 1
+def test_a_death_is_the_cause_even_if_others_came_first():
+    root_cause = decide([failure(0, text="Connection closed by peer"), failure(2, "death")], 4)
+    assert root_cause.dead.rank == 2
+    assert "Rank 2 on host2 died" in root_cause.text
+    assert "closed" not in root_cause.text
+    assert root_cause.status == 1
 
 
 def test_a_mistake_of_all_needs_no_name_and_one_of_some_does():
@@ -132,22 +132,22 @@ def test_the_first_bug_has_the_word():
 
 
 def test_an_interruption_is_no_failure_of_a_rank():
-    verdict = decide([failure(1, "interrupt", status=143)], 2)
-    assert (verdict.text, verdict.status) == ("Interrupted.", 143)
+    root_cause = decide([failure(1, "interrupt", status=143)], 2)
+    assert (root_cause.text, root_cause.status) == ("Interrupted.", 143)
 
 
-# The hub
+# The supervisor
 
 
 class Member:
     """A rank's end of a connection, without the rest of the rank."""
 
-    def __init__(self, hub, rank, token=None):
+    def __init__(self, supervisor, rank, token=None):
         self.rank = rank
-        self._socket = socket.create_connection(("127.0.0.1", hub.port))
+        self._socket = socket.create_connection(("127.0.0.1", supervisor.port))
         self._socket.settimeout(20)
         self._lines = self._socket.makefile("rb")
-        self.send(Hello(token=token or hub.token, rank=rank, host=f"host{rank}"))
+        self.send(Hello(token=token or supervisor.token, rank=rank, host=f"host{rank}"))
 
     def send(self, message):
         self._socket.sendall(encode(message))
@@ -162,59 +162,59 @@ class Member:
 
 
 @pytest.fixture
-def hub():
-    hub = Hub(world_size=2, address="127.0.0.1", arrival_s=60, in_rank_zero=False)
-    hub.start()
-    return hub
+def supervisor():
+    supervisor = Supervisor(world_size=2, address="127.0.0.1", arrival_s=60, in_rank_zero=False)
+    supervisor.start()
+    return supervisor
 
 
-def test_a_connection_that_ends_without_a_word_brings_all_down(hub):
-    members = [Member(hub, rank) for rank in range(2)]
+def test_a_connection_that_ends_without_a_word_brings_all_down(supervisor):
+    members = [Member(supervisor, rank) for rank in range(2)]
     members[1].close()
     assert members[0].next() == Down(status=1, cause="rank 1 on host1 died")
-    assert hub.wait_for_verdict().dead.rank == 1
+    assert supervisor.wait_for_root_cause().dead.rank == 1
 
 
-def test_all_leave_together_with_the_highest_status(hub):
-    members = [Member(hub, rank) for rank in range(2)]
+def test_all_leave_together_with_the_highest_status(supervisor):
+    members = [Member(supervisor, rank) for rank in range(2)]
     members[0].send(Done(rank=0, status=0))
     members[1].send(Done(rank=1, status=143))
     assert [member.next() for member in members] == [End(status=143)] * 2
     members[1].close()
-    assert hub.verdict is None
-    assert hub.status == 143
+    assert supervisor.root_cause is None
+    assert supervisor.status == 143
 
 
-def test_failures_within_a_second_are_judged_together(hub):
-    members = [Member(hub, rank) for rank in range(2)]
+def test_failures_within_a_second_are_judged_together(supervisor):
+    members = [Member(supervisor, rank) for rank in range(2)]
     for member in reversed(members):
         member.send(failure(member.rank, "mistake", "[X] the same", 2))
     assert [member.next().status for member in members] == [2, 2]
-    assert hub.verdict.text == "[X] the same"
+    assert supervisor.root_cause.text == "[X] the same"
 
 
-def test_a_rank_that_told_its_failure_may_hang_up(hub):
-    members = [Member(hub, rank) for rank in range(2)]
+def test_a_rank_that_told_its_failure_may_hang_up(supervisor):
+    members = [Member(supervisor, rank) for rank in range(2)]
     members[1].send(failure(1, text="ValueError: x"))
     members[1].close()
     assert members[0].next().cause == "rank 1 on host1 failed"
-    assert "ValueError" in hub.verdict.text
+    assert "ValueError" in supervisor.root_cause.text
 
 
-def test_a_request_to_stop_reaches_ranks_that_come_later_and_a_second_ends_all(hub):
-    first = Member(hub, 0)
-    hub.stop(15, urgent=False)
+def test_a_request_to_stop_reaches_ranks_that_come_later_and_a_second_ends_all(supervisor):
+    first = Member(supervisor, 0)
+    supervisor.stop(15, urgent=False)
     assert first.next() == Stop(signal=15)
-    late = Member(hub, 1)
+    late = Member(supervisor, 1)
     assert late.next() == Stop(signal=15)
-    hub.stop(15, urgent=True)
+    supervisor.stop(15, urgent=True)
     assert first.next() == late.next() == Down(status=130, cause="it was interrupted")
 
 
-def test_a_stranger_is_not_heard(hub):
-    with closing(Member(hub, 1, token="guessed")) as stranger:
+def test_a_connection_without_the_token_is_closed(supervisor):
+    with closing(Member(supervisor, 1, token="guessed")) as stranger:
         assert stranger.next() is None
-    assert hub.verdict is None
+    assert supervisor.root_cause is None
 
 
 def test_a_line_that_is_no_message_is_refused():

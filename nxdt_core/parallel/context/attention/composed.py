@@ -22,7 +22,7 @@ class ComposedKernel:
     fused = False
 
     def takes(self, query: torch.Tensor, value: torch.Tensor) -> bool:
-        """Anything."""
+        """Return True: the kernel takes every dtype, shape and device."""
         return True
 
     def forward(

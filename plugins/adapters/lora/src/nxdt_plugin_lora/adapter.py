@@ -68,7 +68,7 @@ class LoraAdapter:
             load_adapter(self.config, model, config, ranks)
         check_reference(model, config, ranks)
 
-    def check_going_on(self, saved: Mapping[str, Any], where: str) -> None:
+    def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
         """As the protocol says: other scales and forms of the updates are refused."""
         if self.config.enable_lora and saved.get("name") == "lora" and saved.get("enable_lora"):
             check_options(self.config, saved, where)

@@ -54,7 +54,7 @@ def merge_lora(
     *,
     base: str | None = None,
     ranks: RankAgreement | None = None,
-    beside: bool = False,
+    keep_others: bool = False,
     signer: Signer | None = None,
     trusted: TrustedKeys | None = None,
 ) -> Merged:
@@ -66,10 +66,10 @@ def merge_lora(
     Args:
         source: a run's checkpoints.
         step: of the one to merge; None takes the newest good one.
-        target: another store, without checkpoints if not ``beside``.
+        target: another store, without checkpoints if not ``keep_others``.
         base: address of the frozen weights, where they are not where the run took them.
         ranks: that divide the matrices; None for a process that is alone.
-        beside: whether ``target`` may hold other steps; the same step is replaced.
+        keep_others: whether ``target`` may hold other steps; the same step is replaced.
         signer: signs the merged checkpoint.
         trusted: keys of which one must have signed what is merged; None requires no signature.
 
@@ -89,7 +89,7 @@ def merge_lora(
 
     def prepare() -> Listing:
         if rank_of(ranks) == 0:
-            if not beside:
+            if not keep_others:
                 check_empty(target)
             saved.check_base()
         return held

@@ -59,7 +59,7 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
         step,
         place,
         ranks=ranks,
-        beside=True,
+        keep_others=True,
         signer=build.signer(config),
         trusted=build.trusted_keys(config),
     )

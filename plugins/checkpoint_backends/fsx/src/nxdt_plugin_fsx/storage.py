@@ -26,7 +26,7 @@ from nxdt_plugin_fsx.lfs import HsmState, Lfs, find_lfs
 __all__ = ["FsxStorage"]
 
 _log = logging.getLogger(__name__)
-_told: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()
 """Root and code of what this process was told already: a run opens its store anew for every save."""
 _STRIPED = SECTIONS[:2]
 """Directories of shards; the others hold small files."""
@@ -44,13 +44,13 @@ class FsxStorage(LocalStorage):
 
     def try_lock(self, key: str, note: bytes) -> FileLock | None:
         """See :class:`nxdt_core.protocols.checkpoint_storage.LockableStorage`. It begins each run that saves."""
-        self._tell_what_is_missing()
+        self._report_missing()
         return super().try_lock(key, note)
 
     def after_commit(self, prefix: str) -> None:
         """Sweep as the local store does; queue all files under ``prefix`` for export, where that is asked for."""
         super().after_commit(prefix)
-        self._tell_what_is_missing()
+        self._report_missing()
         if self._lfs is None or not self._config.archive:
             return
         try:
@@ -85,7 +85,7 @@ class FsxStorage(LocalStorage):
         try:
             self._lfs.set_stripe(hidden, self._config)
         except LfsFailed as error:
-            self._tell(StripingFailed(where=self.uri, reason=error.reason))
+            self._report(StripingFailed(where=self.uri, reason=error.reason))
         try:
             hidden.rename(path)  # onto an empty directory of another rank is as good
         except OSError as error:
@@ -112,15 +112,15 @@ class FsxStorage(LocalStorage):
         """The command, where it can do something."""
         return find_lfs(self._config.lfs_timeout_s) if self._on_lustre else None
 
-    def _tell_what_is_missing(self) -> None:
+    def _report_missing(self) -> None:
         if not self._on_lustre:
             mount = mount_of(self._root)
             reason = "the system does not tell" if mount is None else f"{mount.point} is {mount.filesystem}"
-            self._tell(NotLustre(where=self.uri, reason=reason))
+            self._report(NotLustre(where=self.uri, reason=reason))
         elif self._lfs is None and (self._config.stripe or self._config.archive):
-            self._tell(LfsMissing(where=self.uri, reason="there is no command lfs on the PATH"))
+            self._report(LfsMissing(where=self.uri, reason="there is no command lfs on the PATH"))
 
-    def _tell(self, problem: StorageError) -> None:
-        if (self.uri, problem.code) not in _told:
-            _told.add((self.uri, problem.code))
+    def _report(self, problem: StorageError) -> None:
+        if (self.uri, problem.code) not in _reported:
+            _reported.add((self.uri, problem.code))
             _log.warning("%s", problem)

@@ -1,4 +1,4 @@
-"""From the SDK's exceptions to two answers: may another attempt succeed, and what is a person told."""
+"""From the SDK's exceptions to two answers: may another attempt succeed, and what is the user told."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Place:
     def _answer(self, error: sdk.ClientError, where: str, action: str) -> Exception:
         """What an answer of the server means."""
         code, status, root = code_of(error), status_of(error), self.address.uri
-        reason = _told(error.response)
+        reason = _reason_of(error.response)
         if code == "NoSuchBucket":
             return S3BucketMissing(
                 where=root, reason=reason, bucket=self.address.bucket, endpoint=redacted(self.endpoint)
@@ -159,12 +159,12 @@ def _action(code: str, status: int, action: str) -> dict[str, str]:
     return {"action": action} if _class_of(code, status, action) is S3AccessDenied else {}
 
 
-def _told(response: Mapping[str, Any]) -> str:
+def _reason_of(response: Mapping[str, Any]) -> str:
     """Code, message and id of the request; nothing else of an answer, some of which repeat what was signed."""
     error, metadata = response.get("Error", {}), response.get("ResponseMetadata", {})
     request = metadata.get("RequestId")
-    told = f"{error.get('Code', 'no code')}: {str(error.get('Message', '')).strip().rstrip('.')}"
-    return f"{told} (request {request})" if request else told
+    reason = f"{error.get('Code', 'no code')}: {str(error.get('Message', '')).strip().rstrip('.')}"
+    return f"{reason} (request {request})" if request else reason
 
 
 def _credentials(error: Exception) -> str:

@@ -202,9 +202,9 @@ def _group(key: str) -> str:
 def _of_one_object(error: dict[str, str], count: int) -> ClientError:
     """The error of one object in an answer that is a success as a whole, as if it had been asked for alone."""
     others = f", and {count - 1} more" if count > 1 else ""
-    told = {"Code": error.get("Code", ""), "Message": f"{error.get('Message', '')} ({error['Key']}{others})"}
-    status = 403 if told["Code"] == "AccessDenied" else 200
-    return ClientError({"Error": told, "ResponseMetadata": {"HTTPStatusCode": status}}, "DeleteObjects")
+    shown = {"Code": error.get("Code", ""), "Message": f"{error.get('Message', '')} ({error['Key']}{others})"}
+    status = 403 if shown["Code"] == "AccessDenied" else 200
+    return ClientError({"Error": shown, "ResponseMetadata": {"HTTPStatusCode": status}}, "DeleteObjects")
 
 
 def _worst(errors: Sequence[ClientError]) -> ClientError:

@@ -73,7 +73,7 @@ class ChatDataloader:
         source = digest(source, self._tokenizer.fingerprint(), self._settings, decided)
         chats = self._chats(records, source)
         _check_trained(chats, name)
-        _tell(chats, name)
+        _log_counts(chats, name)
         return ChatDataset(
             chats,
             drawn_bins(chats.lengths - 1, context.seq_length, seed=context.seed) if config.packing else None,
@@ -139,7 +139,7 @@ def _check_trained(chats: Chats, split: SplitName) -> None:
         raise EverythingTrained(split=split, tokens=labels)
 
 
-def _tell(chats: Chats, split: SplitName) -> None:
+def _log_counts(chats: Chats, split: SplitName) -> None:
     report = chats.report
     for reason, count in report.left_out.items():
         _log.warning("%s data: %d records are left out: %s", split, count, reason)

@@ -100,7 +100,7 @@ class Renderer:
 
     def _between_prefixes(self, conversation: Conversation, number: int, text: str) -> Span:
         message = conversation.messages[number]
-        start = self._start(conversation, number, text)
+        start = self._answer_start(conversation, number, text)
         through, _ = self._run(conversation, number + 1)
         end = len(through) if text.startswith(through) else _end_as_last(through, start, message, text)
         if end is None or end <= start:
@@ -109,7 +109,7 @@ class Renderer:
             start = max(start, self._words(conversation, number, text, start, end))
         return start, _without_trailing_space(text, start, end, message)
 
-    def _start(self, conversation: Conversation, number: int, text: str) -> int:
+    def _answer_start(self, conversation: Conversation, number: int, text: str) -> int:
         """Length of what precedes a message, its prompt included as far as the text goes along with it."""
         spoken = conversation.messages[number].role == "assistant"
         before, _ = self._run(conversation, number, prompt=spoken) if number or spoken else ("", [])
@@ -145,7 +145,7 @@ class Renderer:
         message = conversation.messages[number]
         if message.role != "assistant":
             return
-        if not message.is_said_in(said):
+        if not message.is_contained_in(said):
             reason = f"it leaves out what message {number + 1} says or calls"
             raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
         if _ends_with(said, message):
@@ -174,11 +174,11 @@ def _end_as_last(through: str, start: int, message: Message, text: str) -> int |
         text: the whole conversation.
     """
     same = _shared(through, text)  # some templates end the conversation with a token of its own
-    if message.is_said_in(text[start:same]) and not _ends_with(text[start:same].rstrip(), message):
+    if message.is_contained_in(text[start:same]) and not _ends_with(text[start:same].rstrip(), message):
         return same
     words = start + len(text[start:]) - len(text[start:].lstrip())
     for cut in range(start, len(through)):  # others drop older reasoning
-        if text.startswith(through[cut:], words) and message.is_said_in(through[cut:]):
+        if text.startswith(through[cut:], words) and message.is_contained_in(through[cut:]):
             return words + len(through) - cut
     return None
 

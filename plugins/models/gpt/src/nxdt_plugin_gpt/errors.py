@@ -23,5 +23,5 @@ class NoHuggingFaceForm(NxdtError):
     """By architecture."""
 
     def _view(self) -> dict[str, Any]:
-        told = (f"{name} has no {', no '.join(found)}" for name, found in self.obstacles.items())
-        return {**super()._view(), "listed": "; ".join(told)}
+        parts = (f"{name} has no {', no '.join(found)}" for name, found in self.obstacles.items())
+        return {**super()._view(), "listed": "; ".join(parts)}

@@ -149,7 +149,7 @@ class _Messages:
             if begin is None:
                 raise AnswersInseparable(place=str(pair.place), key=key)
             for number, turn in enumerate(turns[len(prompt) :], start=len(prompt) + 1):
-                if turn.role == "assistant" and not turn.is_said_in(text[len(begin) :]):
+                if turn.role == "assistant" and not turn.is_contained_in(text[len(begin) :]):
                     reason = f"it leaves out what message {number} of prompt and {key!r} says or calls"
                     origin = self._runner.template.origin
                     raise TemplateRefuses(place=str(pair.place), origin=origin, reason=reason)

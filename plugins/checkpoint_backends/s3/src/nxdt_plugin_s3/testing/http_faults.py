@@ -50,7 +50,7 @@ _OF_ONE_CONNECTION = frozenset({"connection", "keep-alive", "transfer-encoding",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client asked."""
+    """A request that a client sent."""
 
     method: str
     target: str
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the client gets."""
+    """The response that a client receives."""
 
     status: int
     headers: tuple[tuple[str, str], ...] = ()
@@ -86,7 +86,7 @@ class Exchange:
 
     def answer(self, answer: Answer, *, cut_at: int | None = None) -> None:
         """Answer the client; with ``cut_at``, close the connection after so many bytes of the body."""
-        self._handler.tell(answer, cut_at)
+        self._handler.send_answer(answer, cut_at)
 
     def reset(self) -> None:
         """Close the connection without an answer, as a crashing server does (TCP RST)."""
@@ -201,7 +201,7 @@ class FaultProxy:
             self._plans.append(_Plan(fault, at, times, matching))
 
     def clear(self) -> None:
-        """Forget faults and requests."""
+        """Forget all planned faults and recorded requests."""
         with self._lock:
             self._plans.clear()
             self._requests.clear()
@@ -294,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
             length=int(length) if request.method == "HEAD" and length else None,
         )
 
-    def tell(self, answer: Answer, cut_at: int | None) -> None:
+    def send_answer(self, answer: Answer, cut_at: int | None) -> None:
         self.send_response_only(answer.status)
         for name, value in answer.headers:
             if name.lower() not in _OF_ONE_CONNECTION:

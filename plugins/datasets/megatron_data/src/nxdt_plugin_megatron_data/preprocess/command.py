@@ -121,7 +121,7 @@ def preprocess(
     if json_output:
         print_json(_facts(job, outcome))
     else:
-        _tell(job, outcome)
+        _print_outcome(job, outcome)
 
 
 def _prefix(text: str) -> Path:
@@ -182,7 +182,7 @@ def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _tell(job: Job, outcome: Outcome) -> None:
+def _print_outcome(job: Job, outcome: Outcome) -> None:
     counts = outcome.counts
     if outcome.tokens_before:
         click.echo(f"Went on behind {outcome.tokens_before:,} tokens of an unfinished run.")

@@ -42,7 +42,7 @@ __all__ = ["Job", "Outcome", "preprocess"]
 
 _AHEAD_PER_WORKER = 3
 """Blocks that are read before their turn: each process finds its next one ready."""
-_JUDGED_FROM = 1000
+_CHECKED_FROM = 1000
 """Records after which their bad ones may stop a run before its end."""
 _HEAD_BYTES = 4096
 """Bytes that tell whether a file is UTF-16 or UTF-32, whose records are not found at all."""
@@ -99,15 +99,15 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
         inputs=tuple(map(str, job.files)),
     )
     decides = digest(*map(_content, job.files), note.fingerprint, job.recipe)
-    with _told(job.prefix, lambda: 0):
+    with _write_errors_explained(job.prefix, lambda: 0):
         job.prefix.parent.mkdir(parents=True, exist_ok=True)
-    with _told(job.prefix, lambda: 0), _alone(job.prefix):
+    with _write_errors_explained(job.prefix, lambda: 0), _alone(job.prefix):
         _clear(job)
         output = Output(job.prefix, dtype_for(note.vocab_size), decides)
         before = output.counts.tokens
-        with _told(job.prefix, lambda: output.counts.tokens), closing(output):
+        with _write_errors_explained(job.prefix, lambda: output.counts.tokens), closing(output):
             _write_all(job, output, watch)
-            _judge(output, job.max_bad_share, at_least=1)
+            _check_bad_share(output, job.max_bad_share, at_least=1)
             if not output.counts.documents:
                 raise NoDocuments(files=len(job.files), records=output.counts.records)
             output.finish(note)
@@ -138,7 +138,7 @@ def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -
         if time.monotonic() - saved >= job.save_every_s:
             output.save()
             saved = time.monotonic()
-        _judge(output, job.max_bad_share, at_least=_JUDGED_FROM)
+        _check_bad_share(output, job.max_bad_share, at_least=_CHECKED_FROM)
 
 
 def _encoded(blocks: Iterator[Block], job: Job) -> Iterator[tuple[Block, Encoded]]:
@@ -177,7 +177,7 @@ def _submitted(pool: ProcessPoolExecutor, block: Block, json_lines: bool) -> Fut
         raise BrokenProcessPool(str(error)) from error
 
 
-def _judge(output: Output, share: float, *, at_least: int) -> None:
+def _check_bad_share(output: Output, share: float, *, at_least: int) -> None:
     counts = output.counts
     if counts.bad > share * counts.records and counts.records >= at_least:
         output.save()
@@ -196,14 +196,14 @@ def _clear(job: Job) -> None:
         for path in written:
             path.unlink(missing_ok=True)
         return
-    going_on = unfinished[0].exists()
+    resumes = unfinished[0].exists()
     for path in outputs:
-        if path.exists() and not going_on:
+        if path.exists() and not resumes:
             raise OutputExists(path=str(path))
 
 
 @contextmanager
-def _told(prefix: Path, tokens: Callable[[], int]) -> Iterator[None]:
+def _write_errors_explained(prefix: Path, tokens: Callable[[], int]) -> Iterator[None]:
     """Tell in words why the operating system does not take what is written."""
     try:
         yield

@@ -50,7 +50,7 @@ class NeuronxCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._layout = find_layout(path)
-        self._step = _told_step(path)
+        self._step = _recorded_step(path)
         self.step = self._step or 0
         samples = _SAMPLES.search(path.name)
         self.consumed_samples = int(samples[1]) if samples else 0
@@ -163,11 +163,11 @@ def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
     return Held(dtype=str(dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
 
 
-def _told_step(path: Path) -> int | None:
+def _recorded_step(path: Path) -> int | None:
     """Return the number of steps done, as user_content.pt or the directory's name has it; None if neither does."""
     content = path / "user_content.pt"
-    told = read_pt(content) if content.is_file() else {}
-    step = told.get("global_step") if isinstance(told, dict) else None
+    recorded = read_pt(content) if content.is_file() else {}
+    step = recorded.get("global_step") if isinstance(recorded, dict) else None
     named = _STEP.search(path.name)
     if type(step) is int and step >= 0:
         return step
