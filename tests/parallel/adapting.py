@@ -108,7 +108,7 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
     ]
     primitives.save_checkpoint(storage, config=config, engine=engine, model=model, optimizer=optimizer, state=state)
     target = checkpoint.open_storage(str(directory.with_name(MERGED)))
-    merge_lora(storage, None, target, ranks=engine.ranks, beside=True)
+    merge_lora(storage, None, target, ranks=engine.ranks, keep_others=True)
     trained = {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine.shutdown()
     return Went(losses=losses, trained=trained)
