@@ -94,7 +94,7 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
     model = primitives.initialize_parallel_model(config, engine)
     if not resumes:
         for each in build.adapters(config):
-            each.begin(model, config, engine)
+            each.begin(model, config, engine.ranks)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
     storage, state = checkpoint.open_storage(str(directory)), TrainState()
     if resumes:
