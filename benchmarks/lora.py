@@ -96,7 +96,7 @@ def contenders(shape: str, seq: int, dropout: float, variant: str) -> tuple[Cont
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     for adapter in build.adapters(config):
-        adapter.begin(model, config, engine)
+        adapter.begin(model, config, engine.ranks)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     ids = torch.randint(0, 4096, (2, seq), generator=torch.Generator().manual_seed(0))

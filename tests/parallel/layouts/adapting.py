@@ -94,7 +94,7 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
     model = primitives.initialize_parallel_model(config, engine)
     if not resumes:
         for each in build.adapters(config):
-            each.begin(model, config, engine)
+            each.begin(model, config, engine.ranks)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
     storage, state = checkpoint.open_storage(str(directory)), TrainState()
     if resumes:
@@ -110,7 +110,7 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
     ]
     TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(storage)
     target = checkpoint.open_storage(str(directory.with_name(MERGED)))
-    merge_lora(storage, None, target, ranks=engine.ranks, beside=True)
+    merge_lora(storage, None, target, ranks=engine.ranks, keep_others=True)
     trained = {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine.shutdown()
     return Went(losses=losses, trained=trained)

@@ -84,7 +84,7 @@ class LfsStandIn:
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings that come once a process come in each test."""
-    monkeypatch.setattr(storage, "_told", set())
+    monkeypatch.setattr(storage, "_reported", set())
 
 
 @pytest.fixture
