@@ -36,6 +36,16 @@ _READ_ONCE = re.compile(
     r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|OMP_|MKL_|KMP_|GOMP_|TORCH(?!ELASTIC_|_NCCL_)|PYTORCH|CUDA|HF_|HUGGING"
     r"|TRANSFORMERS"
 )
+_SET_BY_LIBRARIES = frozenset(
+    {
+        "HF_XET_HIGH_PERFORMANCE",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "TORCHINDUCTOR_CACHE_DIR",
+    }
+)
+"""By their import, in each process that they are imported in."""
 _MAY_BE_MISSING = re.compile(r"LC_|LANG$|HOME$|XDG_|OPENBLAS_")
 """Not set does the same as what is set here: UTF-8, the user's directory, how fast OpenBLAS is."""
 SPARE = "nxdt-spare"
@@ -54,7 +64,7 @@ class ForkClient:
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Return whether a new interpreter in ``environment`` would have read what the server has read."""
-        names = {*environment, *self._environment}
+        names = {*environment, *self._environment} - _SET_BY_LIBRARIES
         once = (name for name in names if _READ_ONCE.match(name))
         if any(environment.get(name) != self._environment.get(name) for name in once):
             return False
