@@ -24,6 +24,7 @@ from torch import nn
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.devices import HOST
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
@@ -89,7 +90,7 @@ class Settings:
 
     engine: str
     plugins: tuple[str, ...] = ()
-    accelerator: str = "cpu"
+    accelerator: str = HOST.type
     policy: PrecisionPolicy = field(default_factory=lambda: PrecisionPolicy(name="fp32"))
 
     def config(self, *overrides: str) -> ResolvedConfig:
@@ -211,7 +212,7 @@ class EngineContract:
     """Name of the engine in a configuration."""
     plugins: ClassVar[tuple[str, ...]] = ()
     """Plugin files to load, of an engine that is not installed."""
-    accelerator: ClassVar[str] = "cpu"
+    accelerator: ClassVar[str] = HOST.type
     """``trainer.accelerator``."""
 
     def runs(self, capability: str, config: pytest.Config) -> bool:
@@ -319,9 +320,9 @@ class EngineContract:
         if "reference" not in _declared(settings):
             pytest.skip("the engine does not declare 'reference'")
         for batch, found in zip(batches, run.model.log_probs(batches), strict=True):
-            logits, counts = run.model.forward(batch.input_ids).float().cpu(), batch.labels != IGNORE_INDEX
+            logits, counts = run.model.forward(batch.input_ids).float().to(HOST), batch.labels != IGNORE_INDEX
             expected = -cross_entropies(logits, batch.labels) * counts
-            torch.testing.assert_close(found.float().cpu(), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found.float().to(HOST), expected, rtol=1e-4, atol=1e-4)
             assert not found.requires_grad
 
     # State
@@ -545,7 +546,7 @@ def _by_hand(
 def _local(held: Any) -> torch.Tensor:
     """The elements of a tensor or a piece, on the host."""
     found: torch.Tensor = piece_of(held).tensor if isinstance(held, torch.Tensor) else held.tensor
-    return found.detach().cpu()
+    return found.detach().to(HOST)
 
 
 def _copy(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,15 +40,19 @@ def work(tmp_path: Path) -> Path:
 @pytest.fixture
 def nxdt(work: Path, site: Path) -> Run:
     """Run ``nxdt ARGS`` in an empty directory; ``without`` names modules that cannot be imported, and ``uninstalled``
-    distributions that are not there."""
+    distributions that are not there; without ``fork`` a new interpreter runs it, which has imported nothing yet."""
 
     def run(
-        *args: str, without: tuple[str, ...] = (), uninstalled: tuple[str, ...] = (), **environment: str
+        *args: str,
+        without: tuple[str, ...] = (),
+        uninstalled: tuple[str, ...] = (),
+        fork: bool = True,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         (site / "usercustomize.py").write_text("")
         hidden = _UNINSTALLED.format(dists=uninstalled) if uninstalled else ""
         (site / "sitecustomize.py").write_text(_NO_TORCH.format(names=without) + hidden)
-        run_it = subprocess.run if without or uninstalled else processes.run
+        run_it = subprocess.run if without or uninstalled or not fork else processes.run
         return run_it(
             [sys.executable, "-m", "nxdt_core", *args],
             cwd=work,

@@ -106,12 +106,12 @@ def test_a_plugin_that_imports_and_changes_torch_is_named_by_list_show_and_check
         "its entry module imports torch, numpy, which makes every command slow; "
         "it replaces torch.nn.functional.dropout, also for the other plugins and the core"
     )
-    listed = nxdt("plugins", "list")
+    listed = nxdt("plugins", "list", fork=False)
     assert [line for line in listed.stderr.splitlines() if "plugin" in line] == [
         f"note: plugin 'acme' (acme 1.0): {note}"
     ]
-    rows = {row["name"]: row for row in json.loads(nxdt("plugins", "list", "--json").stdout)}
+    rows = {row["name"]: row for row in json.loads(nxdt("plugins", "list", "--json", fork=False).stdout)}
     assert (rows["acme"]["state"], rows["acme"]["note"], rows["bolt"]["note"]) == ("ok", note, "")
-    assert "it replaces torch.nn.functional.dropout" in nxdt("plugins", "show", "acme").stdout
-    checked = nxdt("config", "check", "recipe:llama-tiny")
+    assert "it replaces torch.nn.functional.dropout" in nxdt("plugins", "show", "acme", fork=False).stdout
+    checked = nxdt("config", "check", "recipe:llama-tiny", fork=False)
     assert checked.stderr.count("it replaces torch.nn.functional.dropout") == 1

@@ -43,19 +43,19 @@ SETTINGS = {
 """Capability of an engine → settings that need it."""
 
 ELSEWHERE = {
-    "adapters": "tests/parallel/test_lora_layouts.py",
-    "reference": "tests/parallel/test_preference_layouts.py",
-    "pad_heads": "tests/parallel/test_padded_heads.py",
-    "token_shuffle": "tests/parallel/test_token_shuffle.py",
-    "compile": "tests/parallel/test_compiled_runs.py",
-    "param_groups": "tests/parallel/test_optimizers_sharded.py",
-    "dtype:bfloat16": "tests/parallel/test_mixed_precision.py",
-    "dtype:float64": "tests/parallel/test_matrix.py",
-    "autocast": "tests/parallel/test_mixed_precision.py",
-    "master_weights": "tests/parallel/test_master_weights.py",
-    "gradient_dtype": "tests/parallel/test_gradient_sums.py",
-    "optimizer_dtype": "tests/parallel/test_precision.py",
-    "stochastic_rounding": "tests/parallel/test_rounding_kernels.py",
+    "adapters": "tests/parallel/layouts/test_lora_layouts.py",
+    "reference": "tests/parallel/layouts/test_preference_layouts.py",
+    "pad_heads": "tests/parallel/tensor/test_padded_heads.py",
+    "token_shuffle": "tests/parallel/expert/test_token_shuffle.py",
+    "compile": "tests/parallel/compile/test_compiled_runs.py",
+    "param_groups": "tests/parallel/optimizer/test_optimizers_sharded.py",
+    "dtype:bfloat16": "tests/parallel/precision/test_mixed_precision.py",
+    "dtype:float64": "tests/parallel/layouts/test_matrix.py",
+    "autocast": "tests/parallel/precision/test_mixed_precision.py",
+    "master_weights": "tests/parallel/precision/test_master_weights.py",
+    "gradient_dtype": "tests/parallel/precision/test_gradient_sums.py",
+    "optimizer_dtype": "tests/parallel/precision/test_precision.py",
+    "stochastic_rounding": "tests/parallel/precision/test_rounding_kernels.py",
 }
 """Capability of the torch engine that is not a layout of the matrix → the tests that show that it works."""
 
@@ -246,7 +246,7 @@ MODELS = {"gpt": LLAMA, "hf": LLAMA | {"ep"}, "llama": LLAMA, "mistral": LLAMA, 
 
 
 def test_our_models_declare_what_their_layout_tests_run(everything):
-    """``tests/parallel/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix for Llama, and the plugin of LoRA."""
+    """``tests/parallel/layouts/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix for Llama, and the plugin of LoRA."""
     found = {component.record.name: component.record for component in everything.registry.all("model_builder")}
     assert {name: set(found[name].capabilities) for name in MODELS.keys() & found.keys()} == {
         name: MODELS[name] for name in MODELS.keys() & found.keys()

@@ -61,5 +61,5 @@ class Place:
             return [name for name in names if "/.nxdt-tmp-" in name]
         storage = S3Storage(self.uri, S3StorageConfig(endpoint_url=self.endpoint_url))
         prefix = self.uri.removeprefix(f"s3://{BUCKET}/") + "/"
-        found = storage._link().client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)
+        found = storage._connection().client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)
         return [f"upload of {upload['Key']}" for upload in found.get("Uploads", [])]

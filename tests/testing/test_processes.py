@@ -91,7 +91,7 @@ def act(popen, tmp_path):
     return start
 
 
-def test_a_process_is_what_a_new_interpreter_is(act, tmp_path):
+def test_a_process_is_what_a_new_interpreter_is(act, popen, tmp_path):
     process = act("describe", "--word", "a b", start_new_session=True)
     out, err = process.communicate("typed")
     assert (process.returncode, err) == (0, "")
@@ -112,7 +112,7 @@ def test_a_process_is_what_a_new_interpreter_is(act, tmp_path):
         "umask": umask,
         "threads": 1,
         "locale": locale.getpreferredencoding(False),
-        "interrupt": True,
+        "interrupt": popen is processes.Popen or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
         "streams": [["utf-8", "backslashreplace", False, False], ["utf-8", "backslashreplace", True, False]],
         "read": "typed",
         "marked": "before the program",

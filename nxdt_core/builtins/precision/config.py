@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from nxdt_core.protocols.precision import capabilities_of
+from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
 __all__ = ["BF16SRConfig", "ManualConfig"]
 
@@ -26,9 +26,17 @@ class BF16SRConfig:
 
     def requires_capabilities(self) -> Iterable[str]:
         """Capabilities of the engine that the values ask for."""
-        from nxdt_core.builtins.precision.policies import bf16_sr
+        return capabilities_of(self.policy())
 
-        return capabilities_of(bf16_sr(self))
+    def policy(self) -> PrecisionPolicy:
+        """Return the policy that the values stand for."""
+        return PrecisionPolicy(
+            name="bf16SR",
+            parameters="bfloat16",
+            gradients="bfloat16",
+            optimizer_state=self.optimizer_state,
+            stochastic_rounding=True,
+        )
 
 
 @dataclass(kw_only=True)
@@ -61,9 +69,21 @@ class ManualConfig:
 
     def requires_capabilities(self) -> Iterable[str]:
         """Capabilities of the engine that the switches ask for."""
-        from nxdt_core.builtins.precision.policies import manual
+        return capabilities_of(self.policy())
 
-        return capabilities_of(manual(self))
+    def policy(self) -> PrecisionPolicy:
+        """Return the policy that the switches stand for."""
+        if not self.computes_in_bfloat16:
+            return PrecisionPolicy(name="manual")
+        rounded = self.rounds_stochastically
+        return PrecisionPolicy(
+            name="manual",
+            parameters="bfloat16",
+            gradients="float32" if self.fp32_grad_acc else "bfloat16",
+            optimizer_state="float32" if self.master_weights or rounded else "bfloat16",
+            master_weights=self.master_weights,
+            stochastic_rounding=rounded,
+        )
 
     def check(self) -> Iterable[tuple[str, str]]:
         """Yield (key, problem) for switches that contradict each other."""

@@ -32,25 +32,9 @@ def mixed_precision_sr(config: object) -> PrecisionPolicy:
 
 def bf16_sr(config: BF16SRConfig) -> PrecisionPolicy:
     """Weights and gradients in bfloat16 alone; the optimizer's update is rounded into the weights stochastically."""
-    return PrecisionPolicy(
-        name="bf16SR",
-        parameters="bfloat16",
-        gradients="bfloat16",
-        optimizer_state=config.optimizer_state,
-        stochastic_rounding=True,
-    )
+    return config.policy()
 
 
 def manual(config: ManualConfig) -> PrecisionPolicy:
     """What NxD Training's switches ask for."""
-    if not config.computes_in_bfloat16:
-        return PrecisionPolicy(name="manual")
-    rounded = config.rounds_stochastically
-    return PrecisionPolicy(
-        name="manual",
-        parameters="bfloat16",
-        gradients="float32" if config.fp32_grad_acc else "bfloat16",
-        optimizer_state="float32" if config.master_weights or rounded else "bfloat16",
-        master_weights=config.master_weights,
-        stochastic_rounding=rounded,
-    )
+    return config.policy()
