@@ -246,7 +246,7 @@ MODELS = {"gpt": LLAMA, "hf": LLAMA | {"ep"}, "llama": LLAMA, "mistral": LLAMA, 
 
 
 def test_our_models_declare_what_their_layout_tests_run(everything):
-    """``tests/parallel/layouts/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix for Llama, and the plugin of LoRA."""
+    """``tests/parallel/layouts/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix (Llama), and LoRA's plugin."""
     found = {component.record.name: component.record for component in everything.registry.all("model_builder")}
     assert {name: set(found[name].capabilities) for name in MODELS.keys() & found.keys()} == {
         name: MODELS[name] for name in MODELS.keys() & found.keys()

@@ -61,7 +61,7 @@ PLAIN = TEXT.filter(lambda text: "${" not in text and text != "???")
     lr=st.floats(0, 10, allow_nan=False),
     clip=st.none() | st.floats(0, 1e6),
     limit=st.none() | st.integers(0, 99) | st.floats(0, 1),
-    version=st.none() | PLAIN | st.integers(),
+    version=st.none() | PLAIN | st.integers(-(2**63), 2**63 - 1),
     texts=st.lists(PLAIN.filter(lambda text: not text.startswith(("~", "package://"))), max_size=3),
     kind=st.sampled_from(["linear", "llama3"]),
 )
