@@ -10,7 +10,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointRankFailed
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 
-__all__ = ["on_first_rank", "rank_of", "together"]
+__all__ = ["on_all_ranks", "on_first_rank", "rank_of"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def rank_of(ranks: RankAgreement | None) -> int:
     return 0 if ranks is None else ranks.rank
 
 
-def together(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> list[T]:
+def on_all_ranks(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> list[T]:
     """Call ``work`` on every rank; on every rank return what all of them returned, by rank.
 
     A rank on which it raised raises that. The others raise the same where it is an error for users, else
@@ -58,5 +58,5 @@ def together(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) 
 
 def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:
     """What ``work`` returns on rank 0, where alone it is called; what it raises is raised on all, as by
-    :func:`together`."""
-    return cast(T, together(ranks, lambda: work() if rank_of(ranks) == 0 else None, where=where)[0])
+    :func:`on_all_ranks`."""
+    return cast(T, on_all_ranks(ranks, lambda: work() if rank_of(ranks) == 0 else None, where=where)[0])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from nxdt_core.data.head import Head
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
 
-__all__ = ["first_batches", "together"]
+__all__ = ["first_batches", "limit_sets"]
 
 
 def first_batches(dataset: MapDataset, limit: int | float, batch_size: int) -> Head:
@@ -17,7 +17,7 @@ def first_batches(dataset: MapDataset, limit: int | float, batch_size: int) -> H
     return Head(dataset, batches * batch_size)
 
 
-def together(
+def limit_sets(
     sets: Mapping[str, MapDataset | IterableDataset], batches: int, batch_size: int
 ) -> dict[str, MapDataset | IterableDataset]:
     """The first samples of each set, so many batches of all: in proportion to their sizes, of each at least one.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.limits import first_batches, together
+from nxdt_core.data.limits import first_batches, limit_sets
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
@@ -93,7 +93,7 @@ class RunData:
         if isinstance(limit, float) and limit < 1:
             self._validation = {name: self._share(dataset, limit) for name, dataset in self._validation.items()}
         elif isinstance(limit, int) and len(self._validation) > 1:
-            self._validation = together(self._validation, limit, self.config.run.data.global_batch_size)
+            self._validation = limit_sets(self._validation, limit, self.config.run.data.global_batch_size)
 
     @property
     def train_samples(self) -> int | None:

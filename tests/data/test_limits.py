@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from nxdt_core.data.limits import first_batches, together
+from nxdt_core.data.limits import first_batches, limit_sets
 from nxdt_core.protocols.batch import Sample
 
 
@@ -62,9 +62,9 @@ def test_a_limit_takes_whole_batches_from_the_beginning(limit, samples):
 )
 def test_a_count_of_batches_is_dealt_to_sets_by_their_sizes(sizes, batches, left):
     sets = {str(number): Numbers(size) for number, size in enumerate(sizes)}
-    assert tuple(len(part) for part in together(sets, batches, 8).values()) == left
+    assert tuple(len(part) for part in limit_sets(sets, batches, 8).values()) == left
 
 
 def test_sets_of_unknown_size_are_left_as_they_are():
     sets = {"a": Numbers(100), "b": Stream()}
-    assert together(sets, 1, 8) == sets
+    assert limit_sets(sets, 1, 8) == sets

@@ -12,7 +12,7 @@ from nxdt_core.builtins.schedules.config import (
     SquareAnnealingConfig,
     WSDConfig,
 )
-from nxdt_core.builtins.schedules.parts import end_of, floor_of, share_left, warmup
+from nxdt_core.builtins.schedules.phases import end_of, floor_of, share_left, warmup
 from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
 
 __all__ = [

@@ -11,7 +11,7 @@ from nxdt_core.builtins.schedules.config import (
     StepConfig,
     WarmupConfig,
 )
-from nxdt_core.builtins.schedules.parts import end_of, floor_of, until, warmup
+from nxdt_core.builtins.schedules.phases import end_of, floor_of, until, warmup
 from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
 
 __all__ = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nxdt_core.checkpoint.collective import together
+from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.formats.installed import open_checkpoint
 from nxdt_core.checkpoint.pieces import storable_piece
@@ -50,7 +50,7 @@ def load_format_into(
         found = open_checkpoint(path, kernel)[1]
         opened.append((found, found.listing(builder, weights_only=True)))
 
-    together(ranks, look, where=str(path))
+    on_all_ranks(ranks, look, where=str(path))
     found, listing = opened[0]
     index = {
         name: TensorEntry(dtype=held.dtype, shape=held.shape)
@@ -58,7 +58,7 @@ def load_format_into(
         if section == "model"
     }
     check_model(index, tensors, ranks)
-    together(ranks, lambda: _fill(found, [name for name in index if name in tensors], tensors), where=str(path))
+    on_all_ranks(ranks, lambda: _fill(found, [name for name in index if name in tensors], tensors), where=str(path))
 
 
 @torch.no_grad()

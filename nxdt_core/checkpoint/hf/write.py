@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from nxdt_core.checkpoint.collective import on_first_rank, rank_of, together
+from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.safetensors_stream import Writable
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
@@ -57,7 +57,7 @@ def write_hf(
         StorageError: a store failed; the same call goes on.
     """
     note = f"{origin}\n{plan.digest()}\n".encode()
-    done = together(ranks, lambda: _begin(storage, note) if rank_of(ranks) == 0 else {}, where=storage.uri)[0]
+    done = on_all_ranks(ranks, lambda: _begin(storage, note) if rank_of(ranks) == 0 else {}, where=storage.uri)[0]
     left = [shard for shard in plan.shards if done.get(shard.file) != shard.layout.size_bytes]
     mine = left if ranks is None else left[ranks.rank :: ranks.world_size]
 
@@ -65,7 +65,7 @@ def write_hf(
         with explained_os_errors(storage.uri):
             write_shards(storage.open_write, mine, read, workers=workers)
 
-    together(ranks, write, where=storage.uri)
+    on_all_ranks(ranks, write, where=storage.uri)
     on_first_rank(ranks, lambda: _finish(storage, plan), where=storage.uri)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.collective import together
+from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.digested_files import read_whole
 from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, state_tensors
@@ -95,7 +95,7 @@ def load_model_into(
     unmatched = check_model(index, tensors, ranks, strict=strict)
     present = {name: tensor for name, tensor in tensors.items() if name in index}
     reads = replicas is None or replicas.reads
-    together(ranks, lambda: _fill(storage, manifest, index, present if reads else {}, where), where=where)
+    on_all_ranks(ranks, lambda: _fill(storage, manifest, index, present if reads else {}, where), where=where)
     if replicas is not None:
         replicas.spread(_local_tensors(present))
     return unmatched
@@ -139,7 +139,7 @@ def load_optimizer_like(
             state[key] = empty_like(parameters[key.rpartition("/")[0]], entry.shape, getattr(torch, entry.dtype))
         _fill(storage, manifest, index, state if replicas is None or replicas.reads else {}, where)
 
-    together(ranks, read, where=where)
+    on_all_ranks(ranks, read, where=where)
     if replicas is not None:
         replicas.spread(_local_tensors(state))
     return state
@@ -157,7 +157,7 @@ def load_state(
     """
     found: list[dict[str, Any]] = []
     where = f"{storage.uri}/{manifest.prefix}{state_name(rank)}"
-    together(ranks, lambda: found.append(_state_of(storage, manifest, rank)), where=where)
+    on_all_ranks(ranks, lambda: found.append(_state_of(storage, manifest, rank)), where=where)
     return found[0]
 
 

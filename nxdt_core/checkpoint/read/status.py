@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nxdt_core.checkpoint.collective import on_first_rank, rank_of, together
+from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
 from nxdt_core.checkpoint.format.digested_files import VerifiedFile, read_whole
 from nxdt_core.checkpoint.format.file_names import (
     digests_name,
@@ -224,7 +224,7 @@ def _verified_by_all(
 
     with explained_os_errors(status.uri):
         manifest = on_first_rank(ranks, lambda: read_manifest(storage, status.step, trusted=trusted), where=status.uri)
-    return manifest, [problem for found in together(ranks, find, where=status.uri) for problem in found]
+    return manifest, [problem for found in on_all_ranks(ranks, find, where=status.uri) for problem in found]
 
 
 def find_checkpoint(

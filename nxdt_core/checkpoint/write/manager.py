@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from nxdt_core.checkpoint.collective import rank_of, together
+from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, FileEntry, Manifest, encode_facts
@@ -203,7 +203,7 @@ class CheckpointManager:
         if self._ranks is not None:
             self._ranks.last_answer(topic=_TOPIC)
         try:
-            together(self._ranks, flight.running.raise_failure, where=self._where(flight.step))
+            on_all_ranks(self._ranks, flight.running.raise_failure, where=self._where(flight.step))
         except BaseException:  # on all ranks: to connect anew is collective
             flight.running.give_up()
             self._background, self._staging = None, StagingBuffers()  # a thread that hangs keeps the old ones

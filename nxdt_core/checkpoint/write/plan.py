@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from nxdt_core.checkpoint.collective import rank_of, together
+from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.write.assignment import assign
 from nxdt_core.protocols.parallel.piece import Listing, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
@@ -26,7 +26,7 @@ class SavePlan:
 
 def agree_on_plan(ranks: RankAgreement | None, prepare: Callable[[], Listing], *, where: str) -> SavePlan:
     """Gather what all ranks hold and share it out. Collective: what ``prepare`` raises on one is raised on all."""
-    listings = together(ranks, prepare, where=where)
+    listings = on_all_ranks(ranks, prepare, where=where)
     return SavePlan(listings, assign(listings)[rank_of(ranks)])
 
 
@@ -49,6 +49,6 @@ class Planner:
             found.append(prepare())
             return found[0] == known
 
-        if not all(together(self._ranks, is_known, where=where)):
+        if not all(on_all_ranks(self._ranks, is_known, where=where)):
             self._plan = agree_on_plan(self._ranks, lambda: found[0], where=where)
         return self._plan

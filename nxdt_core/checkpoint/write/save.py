@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.collective import on_first_rank, rank_of, together
+from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.digests import FAST
 from nxdt_core.checkpoint.format.file_names import (
@@ -173,7 +173,7 @@ def save_planned(
                 replaces.append(prepare_step(storage, step))
         return new_attempt(), datetime.now(UTC).isoformat(timespec="seconds")
 
-    attempt, created = together(ranks, begin, where=where)[0]
+    attempt, created = on_all_ranks(ranks, begin, where=where)[0]
 
     def write_share() -> _Written:
         with explained_os_errors(where):
@@ -181,7 +181,7 @@ def save_planned(
             return _Written(parts=write(writer, plan.mine), files=writer.entries)
 
     try:
-        written = together(ranks, write_share, where=where)
+        written = on_all_ranks(ranks, write_share, where=where)
         manifest = Manifest(
             step=step,
             attempt=attempt,
@@ -192,7 +192,7 @@ def save_planned(
             digests=digests,
         )
         if add_files is not None:
-            manifest = _with_files(manifest, together(ranks, lambda: add_files(manifest), where=where))
+            manifest = _with_files(manifest, on_all_ranks(ranks, lambda: add_files(manifest), where=where))
         on_first_rank(
             ranks, lambda: _commit(storage, manifest, replaces[0], before_commit, check_in_time, signer), where=where
         )

@@ -18,7 +18,7 @@ from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.memory import Storage
-from nxdt_core.parallel.estimate.misfit import misfits_named
+from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.parallel.estimate.weights import ParameterCounts, count_parameters
 from nxdt_core.parallel.estimate.workload import Workload
@@ -60,7 +60,7 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
                 module, laid.plan, work.sizes, sharded=storage.sharded, partial=laid.tensor_partial
             )
             layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
-            with misfits_named(module, laid.plan, tp=sizes.tp):
+            with name_shape_errors(module, laid.plan, tp=sizes.tp):
                 traces.append(_trace(module, work, storage, mesh, number, hidden_size))
     return MeasuredRank(counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size)
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
-from nxdt_core.checkpoint.collective import rank_of, together
+from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.format.averages import AVERAGE, average_index
 from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
@@ -82,7 +82,7 @@ def export_hf(
     kernel = Kernel.start()
     storage, step = checkpoint.locate(source, kernel)
     place = checkpoint.open_storage(target, kernel)
-    manifest = together(ranks, lambda: _find(storage, step) if rank_of(ranks) == 0 else None, where=source)[0]
+    manifest = on_all_ranks(ranks, lambda: _find(storage, step) if rank_of(ranks) == 0 else None, where=source)[0]
     assert manifest is not None
     address = build.step_uri(storage, manifest.step)
     index = average_index(manifest, where=address) if average else manifest.tensors.get("model", {})
@@ -92,7 +92,7 @@ def export_hf(
         config = saved_config(manifest, where=address)
         planned.append(plan_export(config, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes))
 
-    together(ranks, plan_all, where=source)
+    on_all_ranks(ranks, plan_all, where=source)
     plan, notes = planned[0]
     origin = f"{storage.uri}/{manifest.prefix}{AVERAGE if average else ''}"
     write_hf(place, plan, read_from(storage, manifest, index), origin=origin, workers=workers, ranks=ranks)

@@ -10,7 +10,7 @@ from typing import Any
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts
-from nxdt_core.checkpoint.collective import rank_of, together
+from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
 from nxdt_core.checkpoint.format.shards import write_listed
@@ -100,7 +100,7 @@ def import_checkpoint(
         listing = found.listing(build.model_builder(run), weights_only=weights_only)
         opened.append((name, found, run, listing, read_hf_source(Path(source)) if name == "hf" else None))
 
-    together(ranks, prepare, where=source)
+    on_all_ranks(ranks, prepare, where=source)
     name, found, run, listing, said = opened[0]
     # Without the optimizer's state no run can resume at a later step as if it had never stopped.
     whole = any(section == "optim" for section, _ in listing)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.collective import together
+from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
@@ -106,7 +106,7 @@ def _load_peft(
                 piece = piece_of(tensor, name)
                 piece.tensor.copy_(found[name][piece.box.within(Box.whole(piece.shape))])
 
-    together(ranks, fill, where=str(directory))
+    on_all_ranks(ranks, fill, where=str(directory))
     model.load_state_dict(held, strict=False)
 
 

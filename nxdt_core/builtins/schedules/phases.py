@@ -1,4 +1,4 @@
-"""What several curves are made of: the warm-up, the end, the lowest factor.
+"""What several schedules are made of: the warm-up, the end, the lowest factor.
 
 Warm-up follows NeMo's convention, ``(step + 1) / (warmup_steps + 1)``: the first step already learns, and the
 first step after the warm-up has the full rate.

@@ -13,11 +13,11 @@ from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.nn.patterns import matches
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["misfits_named"]
+__all__ = ["name_shape_errors"]
 
 
 @contextmanager
-def misfits_named(stage: nn.Module, plan: ParallelPlan, *, tp: int) -> Iterator[None]:
+def name_shape_errors(stage: nn.Module, plan: ParallelPlan, *, tp: int) -> Iterator[None]:
     """Name the module, its parameters and the plan's entry for it where ``stage`` cannot run on its shards.
 
     Args:
