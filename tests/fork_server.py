@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib.util
 import io
+import itertools
 import json
 import os
 import runpy
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,28 +50,31 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what is imported: else each full collection writes to all of its pages, which are shared until then
     task = _serve(connection, processes)
-    name, arguments = _module_of(task)
-    if {name, *arguments[:1]} & {*_STARTS_RANKS}:
+    program, arguments = _program_of(task)
+    if {*program, *arguments[:1]} & {*_STARTS_RANKS}:
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
             ours.close()
             task = _serve(theirs, processes, streams=task["streams"])
-            name, arguments = _module_of(task)
+            program, arguments = _program_of(task)
             processes.use(None)
         else:
             theirs.close()
             client = processes.ForkClient(ours, task["environment"])
             processes.use(lambda: client)
     _take_on(task)
-    sys.argv[:] = [name, *arguments]
+    sys.argv[:] = ["-c" if program[0] == "-c" else program[-1], *arguments]
     sys.orig_argv[:] = task["words"]
-    _run(name)
+    _run(program)
 
 
-def _run(name: str) -> None:
-    """Run a module as ``python -m`` does, and end without taking 10,000 modules apart, a third of a CPU-second."""
+def _run(program: tuple[str, ...]) -> None:
+    """Run a program as the interpreter does. End without taking 10,000 modules apart, a third of a CPU-second."""
     try:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        if program[0] == "-m":
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            _run_code(program)
         status = 0
     except SystemExit as ended:
         if ended.code is not None and not isinstance(ended.code, int):
@@ -82,11 +87,29 @@ def _run(name: str) -> None:
     os._exit(status & 0xFF)
 
 
-def _module_of(task: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the name behind ``-m``, and what follows it."""
+def _run_code(program: tuple[str, ...]) -> None:
+    """Run a script or a text in a new ``__main__``, where pickle and multiprocessing look."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if program[0] == "-c":
+        exec(compile(program[1], "<string>", "exec"), main.__dict__)
+        return
+    main.__file__ = program[0]
+    with open(program[0], "rb") as file:
+        exec(compile(file.read(), program[0], "exec"), main.__dict__)
+
+
+def _program_of(task: dict[str, Any]) -> tuple[tuple[str, ...], list[str]]:
+    """Return ``-m`` and a name, ``-c`` and a text or the path of a script, and what follows."""
     words: list[str] = task["words"]
-    at = words.index("-m") + 1
-    return words[at], words[at + 1 :]
+    at = 1 + len(_options_of(words))
+    end = at + 1 + (words[at] in ("-m", "-c"))
+    return tuple(words[at:end]), words[end:]
+
+
+def _options_of(words: list[str]) -> list[str]:
+    """Return the interpreter's own options, none of which takes a value."""
+    return list(itertools.takewhile(lambda word: word in ("-P", "-u"), words[1:]))
 
 
 def _client_module() -> Any:
@@ -153,10 +176,12 @@ def _take_on(task: dict[str, Any]) -> None:
     tempfile.tempdir = None
     _libc.prctl(_SET_NAME, b"python", 0, 0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    options = task["words"][1 : task["words"].index("-m")]
+    options = _options_of(task["words"])
     _open_streams(buffering=0 if "-u" in options or os.environ.get("PYTHONUNBUFFERED") else -1)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:0] = [*([] if "-P" in options else [os.getcwd()]), *paths]
+    first = _program_of(task)[0][0]
+    folder = {"-m": os.getcwd(), "-c": ""}.get(first, os.path.dirname(os.path.abspath(first)))
+    sys.path[:0] = [*([] if "-P" in options else [folder]), *paths]
     if paths:
         sys.modules.pop("sitecustomize", None)
         site.execsitecustomize()

@@ -1,4 +1,4 @@
-"""Start ``python -m nxdt_core …`` without the imports: as a fork of a process that has made them.
+"""Start ``python -m nxdt_core …``, a script or ``python -c …`` as a fork of a process that has made the imports.
 
 Importing Lightning takes 8 CPU-seconds, and a test of two ranks starts three processes. :class:`Popen` and :func:`run`
 are those of :mod:`subprocess`, with the same arguments, results and real processes: a child of the caller with its own
@@ -160,11 +160,13 @@ class Popen(subprocess.Popen[Any]):
 
 def forks(words: Any) -> bool:
     """Return whether a command line is one that a forked process can carry out."""
-    if isinstance(words, (str, bytes, os.PathLike)) or len(words) < 3 or os.fspath(words[0]) != sys.executable:
+    if isinstance(words, (str, bytes, os.PathLike)):
         return False
-    options = list(itertools.takewhile(lambda word: word in ("-P", "-u"), map(os.fspath, words[1:])))
-    rest = [os.fspath(word) for word in words[1 + len(options) :][:2]]
-    return len(rest) == 2 and rest[0] == "-m" and rest[1] in _MODULES
+    first, *rest = map(os.fspath, words)
+    rest = list(itertools.dropwhile(lambda word: word in ("-P", "-u"), rest))
+    if first != sys.executable or not rest:
+        return False
+    return rest[:2] in (["-m", name] for name in _MODULES) or rest[0] == "-c" or rest[0].endswith(".py")
 
 
 def _is_plain(asked: Mapping[str, Any]) -> bool:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+from tests import processes
+
 COMMAND = """
 from nxdt_core.api import CliCommand, hookimpl
 
@@ -102,11 +104,10 @@ def test_ctrl_c_ends_a_command_without_a_traceback(site, dist):
 
 
 def _child(site, what, **options):
-    return subprocess.Popen(
+    return processes.Popen(
         [sys.executable, "-m", "nxdt_core", "misbehave", what],
         env={**os.environ, "PYTHONPATH": str(site)},
         stderr=subprocess.PIPE,
-        # A shell starts its background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=processes.take_interrupts,
         **options,
     )

@@ -119,6 +119,32 @@ def test_a_process_is_what_a_new_interpreter_is(act, popen, tmp_path):
     }
 
 
+SCRIPT = """
+import json, os, pickle, sys
+class Kept: pass
+kept = type(pickle.loads(pickle.dumps(Kept()))).__name__
+preloaded = "pytorch_lightning" in sys.modules
+print(json.dumps([sys.argv, sys.orig_argv, sys.path[0], __name__, kept, os.getppid(), preloaded]))
+sys.exit(4)
+"""
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_script_is_what_a_new_interpreter_runs(popen, tmp_path, text):
+    script = tmp_path / "own" / "script.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    first = "-c" if text else str(script)
+    command = [sys.executable, "-u", *(["-c", SCRIPT] if text else [first]), "one", "-m"]
+    process = popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    out, _ = process.communicate()
+    *said, preloaded = json.loads(out)
+    folder = "" if text else str(script.parent)
+    assert said == [[first, "one", "-m"], command, folder, "__main__", "Kept", os.getpid()]
+    assert preloaded == (popen is processes.Popen)
+    assert process.returncode == 4
+
+
 @pytest.mark.parametrize(("code", "status"), [("null", 0), ("7", 7), ("256", 0), ('"said"', 1)])
 def test_its_status_is_the_programs(act, code, status):
     process = act("exit", code)

@@ -10,6 +10,7 @@ import torch
 from nxdt_core.checkpoint import CheckpointManager
 from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.state import capture_rng, restore_rng, seed_all
+from tests import processes
 from tests.training.launch.launching import environment
 from tests.training.small import SMALL
 
@@ -126,7 +127,7 @@ with open(f"{sys.argv[1]}/rank-{place.rank}.json", "w") as file:
 
 def under_torchrun(script, arguments, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
+    done = processes.run(
         [*command, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
@@ -151,7 +152,7 @@ def test_two_ranks_take_different_samples_and_train_as_the_command_line(tmp_path
         "trainer.devices=2",
         "name=theirs",
     ]
-    subprocess.run(command, env=environment(), capture_output=True, check=True, timeout=200)
+    processes.run(command, env=environment(), capture_output=True, check=True, timeout=200)
     assert first["losses"] == [row["loss"] for row in metric_rows(tmp_path / "theirs").values()]
 
 

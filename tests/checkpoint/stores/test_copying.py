@@ -32,6 +32,7 @@ from nxdt_core.errors.checkpoints import (
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.testing.stores.memory import MemoryStorage
+from tests import processes
 
 STEP = 4
 SEVERAL_BLOCKS = 3 * 2**20
@@ -299,7 +300,7 @@ def test_a_killed_copy_is_finished_by_the_next(store: LocalStorage, save: Any, t
     model = {name: torch.full((SEVERAL_BLOCKS,), float(number)) for number, name in enumerate("abc")}
     save(store, STEP, model=model)
     place = str(tmp_path / "copy")
-    child = subprocess.Popen([sys.executable, "-c", _COPY, store.uri, place], stdout=subprocess.PIPE)
+    child = processes.Popen([sys.executable, "-c", _COPY, store.uri, place], stdout=subprocess.PIPE)
     assert child.stdout is not None
     for _ in range(blocks):
         child.stdout.readline()

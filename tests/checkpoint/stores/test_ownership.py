@@ -30,6 +30,7 @@ from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, Stor
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LocksUnsupported
 from nxdt_core.testing.stores.faults import FaultyStorage, When
 from nxdt_core.testing.stores.memory import MemoryStorage
+from tests import processes
 
 EXPIRY_S = 1.0
 """Of leases in these tests; long enough for a loaded machine to beat six times, short enough to wait for."""
@@ -88,7 +89,7 @@ class Child:
         here = Path(__file__)
         script = textwrap.dedent(CHILD).format(tests=str(here.parent), module=here.stem, then=then)
         command = [sys.executable, "-c", script, kind, uri]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, **options)
+        self.process = processes.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, **options)
         assert self.process.stdout is not None
         self.fencing = int(self.process.stdout.readline())
 

@@ -34,6 +34,7 @@ from nxdt_core.errors.checkpoints import (
     StorageDenied,
     StoragePathIsFile,
 )
+from tests import private_mounts, processes
 from tests.sampling import slow
 
 NOBODY = 65534
@@ -186,13 +187,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
     """A real one: a file system of 4 MiB that only the child sees."""
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
-    script = f'mount -t tmpfs -o size=4m tmpfs {disk} || exit 77; "$@" {disk} && cp -r {disk} {copy}'
-    command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", textwrap.dedent(FILL)]
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare on this machine, so no file system of its own to fill")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode in (1, 77) and "mount" in done.stderr + "unshare" and not done.stdout:
-        pytest.skip(f"this process may not mount a file system to fill it: {done.stderr.strip()}")
+    program = "mount('-t', 'tmpfs', '-o', 'size=4m', 'tmpfs', sys.argv[1])\n" + textwrap.dedent(FILL)
+    done = private_mounts.run(
+        f"{program}\nsubprocess.run(['cp', '-r', *sys.argv[1:]], check=True)", str(disk), str(copy)
+    )
     assert done.returncode == 0, done.stderr
     check_filled(LocalStorage(str(copy)), done.stdout)
 
@@ -239,7 +237,7 @@ KILLED = """
 @pytest.mark.parametrize("where", ["model/", slow("state/rank")])
 def test_a_killed_save_leaves_the_one_before_and_is_swept_later(store: LocalStorage, save: Any, where: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED), store.uri, where]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    with processes.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "writing\n"
         save(store, 3)

@@ -1,6 +1,5 @@
 """What a user can get wrong, on the real command line: one message, status 2, nothing lost."""
 
-import errno
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.testing.distributions import write_distribution
 from nxdt_core.training import build, train
+from tests import private_mounts
 
 QUICK = ("trainer.max_steps=1", "trainer.accelerator=cpu")
 
@@ -128,22 +128,15 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(small_run, tmp_pat
         "checkpoint.save_top_k=-1",
     ]
     words = [f"{key}={value}" for key, value in _small(config).items()]
-    train_command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *words, *overrides]
-    script = (
-        f'mount -t tmpfs -o size={room} none "{disk}" || exit {errno.EPERM + 100}\n'
-        '"$@" trainer.max_steps=3; echo "status $?"\n'
-        f'{sys.executable} -m nxdt_core checkpoint list "{disk}" --json\n'
-        f'{sys.executable} -m nxdt_core checkpoint verify --deep "{disk}"'
+    program = (
+        "from nxdt_core.cli import main\n"
+        "disk, room, *words = sys.argv[1:]\n"
+        "mount('-t', 'tmpfs', '-o', f'size={room}', 'none', disk)\n"
+        "print('status', main(['train', 'recipe:llama-tiny', *words, 'trainer.max_steps=3']))\n"
+        "main(['checkpoint', 'list', disk, '--json'])\n"
+        "sys.exit(main(['checkpoint', 'verify', '--deep', disk]))"
     )
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script, "sh", *train_command],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    if done.returncode == errno.EPERM + 100:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    done = private_mounts.run(program, str(disk), str(room), *words, *overrides)
     assert "status 2" in done.stdout, done.stderr
     assert "NXDT-S" in done.stderr
     assert "Traceback" not in done.stderr

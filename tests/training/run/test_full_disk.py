@@ -3,10 +3,7 @@
 ``/dev/full`` is a real file that takes nothing: it replaces a file that a run has opened, as a disk that fills does.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -17,6 +14,7 @@ from nxdt_core.cli import main
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.testing.ranks import RankPool, RanksFailed
 from nxdt_core.training import build, train
+from tests import private_mounts
 from tests.training.small import SMALL
 
 FULL = """
@@ -189,14 +187,11 @@ def test_texts_that_cannot_be_written_do_not_end_the_run(small_run, plugin, capl
     assert caplog.text.count("generations.jsonl is incomplete: Is a directory") == 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a read-only mount needs root")
 def test_a_store_that_becomes_read_only_keeps_what_is_committed(plugin, tmp_path):
     where, store = tmp_path / "run", tmp_path / "store"
     settings = (f"exp_manager.exp_dir={where}", f"checkpoint.uri={store}", "trainer.max_steps=100000", *SAVES)
-    command = ["unshare", "--mount", sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *SMALL, *settings]
-    done = subprocess.run([*command, plugin(READ_ONLY)], capture_output=True, text=True, timeout=200, check=False)
-    if done.returncode != 2 and any(word in done.stderr for word in ("ermission denied", "not permitted")):
-        pytest.skip(f"no read-only mount can be made here: {done.stderr.strip()}")
+    program = "from nxdt_core.cli import main\nsys.exit(main(['train', 'recipe:llama-tiny', *sys.argv[1:]]))"
+    done = private_mounts.run(program, *SMALL, *settings, plugin(READ_ONLY))
     assert done.returncode == 2, done.stderr
     assert "NXDT-S002" in done.stderr
     assert "Read-only file system" in done.stderr

@@ -15,6 +15,8 @@ import pytest
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import BUCKET, refuse_s3
 
+from tests import processes
+
 PART = 5 * 2**20
 
 
@@ -130,7 +132,7 @@ FORKING = """
 def test_a_store_can_be_used_on_both_sides_of_a_fork(storage, config):
     """Connections and threads of the parent are not the child's."""
     command = [sys.executable, "-c", textwrap.dedent(FORKING), storage.uri, config.endpoint_url]
-    subprocess.run(command, check=True, timeout=60)
+    processes.run(command, check=True, timeout=60)
     assert {info.key: read(storage, info.key) for info in storage.list()} == {
         key: key.encode() * 12 * 2**20 for key in ("p", "q", "c")
     }
@@ -151,7 +153,7 @@ KILLED = """
 
 def test_what_a_killed_writer_left_is_invisible_and_swept_once_it_is_old(storage, config, s3_server):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), storage.uri, config.endpoint_url]
-    assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
+    assert processes.run(command, timeout=60).returncode == -signal.SIGKILL
     neighbour = S3Storage(f"{storage.uri}-neighbour", replace(config, abandoned_after_s=-10))
     neighbour.after_commit("step-1/")
     storage.after_commit("step-1/")  # a day has not passed

@@ -16,6 +16,7 @@ from nxdt_core.data.tokens import tokenize
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import DataContext
+from tests import processes
 
 SEQ = 8
 
@@ -152,8 +153,8 @@ print(len(cached(Path(sys.argv[1]), "name", make).tokens))
 
 def test_of_several_processes_one_tokenises_and_all_have_the_tokens(tmp_path):
     command = [sys.executable, "-c", _MAKES, str(tmp_path / "cache"), str(tmp_path / "log")]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate(timeout=120)[0] for process in processes] == ["9\n"] * 3
+    started = [processes.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=120)[0] for process in started] == ["9\n"] * 3
     assert (tmp_path / "log").read_text() == "made\n"
 
 

@@ -18,6 +18,8 @@ from nxdt_plugin_megatron_data.indices import Indices, build_indices, count_samp
 from nxdt_plugin_megatron_data.prefixes import read_shares, split_bounds
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 
+from tests import processes
+
 
 def walked(lengths, order, seq_length, extra, drop_last):
     """Samples by laying every token out: what the indices must come to."""
@@ -115,7 +117,7 @@ print(indices.shuffle.sum(), indices.samples.shape)
 
 def start(directory, log, seconds):
     command = [sys.executable, "-c", BUILD, str(directory), str(log), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return processes.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def until(condition):
