@@ -69,71 +69,88 @@ def test_one_component_of_each_of_the_seven_kinds_and_a_second_model_are_registe
     assert set(SEVEN) <= {kind.name for kind in KINDS}
 
 
-def test_its_own_tests_pass_with_the_kit_of_the_wheel(clean, outside, tmp_path):
-    done = clean.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", outside / "tests", cwd=tmp_path)
+def test_its_own_tests_and_the_contract_of_engines_pass_with_the_kits_of_the_wheel(clean, outside, engine, tmp_path):
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib")
+    done = clean.run("python", *words, outside / "tests", engine / "tests", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 
 
-def test_a_recipe_of_the_wheels_trains(clean, tmp_path):
-    _nxdt(clean, "train", "recipe:llama-tiny", "trainer.max_steps=4", "trainer.log_every_n_steps=1", cwd=tmp_path)
-    losses = _losses(tmp_path / "nxdt_experiments" / "llama-tiny" / "metrics.jsonl")
-    assert list(losses) == [1, 2, 3, 4]
+def _each(*words):
+    return ["train", f"recipe:{words[0]}", "trainer.log_every_n_steps=1", *words[1:]]
+
+
+SIZES = ("num_layers=2", "hidden_size=32", "ffn_hidden_size=48", "num_attention_heads=4", "vocab_size=16")
+COMMANDS = [
+    _each("llama-tiny", "trainer.max_steps=4"),
+    *(
+        _each("acme-tour", f"name={name}", f"checkpoint.uri=sqlite://{name}.db", f"trainer.max_steps={end}")
+        for name, end in (("whole", 12), ("halves", 6), ("halves", 12))
+    ),
+    [
+        *_each("acme-tour", "name=decoder", "trainer.max_steps=12", "precision.type=fp32", "model.name=acme-decoder"),
+        *(f"model.{size}" for size in SIZES),
+    ],
+    *(
+        _each(
+            "llama-tiny",
+            *(f"name={name}", f"parallel_engine.name={name}", "trainer.accelerator=cpu", "trainer.max_steps=4"),
+        )
+        for name in ("solo", "torch")
+    ),
+]
+ALL = """
+import json, sys
+from nxdt_core.cli import main
+for words in json.loads(sys.argv[1]):
+    if status := main(words):
+        sys.exit(status)
+"""
 
 
 @pytest.fixture(scope="module")
 def runs(clean, tmp_path_factory):
-    """A directory with two runs of all seven components: ``whole``, and ``halves``, which was stopped and resumed."""
+    """The directory of all runs, which one process made: ``halves`` was stopped and resumed."""
     directory = tmp_path_factory.mktemp("runs")
-    for name, ends in (("whole", (12,)), ("halves", (6, 12))):
-        for end in ends:
-            own = (f"name={name}", f"checkpoint.uri=sqlite://{name}.db", f"trainer.max_steps={end}")
-            _nxdt(clean, "train", "recipe:acme-tour", "trainer.log_every_n_steps=1", *own, cwd=directory)
+    done = clean.run("python", "-c", ALL, json.dumps(COMMANDS), cwd=directory)
+    assert done.returncode == 0, done.stderr
     return directory
 
 
-@pytest.mark.slow
-def test_all_seven_train_and_resume_to_the_bit(runs):
-    whole, halves = (_losses(runs / "nxdt_experiments" / name / "metrics.jsonl") for name in ("whole", "halves"))
-    assert whole == halves
+@pytest.fixture
+def losses(runs):
+    """Losses by step of a run that is named."""
+    return lambda name: _losses(runs / "nxdt_experiments" / name / "metrics.jsonl")
+
+
+def test_a_recipe_of_the_wheels_trains(losses):
+    assert list(losses("llama-tiny")) == [1, 2, 3, 4]
+
+
+def test_all_seven_train_and_resume_bitwise(losses):
+    whole = losses("whole")
+    assert whole == losses("halves")
     assert list(whole) == list(range(1, 13))
     assert whole[12] < whole[1]
 
 
-@pytest.mark.slow
 def test_checkpoints_lie_in_its_store(clean, runs):
     rows = json.loads(_nxdt(clean, "checkpoint", "list", "sqlite://halves.db", "--json", cwd=runs))
     assert [row["step"] for row in rows if row["state"] == "committed"][-1] == 12
     _nxdt(clean, "checkpoint", "verify", "sqlite://halves.db", cwd=runs)
 
 
-def test_the_decoder_made_of_parts_of_the_core_trains(clean, tmp_path):
-    sizes = ("num_layers=2", "hidden_size=32", "ffn_hidden_size=48", "num_attention_heads=4", "vocab_size=16")
-    model = (f"model.{size}" for size in ("name=acme-decoder", *sizes))
-    own = ("name=decoder", "trainer.max_steps=12", "trainer.log_every_n_steps=1", "precision.type=fp32")
-    _nxdt(clean, "train", "recipe:acme-tour", *own, *model, cwd=tmp_path)
-    losses = _losses(tmp_path / "nxdt_experiments" / "decoder" / "metrics.jsonl")
-    assert list(losses) == list(range(1, 13))
-    assert losses[12] < losses[1]
+def test_the_decoder_made_of_parts_of_the_core_trains(losses):
+    found = losses("decoder")
+    assert list(found) == list(range(1, 13))
+    assert found[12] < found[1]
 
 
-@pytest.mark.slow
 def test_it_generates_with_its_model_tokenizer_and_store(clean, runs):
     text = _nxdt(clean, "generate", "sqlite://halves.db", "12+", "--max-new-tokens", "5", cwd=runs)
     assert text.startswith("12+")
     assert len(text.strip()) > 3
 
 
-def test_its_engine_passes_the_contract_of_engines_with_the_kit_of_the_wheel(clean, engine, tmp_path):
-    done = clean.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", engine / "tests", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
-
-
-def test_its_engine_trains_as_the_engine_on_stock_torch_does(clean, tmp_path):
-    found = {}
-    for name in ("solo", "torch"):
-        own = (f"name={name}", f"parallel_engine.name={name}", "trainer.accelerator=cpu", "trainer.max_steps=4")
-        _nxdt(clean, "train", "recipe:llama-tiny", "trainer.log_every_n_steps=1", *own, cwd=tmp_path)
-        found[name] = _losses(tmp_path / "nxdt_experiments" / name / "metrics.jsonl")
-    assert found["solo"] == pytest.approx(found["torch"], rel=1e-4)
+def test_its_engine_trains_as_the_engine_on_stock_torch_does(losses):
+    assert losses("solo") == pytest.approx(losses("torch"), rel=1e-4)
