@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import takes_all
+
 CAUGHT_BY = {
     "ShowsUnfinished": "test_an_object_shows_only_when_its_writing_has_ended",
     "CommitsAfterAnException": "test_an_exception_while_writing_leaves_nothing",
@@ -56,14 +58,15 @@ class _Failures:
             self.by_class[class_name].add(test.split("[")[0])
 
 
-pytestmark = pytest.mark.slow  # 13 CPU-seconds that try the contract; the contract tries the stores in each run
-
-
 @pytest.fixture(scope="module")
-def failures() -> _Failures:
+def failures(request: pytest.FixtureRequest) -> _Failures:
+    """What the contract says of each store: all of it under ``--samples=all``, else the test that catches a mutant."""
     plugin = _Failures()
+    file = str(Path(__file__).with_name("storage_mutants.py"))
+    catching = [f"{file}::Test{mutant}::{test}" for mutant, test in CAUGHT_BY.items()]
+    paths = [file] if takes_all(request.config) else [*catching, f"{file}::TestMemoryStorage"]
     options = ["-q", "--no-header", "--tb=no", "--show-capture=no", "-r", "", "-p", "no:cacheprovider"]
-    pytest.main([str(Path(__file__).with_name("storage_mutants.py")), *options], plugins=[plugin])
+    pytest.main([*paths, *options], plugins=[plugin])
     return plugin
 
 
