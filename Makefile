@@ -60,6 +60,7 @@ test-torch:
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/prose.py
 	$(BIN)/mypy
 
 docs: $(STAMP)
