@@ -44,7 +44,7 @@ class RotaryDecoder(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
 
         Args:
             input_ids: tokens.
