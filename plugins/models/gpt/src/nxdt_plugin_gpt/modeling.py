@@ -41,7 +41,7 @@ class GPT(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
 
         Args:
             input_ids: tokens, or the hidden states [batch, seq, hidden] of the stage before.
