@@ -36,7 +36,7 @@ WORDS = {
     r"to the bit": "bitwise identical",
     r"in words": "with an explanation",
     r"to be had": "available",
-    rf"(?<!there )(?:is|are|was|were) no(?! (?:{_COMPARED})\b) [`\w]+": "is not a",
+    rf"(?<!there\s)(?:is|are|was|were) no(?! (?:{_COMPARED})\b) [`\w]+": "is not a",
     r"learning-rate curves?": "learning-rate schedule",
     r"(?:lies|lie|lay|lain) (?:at|in|on|beside|between|within|outside|inside|there|below|above)": "is",
     r"beside": "next to, with, compared with",
@@ -59,7 +59,12 @@ FRAGMENT = re.compile(r"(?:Of|Nothing|As|For|By|Around|Within|That of|Those of|I
 NOUN_PHRASE = re.compile(r"(?:The|What|Whether|An?|Number of|Names? of) ")
 """Beginnings that lack "Return" or "Yield" where the function gives something back."""
 
-PATTERNS = [(re.compile(rf"(?<![-\w])(?:{words})\b(?!-)", re.IGNORECASE), instead) for words, instead in WORDS.items()]
+_GAP = r"\s+"
+
+PATTERNS = [
+    (re.compile(rf"(?<![-\w])(?:{words.replace(' ', _GAP)})\b(?!-)", re.IGNORECASE), instead)
+    for words, instead in WORDS.items()
+]
 EXCLUDED = re.compile(
     r"(?:^|/)(?:tests/|conftest\.py$)|^(?:docs/decisions\.md|CHANGELOG\.md|CONTRIBUTING\.md|scripts/prose\.py)$"
 )
@@ -123,7 +128,8 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
             rows = lines[node.lineno - 1 : node.end_lineno]
             rows[-1] = rows[-1].encode()[: node.end_col_offset].decode()
             rows[0] = rows[0].encode()[node.col_offset :].decode()
-            yield node.lineno, re.sub(r"\{[^{}\n]*\}", lambda match: "_" * len(match.group()), "".join(rows))
+            text = re.sub(r"\{[^{}\n]*\}", lambda match: "_" * len(match.group()), "".join(rows))
+            yield node.lineno, re.sub(r'"(\s*\n\s*)f?"', r" \1 ", text)  # literals side by side are one text
 
 
 def weak_docstrings(source: str) -> Iterator[tuple[int, str]]:

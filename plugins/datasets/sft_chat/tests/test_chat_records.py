@@ -172,7 +172,10 @@ def test_a_record_of_no_form_is_named_with_its_keys(record, found):
         ({"messages": [USER, {"role": "assistant", "tool_calls": "f"}]}, "tool calls are not a list"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "no function with a name"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "of f: no JSON"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "1"}]}]}, "are not an object"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "1"}]}]},
+            "not an object",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "parts of type {}"),
         ({"messages": [USER, ANSWER], "tools": "nonsense"}, "'tools': no JSON"),
         ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, "'tools': no JSON"),

@@ -18,7 +18,7 @@ __all__ = ["GPT"]
 class GPT(nn.Module):
     """Radford et al. 2019 (GPT-2), Black et al. 2022 (GPT-NeoX, arXiv:2204.06745) and Megatron's models between them.
 
-    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what lies
+    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what is
     on other stages; its first argument is then the hidden states. One whose hidden states are cut along the sequence
     must be given ``position_ids``.
     """
