@@ -60,6 +60,7 @@ test-torch:
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/prose.py
 	$(BIN)/mypy
 
 docs: $(STAMP)
@@ -71,6 +72,7 @@ wheels: $(STAMP)
 
 offers: $(STAMP)
 	$(BIN)/python scripts/distributions.py offers
+	$(BIN)/python scripts/readme.py
 
 bench: $(STAMP)
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

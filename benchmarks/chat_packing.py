@@ -1,4 +1,4 @@
-"""What packing chats is worth: how full sequences are, what packing takes, and tokens a second beside padding.
+"""What packing chats is worth: how full sequences are, what packing takes, and tokens per second compared with padding.
 
 Claims, for lengths that are skewed as those of chats are (log-normal, most far below a sequence): at least 95 % of the
 packed positions hold tokens; packed fine-tuning takes at least 2.5 × the tokens of conversations a second that padded

@@ -1,9 +1,9 @@
-"""Seconds of saves and loads beside those of the disk and of torch, and what a save in the background costs training.
+"""Seconds of saves and loads compared with the disk and with torch, and the cost of a background save for training.
 
 Claims, on an idle machine with two cores: a save runs at no less than 0.8 of the disk's sequential write with fsync,
 and is no slower than ``torch.save`` with fsync; a load is at least as fast as ``torch.load``; a save in the background
 holds training for at most 0.1 of what a save at once takes, slows the next ten steps by at most 0.1, and takes at most
-one more copy of the state in memory; digests cost less than 0.05 of a save (they are computed beside the write, so what
+one more copy of the state in memory; digests cost less than 0.05 of a save (they are computed during the write, so what
 they cost is the difference to a save without; in memory, where a save is fastest). Speeds of disks vary fourfold from
 minute to minute, so everything is measured by turns: each figure is a median over the rounds, each ratio the median of
 the ratios within a round. A round of 1.2 GB takes half a minute on a slow disk.
@@ -71,7 +71,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 @contextmanager
 def folder(root: Path) -> Iterator[Path]:
-    """A directory that is gone afterwards, with everything older on its way to the disk."""
+    """Provide a directory that is deleted afterwards; older writes are flushed first."""
     os.sync()
     path = Path(tempfile.mkdtemp(dir=root, prefix="benchmark-"))
     try:
@@ -109,7 +109,7 @@ def read_ours(state: State, path: Path) -> None:
 
 
 def parts(state: State) -> tuple[State, State]:
-    """A third is weights, the rest optimizer state."""
+    """Return a state of which a third is weights and the rest optimizer state."""
     names = list(state)
     cut = len(names) // 3
     return {n: state[n] for n in names[:cut]}, {n: state[n] for n in names[cut:]}
@@ -134,7 +134,7 @@ def write_undigested(state: State, path: Path) -> None:
 
 
 def digests(state: State, number: int) -> dict[str, float]:
-    """A save with digests and one without, in memory where there is a file system of it; seconds."""
+    """Return the seconds of a save with digests and of one without, on a memory file system if there is one."""
     found = {}
     ways = [("digested", write_ours), ("undigested", write_undigested)]
     for name, write in ways[number % 2 :] + ways[: number % 2]:

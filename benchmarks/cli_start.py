@@ -3,7 +3,7 @@
 Claim: ``nxdt --help`` and ``nxdt plugins list`` take at most 250 ms of CPU and ``nxdt config check`` at most
 400 ms, with 15 plugins and 120 unrelated distributions installed, and none of them imports torch.
 
-Runs are interleaved, so that a machine that drifts slows all commands alike; CPU time (user + system) of the
+Runs are interleaved, so that a machine that drifts slows all commands equally; CPU time (user + system) of the
 child is counted, not wall time. The exit status is 1 where a budget is not kept.
 
     python benchmarks/cli_start.py --repeats 15

@@ -148,7 +148,7 @@ def launched(step: Callable[[], None]) -> int:
 
 
 def packed_batch(seed: int) -> Batch:
-    """A micro-batch of documents with borders of its own."""
+    """Return a micro-batch with its own document borders."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 256, (_ROWS, _SEQUENCE + 1), generator=random)
     starts = torch.rand(_ROWS, _SEQUENCE, generator=random) < 0.1

@@ -95,7 +95,7 @@ def report(name: str, by_rank: list[Times], alone_s: float) -> float:
 
 
 def measure(shape: Shape, rounds: int) -> Times:
-    """On one rank: seconds of each round."""
+    """Return the seconds of each round on one rank."""
     with process_group(timeout_s=120):
         mesh = ParallelMesh.build(MeshSizes(cp=dist.get_world_size()), HOST.type)
         place = {"rank": mesh.rank("cp"), "ranks": mesh.size("cp")}
@@ -114,7 +114,7 @@ def measure(shape: Shape, rounds: int) -> Times:
 
 
 def core(mesh: ParallelMesh, method: str) -> nn.Module:
-    """A core that attends over ``mesh``."""
+    """Return a core that attends over ``mesh``."""
     model = nn.ModuleDict({"core": CausalAttention()})
     apply_context_parallel(model, ParallelPlan(attention_cores=("core",)), mesh, method=method)
     return model["core"]

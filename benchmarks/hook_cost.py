@@ -2,7 +2,7 @@
 
 Claim: below 0.1 % of the step. A step calls ``nxdt_step_end`` once; every plugin reads a metric and keeps it, as
 a monitor would. One round times the hook with 15 plugins and with none, one after the other, so that a machine
-that drifts slows both alike; CPU time of this process is counted. The exit status is 1 where the claim fails.
+that drifts slows both equally; CPU time of this process is counted. The exit status is 1 where the claim fails.
 
     python benchmarks/hook_cost.py --rounds 15
 """

@@ -1,4 +1,4 @@
-"""What ``nxdt train`` costs beside a bare PyTorch loop of the same model, data and optimizer.
+"""Overhead of ``nxdt train`` over a bare PyTorch loop of the same model, data and optimizer.
 
 Runs the two in turn in one process and prints CPU milliseconds a step, their difference and their ratio, as median
 and range over the rounds. Targets: at most 3 ms a step on a tiny model, at most 2 % at 15M parameters.
@@ -75,7 +75,7 @@ def nxdt_step_ms(config: ResolvedConfig) -> float:
 
 
 def bare_step_ms(config: ResolvedConfig, steps: int) -> float:
-    """The loop that a person would write: forward, loss, backward, clip, step."""
+    """Return the loop that a person would write: forward, loss, backward, clip, step."""
     engine = build.engine(config)
     engine.start()
     model = engine.initialize_model(

@@ -58,7 +58,7 @@ class Contender:
         return 1000 * (self._now() - began)
 
     def memory_mib(self) -> float:
-        """What a step adds."""
+        """Return what a step adds."""
         if not profile_of(self.device).host:
             self._wait()
             torch.accelerator.reset_peak_memory_stats()
@@ -139,7 +139,7 @@ def _of_peft(base: Path, ids: torch.Tensor, dropout: float, device: torch.device
 
 
 def _discard(_: object) -> None:
-    """Of a step, only that it was taken counts."""
+    """Ignore the step; only that it was taken counts."""
 
 
 def main() -> int:

@@ -261,7 +261,8 @@ def mixtures() -> dict[str, tuple[Work, Work]]:
 def loop(
     block: MixtureOfExperts, matrices: Sequence[Sequence[torch.Tensor] | torch.Tensor], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """The usual mixture: one expert after the other, each with its tokens. ``matrices``: gate, up and down of each."""
+    """Return the usual mixture: one expert after the other, each with its tokens. ``matrices``: gate, up and down of
+    each."""
     rows = hidden.flatten(0, 1)
     affinities = functional.linear(rows, block.router.weight).softmax(-1)
     weights, chosen = affinities.topk(2, dim=-1)
@@ -277,7 +278,7 @@ def loop(
 
 
 def halves(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The usual rotation: full tables, and a copy of the heads with halves swapped."""
+    """Return the usual rotation: full tables, and a copy of the heads with halves swapped."""
     first, second = heads.chunk(2, dim=-1)
     return heads * torch.cat((cos, cos), -1) + torch.cat((-second, first), -1) * torch.cat((sin, sin), -1)
 

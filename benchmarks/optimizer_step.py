@@ -51,7 +51,7 @@ class Contender:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Return the number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self._parameters)
 
     def step_ms(self) -> float:
@@ -76,7 +76,7 @@ class Contender:
 
 
 def of_nxdt(shape: tuple[str, ...], *optim: str, precision: tuple[str, ...] = ()) -> Contender:
-    """What a run steps with, the decision on figures that are not finite included."""
+    """Return the optimizer of a run, including the decision on values that are not finite."""
     config = load("recipe:llama-tiny", [*shape, *precision, *(f"model.optim.{key}" for key in optim)])
     engine = build.engine(config)
     engine.start()
@@ -92,7 +92,7 @@ def of_nxdt(shape: tuple[str, ...], *optim: str, precision: tuple[str, ...] = ()
 
 
 def of_torch(shape: tuple[str, ...], *, fused: bool) -> Contender:
-    """The same parameters under torch's AdamW, norms without decay there too."""
+    """Return torch's AdamW over the same parameters, also without decay of norms."""
     config = load("recipe:llama-tiny", list(shape))
     engine = build.engine(config)
     engine.start()

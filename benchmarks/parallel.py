@@ -1,4 +1,4 @@
-"""Tokens per second of each layout on two processes with one thread each, beside one process with two threads.
+"""Tokens per second of each layout on two processes with one thread each, compared with one process with two threads.
 
 Claim: two data parallel processes reach at least 0.9 of what two threads of one process do. Same model (15M
 parameters), same global batch of 8 x 256 tokens in micro-batches of one sequence, float32 on the CPU, all layouts by
@@ -6,7 +6,7 @@ turns. Each row gives medians over the rounds: tokens/s, the ratio to one proces
 step during which a collective or a message was under way, waiting for the other rank included (``torch.profiler``, in
 steps of their own). Needs two idle cores.
 
-Then the pipeline's bubble: at PP 2 the measured share of a step in which a rank computes nothing, beside
+Then the pipeline's bubble: at PP 2 the measured share of a step in which a rank computes nothing, compared with
 (p - 1) / (m + p - 1); for more ranks that of the schedule's own list of operations.
 
     python benchmarks/parallel.py [--rounds 5] [--steps 5] [--only dp2 pp2]
@@ -109,7 +109,7 @@ def layouts(names: list[str], rounds: int, steps: int) -> None:
 
 
 def bubbles(rounds: int, steps: int) -> None:
-    """Print the measured bubble at PP 2 beside the formula, and those of more ranks by their operations."""
+    """Print the measured bubble at PP 2 and by the formula, and those of more ranks by their operations."""
     print("\nbubble at PP 2 (1F1B): share of forward and backward in which a rank computes nothing, mean of both ranks")
     for micro_batches in (2, 4, 8, 16):
         runs = [on_two(LAYOUTS["pp2"], micro_batches, steps) for _ in range(rounds)]
@@ -142,7 +142,7 @@ def slowest(two: list[Measured]) -> float:
 
 
 def measure(overrides: list[str], rows: int, steps: int, profiled: bool) -> Measured:
-    """What each rank runs: train on one repeated batch, the first steps unmeasured."""
+    """Train on one repeated batch on each rank; return the times without the first steps."""
     config = configuration(overrides, rows)
     engine = build.engine(config)
     engine.start()
@@ -198,7 +198,7 @@ def communicating(step: Callable[[], object]) -> float:
 
 
 def configuration(overrides: list[str], rows: int) -> ResolvedConfig:
-    """The tiny recipe, enlarged; steps are driven here, so its data is not read."""
+    """Return the enlarged tiny recipe; steps are driven here, so its data is not read."""
     world = (f"data.global_batch_size={rows}", f"trainer.devices={os.environ['WORLD_SIZE']}", "trainer.accelerator=cpu")
     return load("recipe:llama-tiny", [*MODEL, *world, *overrides])
 

@@ -1,4 +1,4 @@
-"""A local plugin that notes the CPU clock after each optimizer step; used by the benchmarks beside it."""
+"""A local plugin that notes the CPU clock after each optimizer step; used by the benchmarks in this folder."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def ways(chunk: int) -> Mapping[str, Way]:
-    """The sum of the losses of hidden states, weight and labels, by each way; the first is what others are held to."""
+    """Return the sum of the losses of hidden states, weight and labels, by each way; the first is the reference."""
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
     return {
         "plain": lambda hidden, weight, labels: cross_entropy_sum(hidden @ weight.t(), labels)[0],
@@ -81,7 +81,7 @@ def given(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def extra_bytes(way: Way, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> int:
-    """The highest use of memory during forward and backward above that after them."""
+    """Return the peak memory during forward and backward above that after them."""
     way(hidden[:8], weight[:64], labels[:8] % 64).backward()  # what libraries set up when they are first used
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     if profile_of(hidden.device).host:
@@ -95,7 +95,7 @@ def extra_bytes(way: Way, hidden: torch.Tensor, weight: torch.Tensor, labels: to
 
 
 def of_process(key: str) -> int:
-    """A figure of ``/proc/self/status`` in bytes."""
+    """Return a value of ``/proc/self/status`` in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return int(lines[key].split()[0]) * 1024
 
@@ -122,7 +122,7 @@ def by_turns(
 
 
 def now(device: torch.device) -> float:
-    """The clock to compare by."""
+    """Return the clock to compare by."""
     if profile_of(device).host:
         return time.process_time()
     torch.accelerator.synchronize(device)

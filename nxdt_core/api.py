@@ -1,7 +1,7 @@
 """Everything that a plugin's entry module may import: the hook marker and the component records.
 
 Neither torch nor any other heavy library is imported here, so that listing plugins stays cheap. What a
-component of each kind must *look like* stands in :mod:`nxdt_core.protocols`, one file a kind.
+component of each kind must implement is in :mod:`nxdt_core.protocols`, one file per kind.
 
 A whole plugin's entry module::
 
@@ -250,7 +250,7 @@ class CliCommand:
     """
 
     name: str
-    """The verb: ``nxdt NAME``. Two words are a verb in a group: ``data count`` stands beside the core's ``nxdt data``
+    """The verb: ``nxdt NAME``. Two words are a verb in a group: ``data count`` joins the core's ``nxdt data``
     verbs, and a group that the core does not have is made."""
     target: str
     """``package.module:attribute`` of a :class:`click.Command`; imported when the command is called."""
@@ -321,7 +321,7 @@ KINDS: tuple[Kind, ...] = (
         LRSchedulerComponent,
         "lr_scheduler:LRScheduleFactory",
         "model.optim.sched.name",
-        "learning-rate curves",
+        "learning-rate schedules",
     ),
     _kind("precision_policy", PrecisionComponent, "precision:PrecisionFactory", "precision.type", "dtypes of a run"),
     _kind(

@@ -45,8 +45,8 @@ _ENGINE = {
     "dtype:float16": "computes with float16 parameters",
     "autocast": "runs forward under torch.autocast",
     "master_weights": "keeps float32 copies of the parameters for the optimizer",
-    "gradient_dtype": "sums gradients in a dtype other than that of the parameters",
-    "optimizer_dtype": "keeps optimizer state in a dtype other than that of what the optimizer updates",
+    "gradient_dtype": "sums gradients in another dtype than the parameters",
+    "optimizer_dtype": "keeps optimizer state in another dtype than the weights that the optimizer updates",
     "stochastic_rounding": "rounds weights stochastically",
     "xla": "reads the settings of the XLA runtime",
 }

@@ -40,7 +40,7 @@ class DeviceProfile:
     lightning_accelerator: str
     """Name under which Lightning knows the device type."""
     host: bool = False
-    """Whether its tensors lie in the host's memory: then it has no memory and no random-number generator of its own."""
+    """Whether its tensors are in host memory: then it has no memory and no random-number generator of its own."""
     cache_bound_kernels: bool = False
     """Whether kernels are paced by a core's cache rather than by launches: few passes and small chunks win."""
     fused_optimizers: bool = False
@@ -48,7 +48,7 @@ class DeviceProfile:
     point_to_point: bool = True
     """Whether two ranks can send to each other without the rest of their group."""
     pinned_host_memory: bool = False
-    """Whether copies to the host run faster, and beside kernels, into memory that is locked in place."""
+    """Whether copies to the host run faster, and in parallel with kernels, into pinned memory."""
     broadcast_loads: bool = False
     """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
     static_shapes: bool = False
@@ -115,7 +115,7 @@ _UNLISTED = DeviceProfile(device_type="unlisted", process_group_backend="undefin
 
 
 def current_device(accelerator: str = "auto", *, index: int | None = None) -> torch.device:
-    """The device that this process trains on.
+    """Return the device that this process trains on.
 
     Args:
         accelerator: ``auto`` (the accelerator that torch finds, else the CPU) or a device type.
@@ -138,8 +138,8 @@ def current_device(accelerator: str = "auto", *, index: int | None = None) -> to
 
 
 def profile_of(device: torch.device) -> DeviceProfile:
-    """The table's row for ``device``; for a type that the table does not list (meta, or another engine's) a row that
-    promises nothing. A dictionary look-up: building blocks ask in every forward."""
+    """Return the table's row for ``device``; for a type that the table does not list (meta, or another engine's) a row
+    that promises nothing. A dictionary look-up: building blocks ask in every forward."""
     return PROFILES.get(device.type, _UNLISTED)
 
 
@@ -154,7 +154,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def max_memory_bytes(device: torch.device) -> int:
-    """Highest memory use: allocated on an accelerator, the process's resident set on the CPU."""
+    """Return the highest memory use: allocated on an accelerator, the process's resident set on the CPU."""
     if profile_of(device).host:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -162,6 +162,6 @@ def max_memory_bytes(device: torch.device) -> int:
 
 
 def reset_max_memory(device: torch.device) -> None:
-    """Start the high-water mark anew; on the CPU the kernel keeps one for the process's life."""
+    """Reset the peak of the memory in use; on the CPU the kernel keeps one for the process's life."""
     if not profile_of(device).host:
         torch.accelerator.reset_peak_memory_stats(device)

@@ -34,11 +34,11 @@ class FileLock:
         _held.add(self)
 
     def held(self) -> bool:
-        """Whether the path still leads to the locked file."""
+        """Return whether the path still leads to the locked file."""
         return self._descriptor is not None and _leads_to(self._path, self._descriptor)
 
     def release(self) -> None:
-        """Unlock. The file stays: to delete it would let two others lock two files of one name."""
+        """Release the lock. The file stays: to delete it would let two others lock two files of one name."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Which mounted file system a path lies on, and whether its locks bind all machines that mount it.
+"""Which mounted file system holds a path, and whether its locks bind all machines that mount it.
 
 From ``/proc/self/mountinfo`` (proc_pid_mountinfo(5)); where there is none, nothing is known.
 """
@@ -41,7 +41,7 @@ class Mount:
 
 
 def mount_of(path: Path) -> Mount | None:
-    """The mount that ``path``, which need not exist, lies on; None where the system does not tell."""
+    """Return the mount that holds ``path``, which need not exist; None where the system does not report it."""
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

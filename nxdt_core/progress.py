@@ -1,7 +1,7 @@
 """What this process has got done so far, as evidence that it is not hung. Torch-free.
 
 Long work reports each piece that it finishes: a training step, a batch of a validation, a block of a file. In a run of
-many ranks the supervisor hears of it (:mod:`nxdt_core.launch.heartbeat`); elsewhere nobody does, and the
+many ranks the supervisor hears of it (:mod:`nxdt_core.launch.heartbeat`); elsewhere no process does, and the
 reports cost an addition.
 """
 

@@ -1,7 +1,8 @@
 """Opening files in directories that others can write to, or that came from somewhere else.
 
-A name in such a directory may be a symbolic link to a file of this user, a named pipe that blocks whoever opens it, or
-a device. Everything that nxdt opens there is a regular file, and a link is followed only where the caller says so.
+A name in such a directory may be a symbolic link to a file of this user, a named pipe that blocks the process that
+opens it, or a device. Everything that nxdt opens there is a regular file, and a link is followed only where the caller
+says so.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class NotRegularFile(OSError):
 
 
 def kind_of(mode: int) -> str:
-    """What a mode of ``os.stat`` is of, with its article: ``a symbolic link``; empty for a regular file."""
+    """Return what a mode of ``os.stat`` is of, with its article: ``a symbolic link``; empty for a regular file."""
     return _KINDS.get(stat.S_IFMT(mode), "" if stat.S_ISREG(mode) else "a special file")
 
 
@@ -81,7 +82,7 @@ def require_regular(path: Path, *, follow: bool = False) -> os.stat_result:
 
 
 def private_directory(path: Path) -> Path:
-    """Return ``path`` as a directory of this user that nobody else can enter; it is made where it is missing.
+    """Return ``path`` as a directory of this user that no other user can enter; it is made where it is missing.
 
     Raises:
         NotRegularFile: it is not a directory, or it belongs to another user or is open to others.

@@ -53,7 +53,7 @@ def yaml_page() -> str:
 
 @page("reference/schema.md")
 def schema_page() -> str:
-    """What has become of every key of NxD Training."""
+    """Return the page that lists the treatment of every key of NxD Training."""
     from nxdt_plugin_migrate.config.table import schema_page
 
     from nxdt_core.kernel import Kernel
@@ -77,7 +77,7 @@ def hooks_page() -> str:
         lines += [f"## {phase.__name__.rpartition('.')[2].capitalize()}", "", _phase_text(phase), ""]
         for name in (name for name in vars(phase) if name in phase.__all__):
             lines += _hook(name, getattr(phase, name))
-    lines += ["## What hooks are told", "", *_contexts()]
+    lines += ["## Arguments of hooks", "", *_contexts()]
     return "\n".join(lines)
 
 
@@ -98,8 +98,9 @@ def errors_page() -> str:
     lines = [
         "# Error codes",
         "",
-        "A mistake that you can mend is told in two sentences with a code, without a traceback; the exit status is 2.",
-        "Words in braces are filled in with what was found; where nothing stands here, the message itself says it.",
+        "An error that you can fix is reported in two sentences with a code, without a traceback.",
+        "The exit status is 2.",
+        "Words in braces are filled in with what was found; where this column is empty, the message itself says it.",
         "",
         "| code | meaning | what to do |",
         "|---|---|---|",
@@ -137,7 +138,7 @@ def _hook(name: str, specification: Callable[..., Any]) -> Iterator[str]:
 
 
 def _contexts() -> Iterator[str]:
-    """A table of fields for each context class, from the class body: docstrings stand below the fields."""
+    """A table of fields for each context class, from the class body: docstrings are below the fields."""
     from nxdt_core.kernel import contexts
 
     for name in contexts.__all__:

@@ -44,7 +44,7 @@ class Bench:
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """Record what the block raises as the row of ``what`` and go on after it."""
+        """Record what the block raises as the row of ``what`` and continue after it."""
         try:
             yield
         except Exception as error:

@@ -100,7 +100,7 @@ def _copies(bench: Bench, repeats: int) -> float:
 
 
 def _rounding(bench: Bench, repeats: int, copy: float) -> None:
-    """Of one bucket of the bf16SR optimizer: 4 bytes are read and 2 written for an element."""
+    """Measure one bucket of the bf16SR optimizer: 4 bytes are read and 2 written per element."""
     elements = 2**12 if bench.small else 2**25
     values = torch.randn(elements, device=bench.device)
     target = torch.empty(elements, device=bench.device, dtype=torch.bfloat16)
@@ -141,7 +141,7 @@ def _all_gather(bench: Bench) -> None:
 
 
 def _gather(rank: int, world: int, store: str, size: int, device_type: str, result: str) -> None:
-    """In each process: gather ``size`` bytes; the first writes the seconds of one collective."""
+    """Gather ``size`` bytes in each process; the first writes the seconds of one collective."""
     device = torch.device(device_type) if device_type == HOST.type else torch.device(device_type, rank)
     profile = profile_of(device)
     if not profile.host:

@@ -1,6 +1,6 @@
 """The kernel's own components, registered through the same hooks as any plugin's. No torch here.
 
-Each target lies in a module of its own beside this file and is imported when a run asks for it.
+Each target is in its own module of this package and is imported when a run asks for it.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def nxdt_parallel_engines() -> list[EngineComponent]:
 
 @hookimpl
 def nxdt_callbacks() -> list[CallbackComponent]:
-    """What a run may do beside training."""
+    """Declare the callbacks."""
     return [
         CallbackComponent(
             name="generations",
@@ -174,7 +174,7 @@ def nxdt_callbacks() -> list[CallbackComponent]:
 
 @hookimpl
 def nxdt_loggers() -> list[LoggerComponent]:
-    """Lightning's. (``metrics.jsonl`` is always written and is no component.)"""
+    """Declare Lightning's loggers. (``metrics.jsonl`` is always written and is not a component.)"""
     return [
         LoggerComponent(
             name="tensorboard",

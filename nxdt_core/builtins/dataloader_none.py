@@ -8,7 +8,8 @@ __all__ = ["NoData"]
 
 
 class NoData:
-    """A :class:`~nxdt_core.protocols.dataloader.Dataloader` without splits; training on it is refused in words."""
+    """A :class:`~nxdt_core.protocols.dataloader.Dataloader` without splits; training on it raises an error that
+    explains this."""
 
     def __init__(self, config: object, context: DataContext) -> None:
         """There is nothing to configure; both are what the kind's call passes."""

@@ -18,7 +18,7 @@ class CausalLM:
         del config  # the objective has no options
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Number of loss tokens, or the sum of ``loss_weights`` over them."""
+        """Return the number of loss tokens, or the sum of ``loss_weights`` over them."""
         return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:

@@ -30,7 +30,7 @@ def on_all_ranks(ranks: RankAgreement | None, work: Callable[[], T], *, where: s
     """Call ``work`` on every rank; on every rank return what all of them returned, by rank.
 
     A rank on which it raised raises that. The others raise the same where it is an error for users, else
-    :class:`CheckpointRankFailed`: the traceback of a bug is told by the rank that has it.
+    :class:`CheckpointRankFailed`: the traceback of a bug is printed by the rank that has it.
 
     Args:
         ranks: all of them call this; None for a process that is alone.
@@ -57,6 +57,6 @@ def on_all_ranks(ranks: RankAgreement | None, work: Callable[[], T], *, where: s
 
 
 def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:
-    """What ``work`` returns on rank 0, where alone it is called; what it raises is raised on all, as by
+    """Return what ``work`` returns on rank 0, where alone it is called; what it raises is raised on all, as by
     :func:`on_all_ranks`."""
     return cast(T, on_all_ranks(ranks, lambda: work() if rank_of(ranks) == 0 else None, where=where)[0])

@@ -55,7 +55,7 @@ def copy_checkpoint(
 ) -> CopyReport:
     """Copy the committed checkpoint of ``step`` with its signature, and commit it under the same step and attempt.
 
-    What fails leaves the destination with an unfinished step, which the next call goes on with.
+    A failure leaves the destination with an unfinished step, which the next call completes.
 
     Args:
         source: where from; nothing there is changed.
@@ -116,7 +116,7 @@ def _read_source(source: CheckpointStorage, step: int) -> tuple[bytes, Manifest]
 
 
 def _signature_there(destination: CheckpointStorage, manifest: Manifest) -> Signature | None:
-    """That of the destination; None where there is none, or a damaged one, which may be replaced."""
+    """Return the destination's signature; None where there is none, or a damaged one, which may be replaced."""
     try:
         return read_signature(destination, manifest)
     except CheckpointDamaged:
@@ -207,4 +207,4 @@ class _Copy:
 
 
 class _Stopped(Exception):
-    """Ends the copy of a file after another one failed, so that the store drops what was written; nobody sees it."""
+    """Ends the copy of a file after another one failed, so that the store drops what was written; no reader sees it."""

@@ -17,7 +17,7 @@ _IN_THE_WAY = frozenset({errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
 
 
 def explained(error: OSError, where: str) -> StorageError:
-    """The error for a user that ``error`` means, met at the path, key or URI ``where``."""
+    """Return the error for a user that ``error`` means, met at the path, key or URI ``where``."""
     reason = error.strerror or str(error) or type(error).__name__
     if isinstance(error, NotRegularFile):
         return CheckpointIsNoFile(where=where, reason=reason)

@@ -30,7 +30,7 @@ def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
 
 
 def list_pieces(section: str, tensors: Mapping[str, torch.Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, Held]]:
-    """The pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner."""
+    """Return the pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner."""
     pieces = {name: storable_piece(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
     seen: dict[object, str] = {}
     held: dict[str, Held] = {}
@@ -45,7 +45,7 @@ def list_pieces(section: str, tensors: Mapping[str, torch.Tensor | Piece]) -> tu
 
 
 def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | Piece:
-    """A tensor of ``shape`` without values: laid out as ``tensor`` where that has the same shape, else whole."""
+    """Return a tensor of ``shape`` without values: laid out as ``tensor`` where that has the same shape, else whole."""
     if isinstance(tensor, Piece):
         if tensor.shape != shape:
             return torch.empty(shape, dtype=dtype, device=tensor.tensor.device)

@@ -17,7 +17,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> CheckpointStorage:
-    """The store that ``uri`` names.
+    """Return the store that ``uri`` names.
 
     Args:
         uri: a plain path, ``file:///absolute/path``, or ``scheme://…`` of an installed plugin.
@@ -37,13 +37,13 @@ def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> 
 
 
 def scheme_of(uri: str) -> str:
-    """The scheme of an address in lower case; a plain path has ``file``."""
+    """Return the scheme of an address in lower case; a plain path has ``file``."""
     match = _SCHEME.match(uri)
     return match[1].lower() if match else "file"
 
 
 def locate(uri: str, kernel: Kernel | None = None, config: Any = None) -> tuple[CheckpointStorage, int | None]:
-    """The store and step that an address of a person means: its root, or one of its step directories.
+    """Return the store and step that an address of a person means: its root, or one of its step directories.
 
     ``runs/a/checkpoints`` gives None as the step, ``runs/a/checkpoints/step-00000100`` gives 100.
     """

@@ -16,7 +16,7 @@ R = TypeVar("R")
 def in_threads(
     work: Callable[[T], R], items: Sequence[T], *, threads: int, stop: threading.Event | None = None
 ) -> list[R]:
-    """What ``work`` returns for each of ``items``, in their order; ``threads`` of them are worked on at a time.
+    """Return what ``work`` returns for each of ``items``, in their order; ``threads`` of them are worked on at a time.
 
     Args:
         work: called in one of the threads.

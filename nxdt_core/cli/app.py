@@ -56,7 +56,7 @@ class Root(LazyGroup):
 
     @property
     def place(self) -> str:
-        """Nothing stands between ``nxdt`` and these."""
+        """Return the empty path: these are commands of ``nxdt`` itself."""
         return ""
 
 

@@ -43,8 +43,8 @@ def contributed_commands(group: str, *, reserved: Container[str]) -> dict[str, L
         reserved: names of the core's commands in it. A group of the core shows what plugins put into it itself.
 
     Returns:
-        Commands by verb. A name that is reserved, or that several plugins offer, stands as ``plugin:name``:
-        nobody overrides anybody silently.
+        Commands by verb. A name that is reserved, or that several plugins offer, is listed as ``plugin:name``:
+        no plugin overrides another one silently.
     """
     offers = _offers()
     groups = {} if group else {name: _named(offers[name], ()) for name in offers if name and name not in reserved}
@@ -56,7 +56,7 @@ def contributed_commands(group: str, *, reserved: Container[str]) -> dict[str, L
 
 @cache
 def _offers() -> Mapping[str, Sequence[Offer]]:
-    """By group; the kernel is started once, however often a command line is looked up in listings."""
+    """Return the offers by group; the kernel is started once, however often a command line is looked up in listings."""
     offers: dict[str, list[Offer]] = {}
     for result in Kernel.start().hooks.nxdt_cli():
         for record in result.value:

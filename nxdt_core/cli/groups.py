@@ -24,15 +24,15 @@ class SuggestingGroup(click.Group):
         self.examples = tuple(examples)
 
     def summaries(self) -> dict[str, str]:
-        """The group's own commands in the order of the help text, each with its line there."""
+        """Return the group's own commands in the order of the help text, each with its line there."""
         return {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
 
     def own_command(self, name: str) -> click.Command | None:
-        """One of these; None where there is none of that name."""
+        """Return one of these; None where there is none of that name."""
         return self.commands.get(name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The group's own names, then those of plugins."""
+        """Return the group's own names, then those of plugins."""
         return [*self.summaries(), *self._contributed()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -96,7 +96,7 @@ class LazyGroup(SuggestingGroup):
         self.lazy = lazy
 
     def summaries(self) -> dict[str, str]:
-        """Names in the order of declaration: the order in which a newcomer needs them."""
+        """Return the names in the order of declaration: the order in which a newcomer needs them."""
         return {name: entry.summary for name, entry in self.lazy.items()}
 
     def own_command(self, name: str) -> click.Command | None:

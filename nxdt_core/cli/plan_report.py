@@ -136,7 +136,7 @@ def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:
 
 
 def _billions(number: int) -> str:
-    """As people say the sizes of models: ``70.6B``."""
+    """Return a count in the notation of model sizes: ``70.6B``."""
     return _count(number).replace(" ", "").replace("G", "B")
 
 

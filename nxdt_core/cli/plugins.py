@@ -28,7 +28,7 @@ _LOCK = "nxdt-plugins.lock"
     examples=("nxdt plugins list", "nxdt plugins show llama", "nxdt plugins lock"),
 )
 def plugins() -> None:
-    """Plugins are installed with pip and found by themselves; these commands say what was found."""
+    """List and check plugins, which are installed with pip and found automatically."""
 
 
 @plugins.command("list", examples=("nxdt plugins list", "nxdt plugins list --json"))

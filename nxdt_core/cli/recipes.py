@@ -20,7 +20,7 @@ __all__ = ["recipes"]
     examples=("nxdt recipes list", "nxdt recipes show llama-tiny > my_run.yaml"),
 )
 def recipes() -> None:
-    """Ready-made runs that plugins ship. Run one as it is, or print it and make it your own."""
+    """List and print recipes: complete configurations that plugins ship, to run or to start from."""
 
 
 @recipes.command("list", examples=("nxdt recipes list", "nxdt recipes list --json"))

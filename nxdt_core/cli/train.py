@@ -35,13 +35,13 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     CONFIG is a YAML file or recipe:NAME. KEY=VALUE replaces or adds one value of it, with the key written
     as a dotted path. Everything is checked before anything is built.
 
-    The same command goes on from the newest checkpoint where exp_manager.resume_if_exists is true. Ctrl-C
+    The same command resumes from the newest checkpoint where exp_manager.resume_if_exists is true. Ctrl-C
     and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once. A reader of its
     output that goes away does not stop it.
 
     With trainer.devices above 1 it starts one process a device. With trainer.num_nodes above 1 run it on each
-    node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, Slurm's srun, or whatever sets RANK,
-    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, it joins the processes that are started.
+    node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, Slurm's srun, or another launcher that sets
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, it joins the processes that are started.
     """
     from nxdt_core.distributed.environment import place_from_environment
 

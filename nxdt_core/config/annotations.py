@@ -1,4 +1,4 @@
-"""What an annotation of a configuration dataclass can say beside its type: bounds, aliases, effects.
+"""What an annotation of a configuration dataclass can say in addition to its type: bounds, aliases, effects.
 
 They are written with :data:`typing.Annotated`, so that type checkers see the bare type. Components' own
 dataclasses may use them too::
@@ -35,11 +35,11 @@ class Range:
     high: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` lies within the bounds."""
+        """Return whether ``value`` is within the bounds."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def describe(self) -> str:
-        """The bounds in words, to follow "an integer" or "a number"."""
+        """Return a description of the bounds, to follow "an integer" or "a number"."""
         if self.low is not None and self.high is not None:
             return f"from {self.low:g} to {self.high:g}"
         if self.low is not None:

@@ -83,7 +83,7 @@ def load(
 def check(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, kernel: Kernel | None = None
 ) -> tuple[ConfigProblem, ...]:
-    """The problems that :func:`load` would raise; none where the configuration is good."""
+    """Return the problems that :func:`load` would raise; none where the configuration is good."""
     try:
         load(source, overrides, kernel=kernel)
     except ConfigError as error:

@@ -46,25 +46,25 @@ class ResolvedConfig:
     run_dir: Path
     checkpoint_uri: str
     overrides: tuple[str, ...] = field(compare=False)
-    """What the user gave beside the source, as written."""
+    """What the user gave in addition to the source, as written."""
     notes: tuple[str, ...] = field(compare=False)
     """Lines to print: settings that are accepted and have no effect."""
     tree: Node = field(compare=False, repr=False)
     """All values with their origins."""
 
     def selected(self, slot: str) -> Selected:
-        """The component of a slot that is never empty."""
+        """Return the component of a slot that is never empty."""
         found = self.components[slot]
         if found is None:
             raise KeyError(slot)
         return found
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """Key path and plain value of every leaf, in the order of the schema."""
+        """Yield the key path and plain value of every leaf, in the order of the schema."""
         return self.tree.leaves()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able tree that :func:`nxdt_core.config.load` reads back to an equal configuration.
+        """Return the plain JSON-able tree that :func:`nxdt_core.config.load` reads back to an equal configuration.
 
         It can be written: what comes from the environment is the reference to it (``${oc.env:NAME}``), and secrets
         are masked. A configuration with a masked secret does not load.
@@ -73,6 +73,6 @@ class ResolvedConfig:
         return shown
 
     def to_values(self) -> dict[str, Any]:
-        """The same tree with every value resolved, secrets included; it is never written or printed."""
+        """Return the same tree with every value resolved, secrets included; it is never written or printed."""
         plain: dict[str, Any] = to_plain(self.tree)
         return plain

@@ -11,8 +11,8 @@ __all__ = ["drawn_bins", "first_fit_decreasing", "first_fit_in_rows"]
 
 
 def drawn_bins(lengths: NDArray[np.int64], capacity: int, *, seed: int) -> list[NDArray[np.int64]]:
-    """Bins of items by first-fit decreasing, where ``seed`` draws which of several equally long ones shares a bin with
-    which others: neighbours in a file are often alike.
+    """Return the bins of items by first-fit decreasing, where ``seed`` draws which of several equally long ones shares
+    a bin with which others: neighbours in a file are often similar.
 
     The bins are in the order of their first items, and so are the items of a bin: without shuffling a run reads them
     in about the order of the files, and not the fullest or longest first.
@@ -31,7 +31,7 @@ def drawn_bins(lengths: NDArray[np.int64], capacity: int, *, seed: int) -> list[
 
 
 def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[NDArray[np.int64]]:
-    """Bins of items, each the indices of its items, longest first; items of one length keep their order.
+    """Return the bins of items, each the indices of its items, longest first; items of one length keep their order.
 
     First-fit decreasing: each item, the longest first, goes into the first bin that has room for it. It takes at most
     11/9 of the fewest possible bins and 6/9 of one more (Dósa 2007). Items of one length are placed together, so
@@ -65,7 +65,7 @@ def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[NDAr
 
 
 def first_fit_in_rows(lengths: NDArray[np.int64], capacity: int) -> list[NDArray[np.int64]]:
-    """The same with bins of several rows, in each of which an item takes a length of its own.
+    """Return the same with bins of several rows, in each of which an item takes a length of its own.
 
     The greatest item in all rows together goes first. Against bins for the longest of an item's lengths: 95 % of
     places filled instead of 83 % by the pairs of answers to one prompt. It takes a pass over the bins for each item.
@@ -93,7 +93,7 @@ def first_fit_in_rows(lengths: NDArray[np.int64], capacity: int) -> list[NDArray
 
 def _check(lengths: NDArray[np.int64], capacity: int) -> None:
     if lengths.size and not 0 < lengths.min() <= lengths.max() <= capacity:
-        raise ValueError(f"lengths must lie between 1 and {capacity}, not {lengths.min()} and {lengths.max()}")
+        raise ValueError(f"lengths must be between 1 and {capacity}, not {lengths.min()} and {lengths.max()}")
 
 
 def _grouped(items: NDArray[np.int64], bin_of: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:

@@ -40,7 +40,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def blank_like(sample: Sample) -> Sample:
-    """A sample of the same shape that takes no part in the loss; fills up the last batch of a pass."""
+    """Return a sample of the same shape that takes no part in the loss; fills up the last batch of a pass."""
     return replace(
         sample,
         labels=np.full_like(sample.labels, IGNORE_INDEX),
@@ -49,7 +49,7 @@ def blank_like(sample: Sample) -> Sample:
 
 
 def count_loss_tokens(batches: Iterable[Batch]) -> int:
-    """Number of positions of these micro-batches whose label counts, whatever their weight."""
+    """Return the number of positions of these micro-batches whose label counts, with any weight."""
     return sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
 
 

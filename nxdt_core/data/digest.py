@@ -17,7 +17,7 @@ _BLOCKS = 64
 
 
 def digest(*parts: object) -> str:
-    """Hexadecimal digest of ``parts``: bytes and arrays by content, everything else by its ``repr``.
+    """Return the hexadecimal digest of ``parts``: bytes and arrays by content, everything else by its ``repr``.
 
     Each part is preceded by its length, so that moving a border between two of them changes the result.
     """
@@ -33,10 +33,10 @@ def digest(*parts: object) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Hexadecimal digest of a file: its size and its content.
+    """Return the hexadecimal digest of a file: its size and its content.
 
     Above 64 MiB the content is 64 blocks of 64 KiB, spread evenly from the first to the last: a corpus that was made
-    anew shows at once, on any machine and in milliseconds, and a few changed bytes of a terabyte may not.
+    again shows at once, on any machine and in milliseconds, and a few changed bytes of a terabyte may not.
 
     Raises:
         OSError: it cannot be read.

@@ -12,7 +12,7 @@ __all__ = ["first_batches", "limit_sets"]
 
 
 def first_batches(dataset: MapDataset, limit: int | float, batch_size: int) -> Head:
-    """The first batches of a dataset: a count, or a share of them, rounded up."""
+    """Return the first batches of a dataset: a count, or a share of them, rounded up."""
     batches = limit if isinstance(limit, int) else math.ceil(limit * math.ceil(len(dataset) / batch_size))
     return Head(dataset, batches * batch_size)
 
@@ -20,7 +20,7 @@ def first_batches(dataset: MapDataset, limit: int | float, batch_size: int) -> H
 def limit_sets(
     sets: Mapping[str, MapDataset | IterableDataset], batches: int, batch_size: int
 ) -> dict[str, MapDataset | IterableDataset]:
-    """The first samples of each set, so many batches of all: in proportion to their sizes, of each at least one.
+    """Return the first samples of each set, so many batches of all: in proportion to their sizes, of each at least one.
 
     So a mean over all of them weighs each set as it would without a limit. A stream does not know its size: where one
     is among them, all are left as they are.

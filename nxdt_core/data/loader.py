@@ -22,7 +22,7 @@ class GlobalBatchLoader:
     """Iterates global batches: each item is the list of this rank's micro-batches of one step.
 
     The samples of step k are those at the places ``k * global_batch_size`` … of the global order. That order knows
-    nothing of ranks, micro-batches or workers, so a run may stop at any step and go on with other ones of these.
+    nothing of ranks, micro-batches or workers, so a run may stop at any step and resume with other ones.
     Epochs follow each other without a gap: a batch may hold the end of one and the beginning of the next.
 
     Args:
@@ -92,7 +92,7 @@ class GlobalBatchLoader:
         self._running: weakref.ref[Generator[list[Batch], None, None]] | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Go on after the last step that was yielded; an iteration that still runs ends.
+        """Continue after the last step that was yielded; an iteration that still runs ends.
 
         (Two at once would both move an iterable dataset, whose position is its own.)
         """
@@ -112,7 +112,7 @@ class GlobalBatchLoader:
             yield step.batches
 
     def close(self) -> None:
-        """End the running iteration and its threads. An iteration that nobody holds any longer ends by itself."""
+        """End the running iteration and its threads. An iteration without references ends by itself."""
         running = self._running() if self._running is not None else None
         if running is not None:
             running.close()

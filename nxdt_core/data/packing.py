@@ -31,7 +31,7 @@ class Packing:
     """Where given, positions whose *input* is this end-of-document token have no label."""
 
     def sample(self, inputs: NDArray[np.int64], labels: NDArray[np.int64], starts: NDArray[np.int64] | None) -> Sample:
-        """A sample of tokens and what follows each.
+        """Return a sample of tokens and what follows each.
 
         Args:
             inputs: [seq]

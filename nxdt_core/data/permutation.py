@@ -53,7 +53,7 @@ class Permutation:
         return self._length
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Items that stand at ``positions`` (any shape, each within the length)."""
+        """Return the items at ``positions`` (any shape, each within the length)."""
         if self._stored is not None:
             return self._stored[positions]
         items = self._encrypt(positions.astype(np.uint64))

@@ -28,7 +28,7 @@ class Part:
     texts: tuple[str, ...]
     """Of each token by itself; a character that several tokens share shows in none of them."""
     text: str
-    """Of all; empty where there is no tokenizer."""
+    """Text of all tokens; empty where there is no tokenizer."""
     trained: bool
 
 
@@ -74,7 +74,8 @@ class Preview:
 def preview(
     dataset: MapDataset | IterableDataset, tokenizer: Tokenizer | None, *, count: int, seed: int, shuffle: bool
 ) -> Preview:
-    """The first ``count`` samples of a run in the order in which it takes them, and counts of all or of the first ones.
+    """Return the first ``count`` samples of a run in the order in which it takes them, and counts of all or of the
+    first ones.
 
     Args:
         dataset: a split.

@@ -68,6 +68,6 @@ class Referenced:
 
 
 def weighted_labels(sample: Sample) -> NDArray[np.bool_]:
-    """Which labels of a sample count in the loss."""
+    """Return which labels of a sample count in the loss."""
     labelled: NDArray[np.bool_] = sample.labels != IGNORE_INDEX
     return labelled if sample.loss_weights is None else np.logical_and(labelled, sample.loss_weights > 0)

@@ -1,7 +1,7 @@
-"""Which sample stands at which place of the run: a pure function of (length, seed, position).
+"""The order of the samples of a run: a pure function of (length, seed, position).
 
 Position p counts samples from the start of the run over all ranks and epochs. It does not depend on ranks,
-micro-batches or workers, which is why a run may go on under another layout.
+micro-batches or workers, which is why a run may be resumed in another layout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GlobalOrder:
         self._window = np.empty(0, dtype=np.int64)
 
     def indices(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Indices of the samples at the positions ``start`` … ``stop - 1``."""
+        """Return the indices of the samples at the positions ``start`` … ``stop - 1``."""
         offset = start - self._window_start
         if not 0 <= offset <= offset + (stop - start) <= len(self._window):
             self._window_start, offset = start, 0

@@ -1,6 +1,6 @@
 """Datasets as a series of steps: the jobs that build one rank's part of each global batch.
 
-The global batch of a step is the same whatever the layout; rank r of n takes its r-th of n equal slices. Where a
+The global batch of a step is the same in every layout; rank r of n takes its r-th of n equal slices. Where a
 single pass ends within a global batch, every rank yields as many micro-batches as the fullest, and rows without a
 sample are blank (see :func:`nxdt_core.data.collate.blank_like`), so that collectives of all ranks still meet.
 """
@@ -60,10 +60,10 @@ class Slicing:
         return range(self.dp_rank * per_rank, (self.dp_rank + 1) * per_rank)
 
     def cut(self, samples: Sequence[Sample], template: Sample, found: int) -> list[Batch]:
-        """Micro-batches of this rank's ``samples``, filled up with blanks made of ``template``.
+        """Return the micro-batches of this rank's ``samples``, filled up with blanks made of ``template``.
 
         Args:
-            samples: those of the ``found`` samples of the global batch that stand at :attr:`mine`.
+            samples: those of the ``found`` samples of the global batch at the positions :attr:`mine`.
             template: any sample of the global batch.
             found: samples in the global batch; fewer than its size only at the end of a single pass.
         """
@@ -74,7 +74,7 @@ class Slicing:
         return [collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def keeps(self, found: int) -> bool:
-        """Whether a global batch with ``found`` samples is used."""
+        """Return whether a global batch with ``found`` samples is used."""
         return found == self.global_batch_size or (found > 0 and not self.drop_last)
 
 
@@ -87,7 +87,7 @@ class MapSource:
         self._slicing = slicing
 
     def jobs(self, position: Position) -> Iterator[Job]:
-        """Jobs of the steps after ``position``; endless, unless the data is passed once."""
+        """Yield the jobs of the steps after ``position``; endless, unless the data is passed once."""
         size = self._slicing.global_batch_size
         start = position.samples
         while True:

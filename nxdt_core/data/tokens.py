@@ -57,7 +57,7 @@ class TokenStream:
         return len(self.tokens)
 
     def split(self, at: int) -> tuple[TokenStream, TokenStream]:
-        """The tokens before and from ``at``; a document that is cut becomes two."""
+        """Return the tokens before and from ``at``; a document that is cut becomes two."""
         first = TokenStream(tokens=self.tokens[:at], starts=self.starts[self.starts < at])
         inner = self.starts[self.starts > at] - at
         head = np.zeros(1 if at < len(self) else 0, dtype=np.int64)
@@ -65,7 +65,7 @@ class TokenStream:
 
 
 def compact_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest unsigned type for the ids below ``vocab_size``."""
+    """Return the smallest unsigned type for the ids below ``vocab_size``."""
     return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
@@ -91,7 +91,7 @@ def tokenize(
 
 
 def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.unsignedinteger]]:
-    """The ids of each document, of :func:`compact_dtype`, an empty array where it has none."""
+    """Yield the ids of each document, of :func:`compact_dtype`, an empty array where it has none."""
     dtype = compact_dtype(tokenizer.vocab_size)
     if isinstance(tokenizer, ArrayTokenizer):
         yield from map(tokenizer.encode_to_array, documents)
@@ -103,13 +103,14 @@ def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator
 
 
 def text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a text to go on from, behind what the tokenizer's files put before one, unless it begins so already."""
+    """Return the ids of a prompt, after the tokens that the tokenizer's files put first, unless it begins with them
+    already."""
     ids = tokenizer.encode(text)
     leading = list(tokenizer.leading_ids()) if isinstance(tokenizer, LeadingTokenizer) else []
     return ids if ids[: len(leading)] == leading else [*leading, *ids]
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
-    """What sequences are filled up with. The loss is never on padding, nor does a token see it: any id does where the
-    tokenizer has none."""
+    """Return what sequences are filled up with. The loss is never on padding, nor does a token see it: any id does
+    where the tokenizer has none."""
     return next((id_ for id_ in (tokenizer.pad_id, tokenizer.eos_id) if id_ is not None), 0)

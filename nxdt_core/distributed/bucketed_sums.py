@@ -20,7 +20,7 @@ def sum_over(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors that have elements, grouped by dtype."""
+    """Return the tensors that have elements, grouped by dtype."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

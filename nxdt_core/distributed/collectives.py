@@ -32,7 +32,7 @@ def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torc
 
 
 def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The sum of all ranks' ``tensor``; each rank's gradient is that of the sum, which is equal on all ranks."""
+    """Return the sum of all ranks' ``tensor``; each rank's gradient is that of the sum, which is equal on all ranks."""
     if group is None:
         return tensor
     reduced: torch.Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -40,7 +40,8 @@ def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All ranks' ``tensor`` concatenated along ``dim``; gradients are summed over the ranks and scattered back."""
+    """Return all ranks' ``tensor`` concatenated along ``dim``; gradients are summed over the ranks and scattered
+    back."""
     if group is None:
         return tensor
     gathered: torch.Tensor = _Gather.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]

@@ -70,7 +70,7 @@ def place_from_environment(environment: Mapping[str, str] | None = None) -> Plac
 
 
 def read_variable(variables: Mapping[str, str], name: str, *, least: int = 0) -> int:
-    """An integer of at least ``least``.
+    """Return an integer of at least ``least``.
 
     Raises:
         BadLaunchVariable: it is none.
@@ -136,13 +136,14 @@ def _slurm(variables: Mapping[str, str], host: str) -> Place:
 
 
 def first_host(hosts: str) -> str:
-    """First host of Slurm's notation: ``node[08-11,14],login`` gives ``node08``."""
+    """Return the first host of Slurm's notation: ``node[08-11,14],login`` gives ``node08``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first.group() if first else hosts).strip()
 
 
 def _slurm_port(job: str, step: str) -> int:
-    """A port that all tasks of a step derive alike and that differs between jobs, which may share a host."""
+    """Return a port that all tasks of a step derive identically and that differs between jobs, which may share a
+    host."""
     digits = int(job) * 31 + int(step) if job.isdecimal() and step.isdecimal() else sum(map(ord, job))
     return _SLURM_PORTS[digits % len(_SLURM_PORTS)]
 

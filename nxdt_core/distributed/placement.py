@@ -49,7 +49,7 @@ def piece_of(tensor: torch.Tensor | Piece, name: str = "a tensor") -> Piece:
 
 
 def sharded_over(tensor: torch.Tensor) -> frozenset[str]:
-    """Names of the mesh dimensions along which ``tensor`` is cut."""
+    """Return the names of the mesh dimensions along which ``tensor`` is cut."""
     if not isinstance(tensor, DTensor):
         return frozenset()
     names = tensor.device_mesh.mesh_dim_names or ()

@@ -1,6 +1,6 @@
 """This process among all: joining and leaving the process group, and agreement between hosts.
 
-What lies in tensors on devices is communicated by the parts of ``parallel`` over the groups of the mesh; here is what
+Tensors on devices are communicated by the parts of ``parallel`` over the groups of the mesh; here is what
 surrounds the steps: flags, names, decisions. All of it goes over a group of its own on the hosts, so that it waits for
 no device and never mixes with the collectives of training.
 """
@@ -38,7 +38,7 @@ would blame the ranks that wait."""
 
 
 class Ranks:
-    """The processes of a run. Alone, there is no process group, and everything gives back what it is given.
+    """The processes of a run. Alone, there is no process group, and every operation returns its argument.
 
     Example::
 
@@ -74,7 +74,7 @@ class Ranks:
     def start(self, device: torch.device, *, timeout_s: float = _COLLECTIVE_TIMEOUT_S) -> None:
         """Join the default process group with the backend of the device's profile; a second call does nothing.
 
-        Collective. A default group that exists is used, and left to whoever made it.
+        Collective. A default group that exists is used, and left to its creator.
 
         Args:
             device: of this rank; an accelerator is made the current one.
@@ -83,7 +83,7 @@ class Ranks:
         Raises:
             NotEnoughDevices: there is no such device.
             PortTaken: rank 0 cannot serve the ranks' meeting point.
-            CannotReachRankZero: nobody serves it.
+            CannotReachRankZero: no process serves it.
         """
         if self.world_size == 1 or self._group is not None:
             return
@@ -113,7 +113,8 @@ class Ranks:
         self._group, self._owns_default = dist.group.WORLD, True
 
     def sibling(self, *, timeout_s: float) -> Ranks:
-        """The same processes over a group of its own, for a thread that agrees beside this one. Collective.
+        """Return the same processes over a group of its own, for a thread that communicates in parallel with this one.
+        Collective.
 
         It ends with this one.
 
@@ -145,7 +146,8 @@ class Ranks:
             dist.barrier(group=self._group)
 
     def broadcast_object(self, value: _T, source: int = 0) -> _T:
-        """The value of rank ``source`` on every rank; it travels pickled, between processes that trust each other."""
+        """Return the value of rank ``source`` on every rank; it travels pickled, between processes that trust each
+        other."""
         if self._group is None:
             return value
         box = [value]
@@ -153,7 +155,7 @@ class Ranks:
         return box[0]
 
     def all_gather_object(self, value: _T) -> list[_T]:
-        """The values of all ranks in their order, on every rank."""
+        """Return the values of all ranks in their order, on every rank."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.world_size
@@ -161,7 +163,8 @@ class Ranks:
         return found
 
     def on_rank_zero(self, function: Callable[[], _T]) -> _T:
-        """What ``function`` returns on rank 0, where alone it is called; its ``NxdtError`` is raised on every rank."""
+        """Return what ``function`` returns on rank 0, where alone it is called; its ``NxdtError`` is raised on every
+        rank."""
         outcome: tuple[_T | None, NxdtError | None] = (None, None)
         if self.rank == 0:
             try:
@@ -174,11 +177,11 @@ class Ranks:
         return cast(_T, value)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank."""
+        """Return whether ``flag`` is true on any rank."""
         return self.largest(int(flag)) > 0
 
     def largest(self, value: int) -> int:
-        """The largest ``value`` of all ranks."""
+        """Return the largest ``value`` of all ranks."""
         if self._group is None:
             return value
         box = torch.tensor([value], dtype=torch.int64)
@@ -200,7 +203,7 @@ class Ranks:
         return answer
 
     def last_answer(self, *, topic: str = "") -> int:
-        """The answer that :meth:`largest_before` still owes, 0 where it owes none; waits for it."""
+        """Return the answer that :meth:`largest_before` still owes, 0 where it owes none; waits for it."""
         if topic not in self._asked:
             return 0
         box, work = self._asked.pop(topic)

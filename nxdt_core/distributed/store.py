@@ -23,7 +23,7 @@ _TIMEOUT_VARIABLE = "NXDT_JOIN_TIMEOUT_S"
 
 
 def join_timeout_s() -> float:
-    """Seconds that ranks wait for each other at the start: ``NXDT_JOIN_TIMEOUT_S``, else five minutes.
+    """Return the seconds that ranks wait for each other at the start: ``NXDT_JOIN_TIMEOUT_S``, else five minutes.
 
     Raises:
         BadLaunchVariable: the variable holds no positive number.
@@ -45,7 +45,7 @@ def connect_store(place: Place, *, who: str | None = None) -> TCPStore:
 
     Raises:
         PortTaken: rank 0 cannot serve it, another process listens there.
-        CannotReachRankZero: nobody serves it.
+        CannotReachRankZero: no process serves it.
     """
     timeout_s = join_timeout_s()
     if place.rank == 0 and not place.store_is_hosted:
@@ -86,7 +86,7 @@ def _serve(place: Place, timeout_s: float) -> TCPStore:
 
 
 def _wait_for_server(place: Place, timeout_s: float) -> None:
-    """Return once somebody listens. (The store's own client waits, too, but writes a C++ stack for each attempt.)"""
+    """Return once a server listens. (The store's own client waits, too, but writes a C++ stack for each attempt.)"""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -99,7 +99,7 @@ def _wait_for_server(place: Place, timeout_s: float) -> None:
 
 
 def _connect(place: Place, timeout_s: float) -> TCPStore:
-    """Join as a client. (Its own timeout ends with the connection: a server that is no store and never answers
+    """Join as a client. (Its own timeout ends with the connection: a server that is not a store and never answers
     would hold it for good.)"""
     connected: Future[TCPStore] = Future()
 

@@ -78,7 +78,8 @@ def _recomputed(kind: Any) -> Any:
 
 
 def forward_within(module: nn.Module) -> str:
-    """The name of the method that computes what ``module`` gives: the one that is run twice where it is recomputed."""
+    """Return the name of the method that computes what ``module`` gives: the one that is run twice where it is
+    recomputed."""
     return "computed" if hasattr(type(module), "computed") else "forward"
 
 

@@ -54,7 +54,7 @@ def stage_layers(layers: Sequence[str], stages: int, cuts: Sequence[str] | None 
 def cut_stage(
     module: nn.Module, plan: ParallelPlan, *, stage: int, stages: int, cuts: Sequence[str] | None = None
 ) -> nn.Module:
-    """A copy of ``module`` with the parts of one stage: names and layer numbers stay those of the whole model.
+    """Return a copy of ``module`` with the parts of one stage: names and layer numbers stay those of the whole model.
 
     Layers of other stages are gone, ``first`` and ``last`` modules of others are ``nn.Identity``; all else, such as a
     rotary table, stays on every stage. The first argument of its forward is hidden states where ``stage`` is not 0.

@@ -48,11 +48,11 @@ class NxdtError(Exception):
         return _rebuild, (type(self), NxdtError._view(self))
 
     def what(self) -> str:
-        """One sentence: what was found."""
+        """Return one sentence: what was found."""
         return self.happened.format(**self._view())
 
     def do(self) -> str:
-        """One sentence: what the user can do about it."""
+        """Return one sentence: what the user can do about it."""
         return self.remedy.format(**self._view())
 
     def _view(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Errors of conversations and chat templates, whatever data they are of: codes ``NXDT-D300`` to ``NXDT-D304``,
+"""Errors of conversations and chat templates of any data set: codes ``NXDT-D300`` to ``NXDT-D304``,
 ``NXDT-D313`` to ``NXDT-D317`` and ``NXDT-D320`` to ``NXDT-D322``."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RolesOutOfOrder(NxdtError):
     number: int
     role: str
     before: str
-    """Who spoke before; empty for nobody."""
+    """Role of the previous message; empty for the first."""
     allowed: tuple[str, ...]
 
     def _view(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class TemplateMissing(NxdtError):
     code = "NXDT-D313"
     happened = "The tokenizer brings no chat template, and data.chat_template names none{where}."
     remedy = (
-        "Set data.chat_template to one of {names}, as the model was or shall be tuned, or data.chat_template_file. "
+        "Set data.chat_template to one of {names}, as the model was or is to be tuned, or data.chat_template_file. "
         "('plain' puts the output right behind the input, as NxD Training does.)"
     )
     known: tuple[str, ...]
@@ -140,10 +140,10 @@ class TemplateUnknown(NxdtError):
 
 
 class TemplateUnreadable(NxdtError):
-    """A template that is no Jinja, or does what the sandbox forbids."""
+    """A template that is not Jinja, or does what the sandbox forbids."""
 
     code = "NXDT-D315"
-    happened = "The chat template ({origin}) is no template: {reason}."
+    happened = "The chat template ({origin}) is invalid: {reason}."
     remedy = "Correct it, or set data.chat_template to a shipped one."
     origin: str
     reason: str

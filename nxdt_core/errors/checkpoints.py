@@ -35,7 +35,7 @@ __all__ = [
 
 
 class StorageError(NxdtError):
-    """Base of what a store of checkpoints can fail with; a store raises it, or a subclass, for what a user can mend."""
+    """Base of the errors of checkpoint storage; a storage backend raises it, or a subclass, for what a user can fix."""
 
     code = "NXDT-S000"
     happened = "The checkpoint store failed at {where}: {reason}."
@@ -51,7 +51,7 @@ class StorageFull(StorageError):
     happened = "No space is left for {where}: {reason}."
     remedy = (
         "Checkpoints committed before are intact. Free space, keep fewer checkpoints (checkpoint.keep_last) or name "
-        "another place (checkpoint.uri); the same command then goes on from the newest checkpoint."
+        "another place (checkpoint.uri); the same command then resumes from the newest checkpoint."
     )
 
 
@@ -68,14 +68,14 @@ class StoragePathIsFile(StorageError):
 
     code = "NXDT-S003"
     happened = "{where} cannot hold checkpoints: {reason}."
-    remedy = "Name a directory (checkpoint.uri), which need not exist, or move what lies in the way."
+    remedy = "Name a directory (checkpoint.uri), which need not exist, or move what is in the way."
 
 
 class BadStorageKey(StorageError):
     """A key that no store accepts."""
 
     code = "NXDT-S004"
-    happened = "{where!r} is no key of a store: {reason}."
+    happened = "{where!r} is not a key of a store: {reason}."
     remedy = "Write keys as relative paths such as 'step-00000100/manifest.json'."
 
 
@@ -83,7 +83,7 @@ class BadStorageUri(StorageError):
     """An address of a store that means nothing."""
 
     code = "NXDT-S005"
-    happened = "{where!r} is no address for checkpoints: {reason}."
+    happened = "{where!r} is not an address for checkpoints: {reason}."
     remedy = "Write a path ('runs/a/checkpoints'), 'file:///absolute/path' or 'scheme://…' of an installed store."
 
 
@@ -110,7 +110,7 @@ class CheckpointIsNoFile(CheckpointDamaged):
 
 
 class LockIsNoFile(CheckpointIsNoFile):
-    """A link, a pipe, a directory, or a file with two names stands in the place of a lock."""
+    """A link, a pipe, a directory, or a file with two names is in the place of a lock."""
 
     code = "NXDT-S020"
     happened = "nxdt does not lock {where}: {reason}."
@@ -255,7 +255,7 @@ class OwnershipLost(StorageError):
     code = "NXDT-S041"
     happened = "{where} no longer belongs to this run, and nothing more was committed there: {reason}."
     remedy = (
-        "What was committed before is intact. Stop whichever run should not be there; the same command then goes on "
+        "What was committed before is intact. Stop the run that should not be there; the same command then resumes "
         "from the newest checkpoint."
     )
 

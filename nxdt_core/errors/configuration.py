@@ -45,14 +45,14 @@ class ConfigProblem(NxdtError):
     line: int = 0
 
     def row(self) -> str:
-        """One line of the report."""
+        """Return one line of the report."""
         do = self.do()
         key = f"{self.key}: " if self.key else ""
         return f"{self.place}: {key}{self.what()}{f' {do}' if do else ''} [{self.code}]"
 
 
 class ConfigError(NxdtError):
-    """A configuration with at least one problem; all of them are told together."""
+    """A configuration with at least one problem; all of them are reported together."""
 
     code = "NXDT-C001"
     happened = "{source}: {count}."
@@ -91,7 +91,7 @@ class ConfigFileNotFound(ConfigProblem):
 
 
 class ConfigUnreadable(ConfigProblem):
-    """A file that is there and cannot be read as text."""
+    """An existing file that cannot be read as text."""
 
     code = "NXDT-C003"
     happened = "cannot read '{path}': {reason}."
@@ -101,7 +101,7 @@ class ConfigUnreadable(ConfigProblem):
 
 
 class YamlSyntax(ConfigProblem):
-    """Text that is no YAML."""
+    """Text that is not valid YAML."""
 
     code = "NXDT-C004"
     happened = "not valid YAML: {reason}."
@@ -119,7 +119,7 @@ class YamlTooLarge(ConfigProblem):
 
 
 class DuplicateKey(ConfigProblem):
-    """A key that stands twice in one mapping; YAML libraries keep the last one in silence."""
+    """A key that is given twice in one mapping; YAML libraries keep the last one silently."""
 
     code = "NXDT-C005"
     happened = "the key stands twice; first at {first}."
@@ -259,7 +259,7 @@ class BadComponentChoice(ConfigProblem):
         return {**super()._view(), "inner": self.error.what(), "inner_remedy": self.error.do()}
 
     def row(self) -> str:
-        """One line of the report, with the code of the kernel's error."""
+        """Return one line of the report, with the code of the kernel's error."""
         return super().row().replace(f"[{self.code}]", f"[{self.error.code}]")
 
 

@@ -70,7 +70,7 @@ class DataFileUnreadable(NxdtError):
 
 
 class TextNotUtf8(NxdtError):
-    """A data file with bytes that are no UTF-8."""
+    """A data file with bytes that are not UTF-8."""
 
     code = "NXDT-D004"
     happened = "{path} is not UTF-8: byte {byte:#04x} at position {position} of line {line}{guess}."
@@ -92,7 +92,7 @@ class TextNotUtf8(NxdtError):
 
 
 class BadJsonLine(NxdtError):
-    """A line of a JSONL file that is no JSON object."""
+    """A line of a JSONL file that is not a JSON object."""
 
     code = "NXDT-D005"
     happened = "{path}:{line}: not a JSON object: {reason}."
@@ -174,7 +174,7 @@ class DataChanged(NxdtError):
 
     code = "NXDT-D010"
     happened = "The checkpoint was made with {aspect} {saved!r}; this run has {found!r}."
-    remedy = "Restore the data, tokenizer and settings of that run to go on, or start a new run from its weights alone."
+    remedy = "Restore the data, tokenizer and settings of that run to resume it, or start a new run from its weights."
     aspect: str
     saved: object
     found: object
@@ -246,7 +246,7 @@ class TokenizerFileNotFound(NxdtError):
     """A tokenizer's file or directory that is not there."""
 
     code = "NXDT-D021"
-    happened = "{key}: '{path}' is no {wanted}{near}."
+    happened = "{key}: '{path}' is not a {wanted}{near}."
     remedy = "Correct the path, or download the tokenizer's files there first."
     key: str
     path: str
@@ -262,7 +262,7 @@ class BadTokenizerFile(NxdtError):
     """A tokenizer's file that its library does not accept."""
 
     code = "NXDT-D022"
-    happened = "{path} is no {wanted}: {reason}."
+    happened = "{path} is not a {wanted}: {reason}."
     remedy = "Replace the file with a whole one; a Git LFS pointer or an aborted download looks like this."
     path: str
     wanted: str
@@ -283,7 +283,7 @@ class RanksForSentencePiece(NxdtError):
     """A file of tiktoken's where a SentencePiece model is read; both are called ``tokenizer.model``."""
 
     code = "NXDT-D024"
-    happened = "{path} is no SentencePiece model: it holds lines of BPE ranks, as tiktoken reads them."
+    happened = "{path} is not a SentencePiece model: it holds lines of BPE ranks, as tiktoken reads them."
     remedy = (
         "Set data.tokenizer.library to tiktoken (nxdt data preprocess: --tokenizer-option library=tiktoken), and "
         "pattern and special_tokens too where they are not those of Llama 3."
@@ -301,7 +301,7 @@ class NoRecords(NxdtError):
 
 
 class BadJsonFile(NxdtError):
-    """A JSON file that is no list of records."""
+    """A JSON file that is not a list of records."""
 
     code = "NXDT-D307"
     happened = "{path}: no list of JSON objects: {reason}."
@@ -324,7 +324,7 @@ class ArrowUnreadable(NxdtError):
     """A file that Arrow does not accept."""
 
     code = "NXDT-D309"
-    happened = "{path} is no Arrow or Parquet file: {reason}."
+    happened = "{path} is not an Arrow or Parquet file: {reason}."
     remedy = "Replace it with a whole one, as 'save_to_disk' of Hugging Face's datasets writes it."
     path: str
     reason: str

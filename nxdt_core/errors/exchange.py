@@ -34,7 +34,7 @@ class ForeignFormatUnknown(NxdtError):
     """A path that is to be imported and that no installed format recognises."""
 
     code = "NXDT-S070"
-    happened = "'{path}' is no checkpoint that can be imported: {reason}.{bad}"
+    happened = "'{path}' is not a checkpoint that can be imported: {reason}.{bad}"
     remedy = "Name one of: {known}.{more}"
     path: str
     reason: str
@@ -105,7 +105,7 @@ class WeightsPickled(NxdtError):
 
 
 class ImportPlaceTaken(NxdtError):
-    """An import would replace a checkpoint, or stand beside those of a run."""
+    """An import would replace a checkpoint, or be added to those of a run."""
 
     code = "NXDT-S074"
     happened = "'{uri}' holds a checkpoint of step {step} already."
@@ -128,10 +128,10 @@ class SavedConfigUnusable(NxdtError):
 
 
 class ForeignHasWeightsOnly(NxdtError):
-    """A run shall go on from a checkpoint of another program, whose state is not its own."""
+    """A run is to resume from a checkpoint of another program, whose state it cannot use."""
 
     code = "NXDT-S076"
-    happened = "A run cannot go on from '{path}' ({format}): of another program's checkpoint only weights are taken."
+    happened = "A run cannot resume from '{path}' ({format}): of another program's checkpoint only weights are taken."
     remedy = "Set checkpoint.weight_init_only=true to begin a new run with its weights."
     path: str
     format: str

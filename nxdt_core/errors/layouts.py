@@ -218,7 +218,7 @@ class UnknownPipelineCut(NxdtError):
     """A cut at a module that does not exist or ends no layer."""
 
     code = "NXDT-P032"
-    happened = "model.pipeline_cuts names '{cut}', which is no layer of the model."
+    happened = "model.pipeline_cuts names '{cut}', which is not a layer of the model."
     remedy = "{meant}Layers are '{first}' to '{last}'; each name is the last layer of a stage."
     cut: str
     close: tuple[str, ...]
@@ -263,7 +263,7 @@ class TiedParametersCutApart(NxdtError):
 
     code = "NXDT-P035"
     happened = (
-        "The tied parameters '{owner}' and '{user}' would lie on the pipeline stages {owner_stage} and {user_stage}."
+        "The tied parameters '{owner}' and '{user}' would be on the pipeline stages {owner_stage} and {user_stage}."
     )
     remedy = "Choose model.pipeline_cuts that keep their layers together; only the first and the last stage share any."
     owner: str

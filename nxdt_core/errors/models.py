@@ -31,7 +31,7 @@ class NoInitRule(NxdtError):
 
     code = "NXDT-M001"
     happened = "No initialisation rule matches the parameter '{parameter}'; there are rules for {listed}."
-    remedy = "Add a rule to the builder's or the adapter's init_rules(); the pattern '*' matches whatever is left."
+    remedy = "Add a rule to the builder's or the adapter's init_rules(); the pattern '*' matches all others."
     parameter: str
     patterns: list[str]
 
@@ -96,7 +96,7 @@ class HFNotWritable(NxdtError):
 
     code = "NXDT-M013"
     happened = "'{directory}' is not an empty directory."
-    remedy = "Export into a new one. (An export that was interrupted goes on when the same command is repeated.)"
+    remedy = "Export into a new one. (The same command resumes an interrupted export.)"
     directory: str
 
 
@@ -209,7 +209,7 @@ class HeadNotLinear(NxdtError):
 
     code = "NXDT-M090"
     happened = (
-        "model.loss_chunk_tokens is set, and the model's head '{path}' is a {kind}, which is no plain linear layer."
+        "model.loss_chunk_tokens is set, and the model's head '{path}' is a {kind}, which is not a plain linear layer."
     )
     remedy = "Set model.loss_chunk_tokens to null, or leave the head as it is."
     path: str

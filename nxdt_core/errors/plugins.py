@@ -181,7 +181,7 @@ class PluginLockMismatch(NxdtError):
 
     code = "NXDT-K009"
     happened = "The plugins are not those of {path}: {list}."
-    remedy = "Install what the lock file names, or write it anew with nxdt plugins lock."
+    remedy = "Install what the lock file names, or write it again with nxdt plugins lock."
     path: str
     differences: tuple[str, ...]
 
@@ -216,7 +216,7 @@ def _amends(unusable: tuple[str, ...]) -> list[str]:
     if any(sentence.endswith("is blocked: not named in plugins.allow") for sentence in unusable):
         ways.append("Name it in plugins.allow.")
     if any(" is blocked: " not in sentence for sentence in unusable):
-        ways.append("Mend the unusable plugins: nxdt plugins list says what is wrong.")
+        ways.append("Fix the unusable plugins: nxdt plugins list says what is wrong.")
     return ways
 
 

@@ -108,7 +108,7 @@ class PortTaken(NxdtError):
 
 
 class CannotReachRankZero(NxdtError):
-    """Nobody answers where rank 0 should be."""
+    """No process answers where rank 0 should be."""
 
     code = "NXDT-P045"
     happened = "{who} on {host} could not reach rank 0 at {address}:{port} within {timeout_s:.0f} s: {reason}."
@@ -162,14 +162,14 @@ class RanksDisagree(NxdtError):
 
 
 class RankDied(NxdtError):
-    """A process that ended without a word."""
+    """A process that ended without a report."""
 
     code = "NXDT-P048"
     exit_status: ClassVar[int] = 1
     happened = "Rank {rank} on {host} died{how}; the other ranks were stopped."
     remedy = (
         "A process that the system killed for want of memory is named by `dmesg`; checkpoints that were committed are "
-        "whole, and exp_manager.resume_if_exists=true goes on from the newest."
+        "complete, and exp_manager.resume_if_exists=true resumes from the newest."
     )
     rank: int
     host: str

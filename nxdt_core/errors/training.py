@@ -34,7 +34,7 @@ __all__ = [
 
 
 class ScheduleHasNoEnd(NxdtError):
-    """A decaying learning-rate curve without a last step."""
+    """A decaying learning-rate schedule without a last step."""
 
     code = "NXDT-T001"
     happened = "model.optim.sched: {schedule} decays to an end, and neither it nor the trainer has one."
@@ -84,7 +84,7 @@ class RunAlreadyHasCheckpoints(NxdtError):
 
     code = "NXDT-T005"
     happened = "{uri} already holds checkpoints, up to step {step}."
-    remedy = "Go on with exp_manager.resume_if_exists=true, or give the new run another name=…."
+    remedy = "Resume with exp_manager.resume_if_exists=true, or give the new run another name=…."
     uri: str
     step: int
 
@@ -94,7 +94,10 @@ class NoCheckpointToResume(NxdtError):
 
     code = "NXDT-T006"
     happened = "There is no good checkpoint at {uri} to resume from."
-    remedy = "Check the path with `nxdt checkpoint list`; exp_manager.resume_ignore_no_checkpoint=true starts afresh."
+    remedy = (
+        "Check the path with `nxdt checkpoint list`, or start at step 0 with "
+        "exp_manager.resume_ignore_no_checkpoint=true."
+    )
     uri: str
 
 
@@ -121,10 +124,10 @@ class CannotGenerate(NxdtError):
 
 
 class GenerationsNeedTokenizer(NxdtError):
-    """Texts to go on from, and nothing that makes tokens of them."""
+    """Prompts without a tokenizer."""
 
     code = "NXDT-T016"
-    happened = "The callback 'generations' goes on from texts, and the configuration names no tokenizer."
+    happened = "The callback 'generations' has prompts, and the configuration names no tokenizer."
     remedy = "Set data.tokenizer.library, or take the callback out of trainer.callbacks."
 
 
@@ -148,7 +151,7 @@ class StepNotFinite(NxdtError):
     )
     remedy = (
         "Lower model.optim.lr, warm up longer or look at the data of that step; trainer.nonfinite=skip leaves such "
-        "steps out and goes on."
+        "steps out and continues."
     )
     step: int
     skipped: int
@@ -204,11 +207,11 @@ class TrainerArgumentsIgnored(NxdtError):
 
 
 class ReferenceLost(NxdtError):
-    """A run goes on without the figures of its beginning."""
+    """A resumed run lacks the reference values of its beginning."""
 
     code = "NXDT-A030"
     happened = (
-        "The run goes on, and {path} is not there or damaged: the log-probabilities under the weights that it began "
+        "The run resumes, and {path} is missing or damaged: the log-probabilities under the weights that it began "
         "with, which cannot be computed from those that it has now."
     )
     remedy = "Put the directory 'reference' of the run back where it was, or begin a new run."
@@ -259,7 +262,7 @@ class MetricNotLogged(NxdtError):
     """Early stopping on a metric that the run does not have."""
 
     code = "NXDT-T012"
-    happened = "Early stopping judges {metric!r}, which nobody logs; there are {names}."
+    happened = "Early stopping judges {metric!r}, which is not logged; logged metrics are {names}."
     remedy = "Set exp_manager.early_stopping_callback_params.monitor to one of them, or its strict to false."
     metric: str
     known: list[str]

@@ -54,7 +54,7 @@ def questions(
     limit: int | None = None,
     unused: UnusedFields | None = None,
 ) -> Iterator[Question]:
-    """The records of files as questions, rendered as in training.
+    """Yield the records of files as questions, rendered as in training.
 
     A record is a conversation in any form that :func:`~nxdt_core.data.chat.records.read_record` knows, whose last
     message is the wanted answer; or ``prompt`` and ``answer``, texts that no template touches.
@@ -132,7 +132,7 @@ def _question(
         raise NoAnswerToJudge(place=str(place), reason=reason) from error
     *asked, last = conversation.messages
     if last.role != "assistant" or last.calls_tools or not asked:
-        raise NoAnswerToJudge(place=str(place), reason="its last message is no text of the assistant")
+        raise NoAnswerToJudge(place=str(place), reason="its last message is not a text of the assistant")
     if reserved is not None:
         reserved.check((message.content for message in asked), str(place))
     messages = [message.for_template("") for message in asked]

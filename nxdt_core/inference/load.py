@@ -1,4 +1,4 @@
-"""A trained model out of a checkpoint, with the tokenizer of its run: for whatever asks it something."""
+"""A trained model out of a checkpoint, with the tokenizer of its run: for inference."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LoadedModel:
         return tuple(dict.fromkeys((*stop_ids(self.chat_keys, self.tokenizer), *theirs)))
 
     def continuation(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
-        """Tokens that it writes behind ``ids``, until it ends the text or its turn."""
+        """Yield the tokens that it writes behind ``ids``, until it ends the text or its turn."""
         vocab_size = self.tokenizer.vocab_size
         return continue_ids(
             self.model, ids, sampling, window=self.window, vocab_size=vocab_size, stop_ids=self.stop_ids
@@ -64,7 +64,7 @@ class LoadedModel:
 
 
 def load_model(uri: str, *, base: str | None = None) -> LoadedModel:
-    """The model of a checkpoint, or of the newest good one of a run's.
+    """Return the model of a checkpoint, or of the newest good one of a run's.
 
     Args:
         uri: its address.

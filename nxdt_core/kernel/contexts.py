@@ -1,4 +1,4 @@
-"""What hooks are told: one frozen object a moment, so that fields can grow without breaking a plugin.
+"""Arguments of hooks: one frozen object per event, so that fields can grow without breaking a plugin.
 
 A plugin annotates with them under ``if TYPE_CHECKING:``. All values are plain data: no tensor, no model.
 """

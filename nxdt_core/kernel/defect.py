@@ -13,7 +13,7 @@ class PluginDefect(Exception):
 
 
 def describe_failure(error: BaseException) -> str:
-    """One line: type, first line of the message, and where it was raised."""
+    """Return one line: type, first line of the message, and where it was raised."""
     import traceback  # only where something failed
 
     lines = str(error).strip().splitlines()

@@ -19,12 +19,12 @@ _ADVICE: Final[dict[PluginState, str]] = {
 
 
 def diagnose(plugin: PluginInfo) -> str:
-    """State and reason: ``'tape' (nxdt-plugin-tape 1.0) is broken: module 'tape' does not exist``."""
+    """Return the state and reason: ``'tape' (nxdt-plugin-tape 1.0) is broken: module 'tape' does not exist``."""
     return f"{plugin.label} is {plugin.state}" + (f": {plugin.reason}" if plugin.reason else "")
 
 
 def advise(plugin: PluginInfo) -> str:
-    """What to do so that the plugin can be used; empty where it can."""
+    """Return what to do so that the plugin can be used; empty where it can."""
     if plugin.dist == LOCAL and plugin.state == "broken":
         return f"correct {plugin.location}"
     return _ADVICE[plugin.state].format(dist=plugin.dist)

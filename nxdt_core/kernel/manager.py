@@ -29,7 +29,7 @@ __all__ = ["Kernel"]
 
 @final
 class Kernel:
-    """A set of plugins that was found, checked and registered; passed to whoever needs it, never global.
+    """A set of plugins that was found, checked and registered; passed as an argument, never global.
 
     Example::
 
@@ -95,7 +95,7 @@ class Kernel:
         return self._fingerprint
 
     def unmatched_policy(self) -> tuple[str, ...]:
-        """Entries of the policy that name no plugin that was found: often misspelt, so worth a warning."""
+        """Return the entries of the policy that name no plugin that was found: often misspelt, so worth a warning."""
         return tuple(
             entry
             for entry in self.policy.entries()
@@ -104,7 +104,7 @@ class Kernel:
 
 
 def _builtin() -> PluginInfo:
-    """The core's own components, as a plugin like any other. (Named by text: they sit beside plugins.)"""
+    """The core's own components, as a plugin like any other. (Named by text: they are on the level of plugins.)"""
     root = Path(__file__).parent.parent.parent
     return PluginInfo(
         name=BUILTIN, dist="nxdt-core", version=__version__, module="nxdt_core.builtins", location=str(root)

@@ -43,7 +43,7 @@ class PluginInfo:
 
     @property
     def label(self) -> str:
-        """For messages: ``'llama' (nxdt-plugin-llama 0.1.0)``."""
+        """Return the name for messages: ``'llama' (nxdt-plugin-llama 0.1.0)``."""
         return f"{self.name!r} ({self.dist} {self.version})" if self.version else f"{self.name!r} ({self.dist})"
 
 

@@ -33,7 +33,7 @@ class PluginPolicy:
     """Lock file that the set of plugins must equal."""
 
     def objection(self, *, name: str, dist: str) -> str | None:
-        """Why the policy keeps a plugin out, or None where it does not."""
+        """Return why the policy keeps a plugin out, or None where it does not."""
         if any(names(entry, name=name, dist=dist) for entry in self.block):
             return "named in plugins.block"
         if self.allow is not None and not any(names(entry, name=name, dist=dist) for entry in self.allow):
@@ -41,10 +41,10 @@ class PluginPolicy:
         return None
 
     def entries(self) -> tuple[str, ...]:
-        """Every entry of ``allow``, ``block`` and ``prefer``, in that order."""
+        """Return every entry of ``allow``, ``block`` and ``prefer``, in that order."""
         return (*(self.allow or ()), *self.block, *self.prefer)
 
 
 def names(entry: str, *, name: str, dist: str) -> bool:
-    """Whether a policy entry means the plugin ``name`` of the distribution ``dist``."""
+    """Return whether a policy entry means the plugin ``name`` of the distribution ``dist``."""
     return entry == name or normalise(entry) == normalise(dist)

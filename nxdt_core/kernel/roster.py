@@ -52,11 +52,11 @@ class Roster:
             pass  # a plugin that failed took its kinds with it: those that fill them are looked at again
 
     def added_kinds(self) -> dict[str, Kind]:
-        """Kinds that usable plugins add, by name."""
+        """Return the kinds that usable plugins add, by name."""
         return {kind.name: kind for index in self._usable() for kind in self._declarations[index].kinds}
 
     def components(self) -> list[RegisteredComponent]:
-        """Components of usable plugins."""
+        """Return the components of usable plugins."""
         return [
             component
             for index in self._usable()
@@ -64,7 +64,7 @@ class Roster:
         ]
 
     def registered(self) -> list[tuple[PluginInfo, HookSet]]:
-        """Usable plugins and their hook functions."""
+        """Return the usable plugins and their hook functions."""
         return [(self.plugins[index], self._hooks[index]) for index in self._usable()]
 
     def _usable(self) -> list[int]:
@@ -74,7 +74,7 @@ class Roster:
         self.plugins[index] = replace(self.plugins[index], state="broken", reason=str(defect))
 
     def _refuse_second_kinds(self) -> None:
-        """Of two plugins that add one kind, the later is broken: nobody overrides anybody."""
+        """Mark the later of two plugins that add one kind as broken: no plugin overrides another one."""
         adders: dict[str, PluginInfo] = {}
         for index in self._usable():
             for kind in self._declarations[index].kinds:

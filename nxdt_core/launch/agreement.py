@@ -1,6 +1,6 @@
 """Before the first step: do all ranks run the same code, plugins and configuration?
 
-A difference would not fail by itself. It would train something that nobody has configured, or hang in a collective.
+A difference would not fail by itself. It would train something that no user has configured, or hang in a collective.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_agreement(config: ResolvedConfig, ranks: RankAgreement) -> None:
     """Compare versions, plugins and configurations of all ranks; collective.
 
     Raises:
-        RanksDisagree: on every rank alike, naming what differs and where.
+        RanksDisagree: on every rank, naming what differs and where.
     """
     if ranks.world_size == 1:
         return

@@ -2,8 +2,8 @@
 
 A rank is *silent* when it sends no heartbeats: its process is stopped, or something in it holds Python's global lock.
 A run is *stuck* when all ranks send heartbeats and none makes progress. Progress is a piece of work done, a collective
-begun or done, or CPU time that a rank uses while it waits for nobody: compiling, or reading data. A rank that is busy
-without an end is found by the others, which wait for it in a collective for three times as long.
+begun or done, or CPU time that a rank uses while it does not wait for others: compiling, or reading data. A rank that
+is busy without an end is found by the others, which wait for it in a collective for three times as long.
 """
 
 from __future__ import annotations

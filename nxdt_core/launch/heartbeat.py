@@ -67,7 +67,7 @@ class Heartbeat:
         self._stopped.set()
 
     def answered(self) -> None:
-        """The supervisor has read a heartbeat."""
+        """Note that the supervisor has read a heartbeat."""
         self._answered_at = time.monotonic()
 
     def write_stacks(self) -> str:
@@ -134,7 +134,7 @@ def wake(processes: Iterable[int]) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped by a signal. False where the system does not show it."""
+    """Return whether a process of this host is stopped by a signal. False where the system does not show it."""
     fields = _stat(pid)
     return bool(fields) and fields[0] in ("T", "t")
 

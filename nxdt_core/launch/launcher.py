@@ -49,7 +49,7 @@ def launch(config: ResolvedConfig) -> Outcome:
 
     Raises:
         NotEnoughDevices: this node has fewer than it should have ranks.
-        RankDied: a rank ended without a word.
+        RankDied: a rank ended without a report.
         NxdtError: the nodes do not find each other.
     """
     trainer = config.run.trainer
@@ -135,7 +135,7 @@ def _cause(codes: Mapping[int, int], reported: int | None) -> int:
 
 
 def _how(code: int | None) -> str:
-    """The end of a process in words, as far as this node knows it."""
+    """Return a description of a process's end, as far as this node knows it."""
     if code is None:
         return ""
     return f" by signal {signal.Signals(-code).name}" if code < 0 else f" with exit status {code}"

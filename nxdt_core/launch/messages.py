@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 FailureKind = Literal["mistake", "bug", "interrupt", "death"]
-"""``mistake``: an ``NxdtError``; ``death``: noted by the supervisor for a connection that ended without a word."""
+"""``mistake``: an ``NxdtError``; ``death``: noted by the supervisor for a connection that ended without a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A rank cannot go on; it waits for :class:`Down`."""
+    """A rank cannot continue; it waits for :class:`Down`."""
 
     rank: int
     host: str
@@ -53,7 +53,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A rank has finished its part; it waits for :class:`End`, so that nobody leaves while others need it."""
+    """A rank has finished its part; it waits for :class:`End`, so that no rank leaves while others need it."""
 
     rank: int
     status: int
@@ -61,7 +61,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Somebody wants the run to stop: asked of the supervisor by a launcher, sent on to the ranks by the supervisor."""
+    """A request to stop the run: asked of the supervisor by a launcher, sent on to the ranks by the supervisor."""
 
     signal: int
     urgent: bool = False
@@ -112,7 +112,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeatReceived:
-    """The supervisor has read a heartbeat."""
+    """Note that the supervisor has read a heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,15 +140,15 @@ _CLASSES: dict[str, type[Any]] = {
 
 
 def encode(message: Message) -> bytes:
-    """The line of a message."""
+    """Return the line of a message."""
     return json.dumps({"is": type(message).__name__, **asdict(message)}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """The message of a line.
+    """Return the message of a line.
 
     Raises:
-        ValueError: the line is no message.
+        ValueError: the line is not a message.
     """
     try:
         fields = json.loads(line)

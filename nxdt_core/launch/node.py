@@ -29,7 +29,7 @@ class Node:
     """Where the nodes meet; 0 lets the only node choose a free one."""
 
     def place(self) -> Place:
-        """The launcher's place at the meeting point: node 0 serves it."""
+        """Return the launcher's place at the meeting point: node 0 serves it."""
         return Place(
             rank=self.number,
             world_size=self.count,

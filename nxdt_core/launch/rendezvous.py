@@ -32,7 +32,7 @@ def publish(store: TCPStore, place: Place, address: SupervisorAddress) -> None:
 
 
 def is_published(store: TCPStore, place: Place) -> bool:
-    """Whether somebody, the launcher that is, has a supervisor already."""
+    """Return whether there is a supervisor already, which is the launcher's."""
     return bool(store.check([_key(place)]))
 
 
@@ -40,7 +40,7 @@ def find(store: TCPStore, place: Place) -> SupervisorAddress:
     """Wait for the supervisor's address.
 
     Raises:
-        TimeoutError: nobody published one within the store's timeout.
+        TimeoutError: no process published one within the store's timeout.
     """
     try:
         return SupervisorAddress(**json.loads(store.get(_key(place))))

@@ -24,7 +24,7 @@ class RootCause:
     cause: str
     """Who failed, in a few words."""
     dead: Failure | None = None
-    """The rank that died without a word, where that is what happened."""
+    """The rank that died without a report, if one did."""
 
 
 INTERRUPTION = RootCause(status=128 + signal.SIGINT, text="Interrupted.", cause="it was interrupted")
@@ -35,7 +35,7 @@ def decide(failures: Sequence[Failure], world_size: int) -> RootCause:
     """Judge the failures of about one second, in the order in which they arrived.
 
     A rank that died is the cause, even if others came first: its connections close with it, and what those
-    report is that. Otherwise the first has the word; a mistake that all ranks made alike needs no rank's name.
+    report is that. Otherwise the first has the word; a mistake that all ranks made needs no rank's name.
     """
     dead = next((failure for failure in failures if failure.kind == "death"), None)
     if dead is not None:
@@ -49,8 +49,8 @@ def decide(failures: Sequence[Failure], world_size: int) -> RootCause:
     alike = sum(failure.text == first.text for failure in failures)
     cause = f"rank {first.rank} on {first.host} failed"
     if first.kind == "mistake" and alike == world_size:
-        return RootCause(status=first.status, text=first.text, cause="all ranks failed alike")
-    more = f" (and {alike - 1} more alike)" if alike > 1 else ""
+        return RootCause(status=first.status, text=first.text, cause="all ranks failed in the same way")
+    more = f" (and {alike - 1} more like it)" if alike > 1 else ""
     head = f"Rank {first.rank} on {first.host} failed{more}:"
     return RootCause(status=first.status, text=f"{head}\n{first.text.rstrip()}", cause=cause)
 

@@ -1,6 +1,6 @@
 """The supervisor of a run: every rank holds a connection to it, so that a death is noticed at once and reported once.
 
-It lives in the launcher of the first node, or in rank 0 where somebody else's launcher started the ranks, as a thread
+It lives in the launcher of the first node, or in rank 0 where another launcher started the ranks, as a thread
 with an event loop. A process that dies, however it dies, has its connections closed by the kernel; a machine that
 vanishes is missed by TCP's keep-alive. A rank that lives and makes no progress is found by its heartbeats.
 """

@@ -17,7 +17,7 @@ __all__ = ["RotaryDecoder"]
 class RotaryDecoder(nn.Module):
     """The modules that Llama, Mistral and Mixtral have around their layers.
 
-    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what lies
+    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what is
     on other stages; its first argument is then the hidden states. One whose hidden states are cut along the sequence
     must be given ``position_ids``.
 
@@ -44,7 +44,7 @@ class RotaryDecoder(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
 
         Args:
             input_ids: tokens.

@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         return normalised
 
     def extra_repr(self) -> str:
-        """Size and epsilon, for ``print(model)``."""
+        """Return the size and epsilon, for ``print(model)``."""
         return f"{self.weight.numel()}, eps={self.eps}"
 
 

@@ -22,7 +22,7 @@ def _one(part: str) -> str:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether the whole of ``path`` matches: a leading ``*`` stands for any depth, any other for one component.
+    """Return whether the whole of ``path`` matches: a leading ``*`` stands for any depth, any other for one component.
 
     ``matches("layers.*.norm.weight", "layers.3.norm.weight")`` and ``matches("*.bias", "a.b.bias")`` are true.
     """
@@ -30,5 +30,5 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def matches_any(patterns: Iterable[str], path: str) -> bool:
-    """Whether ``path`` matches one of ``patterns``."""
+    """Return whether ``path`` matches one of ``patterns``."""
     return any(matches(pattern, path) for pattern in patterns)

@@ -101,7 +101,7 @@ class RotaryEmbedding(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Compute the frequencies anew on the device of the buffer."""
+        """Compute the frequencies again on the device of the buffer."""
         self.frequency = frequencies(self.head_dim, self.theta, self.scaling).to(self.frequency.device)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

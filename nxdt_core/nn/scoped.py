@@ -30,7 +30,7 @@ class Scoped(Generic[T]):
         self.value = default
 
     def set(self, value: T) -> AbstractContextManager[None]:
-        """Within the block, :attr:`value` is ``value``. What is returned may be entered again: a backward that is taken
+        """Set :attr:`value` within a block. What is returned may be entered again: a backward that is taken
         apart recomputes twice."""
         return _Block(self, value)
 

@@ -1,6 +1,6 @@
 """Layers with a slot for an update: what an adapter adds to a linear layer, an embedding or experts.
 
-A layer keeps its path and the names of its parameters; those of the update lie below ``update`` (``q_proj.update.…``;
+A layer keeps its path and the names of its parameters; those of the update are below ``update`` (``q_proj.update.…``;
 of experts below ``updates.<matrix>``). Engines shard an update with its layer, by what it says in ``follows``.
 """
 
@@ -22,12 +22,12 @@ _OFF = Scoped(False)
 
 
 def updates_off() -> AbstractContextManager[None]:
-    """Within the block, layers give what they would without their updates: the model is the frozen base."""
+    """Switch the updates off within the block: the model is the frozen base."""
     return _OFF.set(True)
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """What fills a slot of :class:`Update` in one process."""
+    """Return what fills a slot of :class:`Update` in one process."""
     return tensor
 
 

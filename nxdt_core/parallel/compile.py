@@ -38,7 +38,7 @@ def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, stati
         module: one pipeline stage, sharded and with its recomputation already.
         plan: ``recompute_layer`` says what a layer is.
         backend: of ``torch.compile``; see :class:`nxdt_core.devices.DeviceProfile`.
-        static_shapes: compile anew for each shape, where a second one would otherwise get a graph for any.
+        static_shapes: compile again for each shape, where a second one would otherwise get a graph for any.
     """
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
@@ -65,7 +65,7 @@ class _CompiledForward:
         in_pieces: set[type[nn.Module]],
         **options: Any,
     ) -> None:
-        """``in_pieces``: classes of layers that are no graph, shared by the layers of a model."""
+        """``in_pieces``: classes of layers that cannot be one graph, shared by the layers of a model."""
         self._path, self._kind, self._in_pieces = path, type(layer), in_pieces
         self._whole = torch.compile(forward, fullgraph=True, **options)
         self._pieces = torch.compile(forward, **options)

@@ -35,7 +35,7 @@ __all__ = ["apply_data_parallel", "begin_micro_batch", "check_sums", "needs_shar
 
 
 def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
-    """Whether FSDP2 has something to do: ranks to shard over, or dtypes that differ from the parameters'.
+    """Return whether FSDP2 has something to do: ranks to shard over, or dtypes that differ from the parameters'.
 
     Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
     """

@@ -2,7 +2,8 @@
 
 Tensor parallel ranks hold the same hidden states outside of the tensor blocks and must drop the same of them; inside,
 and everywhere under sequence parallelism, each has values of its own. Data and context parallel ranks never hold the
-same tokens, and two modules never drop alike. Masks of hidden states are by position: each rank takes its part of them.
+same tokens, and two modules never drop the same elements. Masks of hidden states are by position: each rank takes its
+part of them.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class TorchEngine:
 
     @staticmethod
     def estimate(config: ResolvedConfig, parts: RunParts) -> Estimate:
-        """What the run of ``config`` would need, measured without devices.
+        """Return what the run of ``config`` would need, measured without devices.
 
         Raises:
             NxdtError: the run would not start.

@@ -48,7 +48,7 @@ class Numerics:
         self._autocast = None if precision.autocast is None else getattr(torch, precision.autocast)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Around forward and the loss, never around backward."""
+        """Return the autocast context for forward and the loss; backward runs outside of it."""
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
@@ -87,7 +87,8 @@ class GlobalBatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around everything that runs forward: what auxiliary losses are divided by, and the loss of cut logits."""
+        """Set the divisor of auxiliary losses and the loss of sharded logits within the block, around all forward
+        passes."""
         with ExitStack() as stack:
             stack.enter_context(aux_loss_scale(1 / self._tokens))
             stack.enter_context(losses_wanted())
@@ -100,12 +101,12 @@ class GlobalBatch:
             yield
 
     def on_device(self) -> Iterator[Batch]:
-        """The micro-batches, each moved when it is asked for."""
+        """Yield the micro-batches, each moved when it is asked for."""
         for batch in self.micro_batches:
             yield batch.to(self._numerics.device)
 
     def loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The share of one micro-batch in the loss of the global batch."""
+        """Return the share of one micro-batch in the loss of the global batch."""
         with self._numerics.autocast():
             output: ObjectiveOutput = self._objective(logits, batch)
         loss = self._mean(output.loss_sum)
@@ -119,7 +120,7 @@ class GlobalBatch:
         return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
 
     def result(self, routers: RouterFigures) -> StepLoss:
-        """Loss and metrics of the global batch, equal on all ranks; ``routers`` have counted it."""
+        """Return the loss and metrics of the global batch, equal on all ranks; ``routers`` have counted it."""
         own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
         if self._mesh.group("world") is None:
             loss, metrics, counted = torch.stack(self._losses).sum(), own, routers.sums
@@ -153,7 +154,7 @@ class GlobalBatch:
         return self._metric_names[kind]
 
     def _global_weights(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Those of the objective's terms, and behind them that of the tokens, by which auxiliary losses are divided.
+        """Return the weights of the objective's terms, then that of the tokens, the divisor of auxiliary losses.
 
         Sums over all data parallel ranks, on the device; one rank of those that read the same samples tells them.
         """

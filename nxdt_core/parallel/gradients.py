@@ -60,7 +60,7 @@ def global_norm(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """2-norm of all gradients, or of all weights, over all ranks and stages, each element counted once.
+    """Return the 2-norm of all gradients, or of all weights, over all ranks and stages, each element counted once.
 
     Args:
         tensors: of those parameters whose elements this rank speaks for (:func:`nxdt_core.parallel.parameters.owns`).

@@ -43,7 +43,7 @@ __all__ = ["LayoutOptions", "Stages", "lay_out", "materialise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions:
-    """What a run's configuration says of its layout beside the sizes of the mesh."""
+    """What a run's configuration says of its layout in addition to the sizes of the mesh."""
 
     sequence_parallel: bool = False
     pad_heads: bool = False
@@ -57,11 +57,11 @@ class LayoutOptions:
     compile_backend: str | None = None
     """None: run as it is written."""
     static_shapes: bool = False
-    """Compile for each shape anew."""
+    """Compile again for each shape."""
 
     @classmethod
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
-        """The options of a configuration for a device type."""
+        """Return the options of a configuration for a device type."""
         return cls(
             sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
             pad_heads=run.distributed_strategy.pad_heads,

@@ -136,7 +136,7 @@ class ParallelMesh:
         self._shuffled = ranks
 
     def mesh(self, *dims: Dimension) -> DeviceMesh:
-        """The device mesh over ``dims``, for DTensor and ``fully_shard``: one dimension, ``dp_replicate, fsdp``,
+        """Return the device mesh over ``dims``, for DTensor and ``fully_shard``: one dimension, ``dp_replicate, fsdp``,
         ``ep, tp`` or ``tp_kv, tp_kv_replica``.
 
         Raises:
@@ -145,7 +145,7 @@ class ParallelMesh:
         return self._meshes[dims]
 
     def group(self, dim: Dimension) -> dist.ProcessGroup | None:
-        """The process group along ``dim``; None where there is nobody to talk to."""
+        """Return the process group along ``dim``; None where it has one rank."""
         if self.size(dim) == 1 or self._root is None:
             return None
         return self._meshes[dim,].get_group()

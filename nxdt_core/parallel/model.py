@@ -114,7 +114,7 @@ class TorchModel:
         return self._numerics.precision
 
     def begin_step(self, step: int) -> None:
-        """Number of the coming step in the run."""
+        """Set the number of the coming step in the run."""
         self._step = step
 
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
@@ -133,7 +133,7 @@ class TorchModel:
         return batch.result(self._routers)
 
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
-        """Loss without gradients, in evaluation mode."""
+        """Return the loss without gradients, in evaluation mode."""
         batch = self._begin(micro_batches, objective, training=False)
         with self._forward_only(), batch.running(), self._routers.counting():
             if self._pipeline is not None:
@@ -144,7 +144,8 @@ class TorchModel:
         return batch.result(self._routers)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` [batch, seq], in the run's compute dtype, without gradients.
+        """Return the logits [batch, seq, vocab] of ``input_ids`` [batch, seq], in the run's compute dtype, without
+        gradients.
 
         Collective; equal on all ranks that read the same samples.
         """
@@ -163,7 +164,7 @@ class TorchModel:
         return logits[:, :length]
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+        """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
         passing = LabelLogProbs()
         self.run_eval(micro_batches, passing)
         kept = passing.kept
@@ -173,7 +174,7 @@ class TorchModel:
         return [unshard_sequence(values, self._mesh) for values in kept]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their global names; a tied one under its owner's."""
+        """Yield the parameters under their global names; a tied one under its owner's."""
         return iter(self._parameters.by_name.items())
 
     @property
@@ -187,7 +188,7 @@ class TorchModel:
         return self._stages.padded
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
-        """Parameters and saved buffers; a tied one once, and of a padded one the real elements."""
+        """Return the parameters and saved buffers; a tied one once, and of a padded one the real elements."""
         padded = self._stages.padded
         held = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
         return {name: real_part(p, padded[name]) if name in padded else p for name, p in held.items()} | self._buffers
@@ -215,7 +216,7 @@ class TorchModel:
         self.weights_changed()
 
     def local_modules(self) -> Sequence[nn.Module]:
-        """The modules of this rank: one a pipeline stage."""
+        """Return the modules of this rank: one a pipeline stage."""
         return self._stages.modules
 
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
@@ -228,7 +229,8 @@ class TorchModel:
         return norm
 
     def parameter_norm(self) -> torch.Tensor:
-        """2-norm of all weights that the optimizer updates or leaves frozen; masters where there are some."""
+        """Return the 2-norm of all weights that the optimizer updates or leaves frozen; masters where there are
+        some."""
         return self._norm(self._spoken_for)
 
     def weights_changed(self) -> None:
@@ -299,7 +301,8 @@ def _whole(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:
-    """What a pipeline stage is given beside ids or hidden states: stages behind the first see no ids to count."""
+    """Arguments of a pipeline stage in addition to ids or hidden states: stages behind the first see no ids to
+    count."""
     positions = batch.position_ids
     if positions is None:
         positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)

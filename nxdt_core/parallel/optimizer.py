@@ -70,7 +70,7 @@ def parameter_groups(
 
 
 def chosen(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig | None:
-    """The last of ``model.optim.param_groups`` whose pattern matches a parameter."""
+    """Return the last of ``model.optim.param_groups`` whose pattern matches a parameter."""
     return next((override for override in reversed(overrides) if matches(override.params, name)), None)
 
 
@@ -78,7 +78,7 @@ class TorchOptimizer:
     """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.parallel.model.ParallelOptimizer`.
 
     The stock optimizer sees plain tensors that share the shards' memory: its fused and foreach kernels then run once
-    over all of them, whatever meshes they are cut over.
+    over all of them, independent of the meshes that shard them.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TorchOptimizer:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
         ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
         With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically; ``compiled`` says by
-        what kernels. ``before_step`` is told the number of each step. ``lr`` is the peak that a rank without anything
+        what kernels. ``before_step`` receives the number of each step. ``lr`` is the peak that a rank without anything
         to train reports.
 
         Raises:
@@ -149,13 +149,13 @@ class TorchOptimizer:
             raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        """2-norm over all gradients, before clipping; a device scalar."""
+        """Return the 2-norm over all gradients, before clipping; a device scalar."""
         return self._norm(max_norm)
 
     def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Let the coming :meth:`step` leave the weights as they are unless both scalars are finite, and count that.
 
-        They are equal on all ranks, so all of them decide alike.
+        They are equal on all ranks, so all of them decide in the same way.
         """
         self._rejected = ~torch.isfinite(loss + grad_norm)
         self.skipped_steps = self.skipped_steps + self._rejected.to(torch.int64)
@@ -175,7 +175,7 @@ class TorchOptimizer:
             parameter.grad = None
 
     def begin_step(self, step: int) -> None:
-        """Number of the coming update; random numbers that it draws depend on it."""
+        """Set the number of the coming update; its random numbers depend on it."""
         self._step = step
         if self._before_step is not None:
             self._before_step(step)
@@ -191,8 +191,8 @@ class TorchOptimizer:
         return float(self.inner.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
-        """``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a plain
-        number is a scalar under ``<…>#<its type>``."""
+        """Return the ``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a
+        plain number is a scalar under ``<…>#<its type>``."""
         state: dict[str, torch.Tensor | Piece] = {}
         for name, trained in self._trained.items():
             for leaf, value in self.inner.state.get(trained, {}).items():
@@ -256,7 +256,7 @@ class TorchOptimizer:
 
 
 def _idle(lr: float) -> torch.optim.Optimizer:
-    """Of a rank whose stage is frozen; the factory's would refuse to have nothing to do."""
+    """Return the optimizer of a rank whose stage is frozen; the factory's would refuse an empty list."""
     return torch.optim.SGD([{"params": []}], lr=lr)
 
 

@@ -16,7 +16,7 @@ __all__ = ["StageParameters"]
 class StageParameters:
     """Names of the parameters of a rank's stages.
 
-    A pair that is tied is one parameter where both lie on one stage. In a pipeline each end has a copy: the rank of
+    A pair that is tied is one parameter where both are on one stage. In a pipeline each end has a copy: the rank of
     the last stage keeps its copy under the owner's name, as every other rank keeps the owner. A rank with both ends
     (``zbv``) keeps the owner alone, and its ``twins`` follow it.
     """
@@ -41,12 +41,12 @@ class StageParameters:
                 self.twins.append((found[owner], parameter))
 
     def spoken_for(self, mesh: ParallelMesh) -> list[nn.Parameter]:
-        """Parameters whose elements this rank counts in sums over all ranks."""
+        """Return the parameters whose elements this rank counts in sums over all ranks."""
         return [p for name, p in self.by_name.items() if name not in self.copies and owns(p, mesh)]
 
 
 def owns(tensor: torch.Tensor, mesh: ParallelMesh) -> bool:
-    """Whether this rank is the first of those of its pipeline stage that hold the very same elements.
+    """Return whether this rank is the first of those of its pipeline stage that hold the very same elements.
 
     Sums over parameters (the gradient's norm) count the owner's elements only.
     """

@@ -13,7 +13,7 @@ __all__ = ["Replicas", "replica_group"]
 
 
 def replica_group(mesh: ParallelMesh, *, sharded: bool) -> dist.ProcessGroup | None:
-    """The ranks that hold what this one holds; None where it is the only one.
+    """Return the ranks that hold what this one holds; None where it is the only one.
 
     Args:
         mesh: of the run.

@@ -1,4 +1,4 @@
-"""What optimizers are told of a parameter's place in its whole."""
+"""Position of a parameter in its whole, for optimizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["shard_of", "tables"]
 
 
 def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool) -> ParameterShard:
-    """The shard that this rank holds.
+    """Return the shard that this rank holds.
 
     Args:
         parameter: DTensor where it is cut.
@@ -38,7 +38,7 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
 
 
 def tables(modules: Iterable[nn.Module], plan: ParallelPlan) -> frozenset[str]:
-    """Names of embeddings and output heads: matrices whose rows are looked up or are classes, one by one."""
+    """Return the names of embeddings and output heads: matrices whose rows are looked up or are classes, one by one."""
     vocabulary = [pattern for pattern, style in plan.tensor.items() if style in ("vocab_embedding", "vocab_head")]
     found = {
         f"{path}.{leaf}" if path else leaf

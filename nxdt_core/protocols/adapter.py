@@ -23,14 +23,14 @@ class Adapter(Protocol):
 
     @property
     def saves_base(self) -> bool:
-        """Whether checkpoints hold what is frozen. Where they do not, a run that goes on takes it from where the first
+        """Whether checkpoints hold what is frozen. Where they do not, a resumed run takes it from where the first
         one took it."""
         ...
 
     def __init__(self, config: Any) -> None: ...
 
     def apply(self, module: torch.nn.Module, plan: ParallelPlan) -> ParallelPlan:
-        """Change ``module`` in place, on the meta device; freeze what shall not train with
+        """Change ``module`` in place, on the meta device; freeze what is not trained with
         ``requires_grad_(False)``. Returns the plan of the changed module."""
         ...
 
@@ -40,18 +40,18 @@ class Adapter(Protocol):
 
     def begin(self, model: ParallelModel, config: Any, ranks: RankAgreement) -> None:
         """Set what depends on the base's weights, or load what was trained before. Collective; called once the base has
-        its weights, in a run that does not go on from a checkpoint of its own. ``config`` is the whole resolved
+        its weights, in a run that does not resume from its own checkpoint. ``config`` is the whole resolved
         configuration."""
         ...
 
     def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
-        """Refuse to go on from the checkpoint at the address ``where`` if its weights would compute something else
+        """Refuse to resume from the checkpoint at the address ``where`` if its weights would compute something else
         here. ``saved`` is the section ``adapter`` of the run that wrote it, with the keys that its version knew. Called
-        on all ranks alike, before the model is built; what it raises fails the run."""
+        on all ranks, before the model is built; what it raises fails the run."""
         ...
 
     def finish(self, checkpoint: str | None, config: Any, ranks: RankAgreement) -> None:
-        """Leave what the run shall leave beside its last checkpoint, at this address; None: it has saved none.
+        """Write the run's additional files next to its last checkpoint, at this address; None: it has saved none.
         ``config`` is the whole resolved configuration. Collective; called at the end of a run that ended in order, or
         that had nothing left to do. What it raises fails the run, whose checkpoints stay."""
         ...

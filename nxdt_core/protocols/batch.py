@@ -35,7 +35,7 @@ class Sample:
     """None means one document; packed documents are numbered from 0, padding is −1."""
     reference_log_probs: np.ndarray | None = None
     """float32 [seq]: log-probability of each label under the model that the run began with; 0 where it is not needed.
-    None where nobody asks."""
+    None where it is not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Batch:
     document_ids: torch.Tensor | None = None
     """int64; None means that each row is one document."""
     reference_log_probs: torch.Tensor | None = None
-    """float32: of each label under the model that the run began with; None where nobody asks."""
+    """float32: of each label under the model that the run began with; None where it is not requested."""
     rows_per_sample: int = 1
     """Adjacent rows that are one sample."""
     first_row: int | None = None
@@ -64,7 +64,7 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """A batch whose tensors are those that ``change`` makes of this one's."""
+        """Return a batch whose tensors are those that ``change`` makes of this one's."""
         held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         kept: dict[str, Any] = {
             name: value if isinstance(value, int | None) else change(value) for name, value in held.items()
@@ -77,7 +77,7 @@ class Batch:
         return self.input_ids.shape[0] // self.rows_per_sample
 
     def weight(self) -> torch.Tensor:
-        """Sum of the loss weights: the number of loss tokens where they are all 1. Scalar, float32."""
+        """Return the sum of the loss weights: the number of loss tokens where they are all 1. Scalar, float32."""
         if self.loss_weights is not None:
             return (self.loss_weights * (self.labels != IGNORE_INDEX)).sum()
         return (self.labels != IGNORE_INDEX).sum().float()

@@ -2,7 +2,7 @@
 
 A key is a relative path of ``/``-separated parts, such as ``step-00000100/manifest.json``; ``..``, empty
 parts and a leading ``/`` are refused. A store that fails raises :class:`nxdt_core.errors.checkpoints.StorageError` or a
-subclass for what the user can mend, and ``OSError`` otherwise.
+subclass for what the user can fix, and ``OSError`` otherwise.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class CheckpointStorage(Protocol):
         ...
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """The object's facts, or None where there is no such key."""
+        """Return the object's facts, or None where there is no such key."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose key starts with ``prefix``, sorted by key; unfinished writes do not show."""
+        """Yield all objects whose key starts with ``prefix``, sorted by key; unfinished writes do not show."""
         ...
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Delete; keys that do not exist are no error."""
+        """Delete the objects; keys that do not exist are not an error."""
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -91,14 +91,14 @@ class CheckpointStorage(Protocol):
 
 
 class LocksUnsupported(OSError):
-    """A lock of this store would bind nobody, or not everybody who reaches the store; a lease does instead."""
+    """A lock of this store would not bind every process that reaches the store; a lease is used instead."""
 
 
 class StorageLock(Protocol):
     """A lock that is held until :meth:`release`, or until this process is dead, however it dies."""
 
     def held(self) -> bool:
-        """Whether it still keeps others out. It does not once its file was moved away or replaced."""
+        """Return whether it still keeps others out. It does not once its file was moved away or replaced."""
         ...
 
     def release(self) -> None:
@@ -111,7 +111,7 @@ class LockableStorage(CheckpointStorage, Protocol):
     """A store on which the system's own locks work."""
 
     def try_lock(self, key: str, note: bytes) -> StorageLock | None:
-        """Take the lock ``key`` without waiting; it is no object and no listing shows it.
+        """Take the lock ``key`` without waiting; it is not an object and no listing shows it.
 
         Args:
             key: its name, one part.
@@ -121,12 +121,12 @@ class LockableStorage(CheckpointStorage, Protocol):
             None where another holds it, in this process or in any other.
 
         Raises:
-            LocksUnsupported: there are no locks here that everybody sees.
+            LocksUnsupported: there are no locks here that every process sees.
         """
         ...
 
     def lock_note(self, key: str) -> bytes:
-        """The note of who took the lock last; empty where nobody did, or has not written it yet."""
+        """Return the note of the last owner; empty where there was none, or it has not written it yet."""
         ...
 
 

@@ -43,7 +43,7 @@ SplitName = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataContext:
-    """What a dataloader is told about the run; fields may grow."""
+    """The facts of a run for its dataloader; fields may be added."""
 
     seq_length: int
     """Tokens per sample."""
@@ -51,8 +51,8 @@ class DataContext:
     tokenizer: Tokenizer | None
     """None where the configuration names none (pre-tokenised data)."""
     cache_dir: Path | None = None
-    """Directory of the run, perhaps to be made, for what all its processes derive from the data alike, such as tokens
-    (:func:`nxdt_core.data.files.array_cache.cached_arrays`); None means: keep it in memory."""
+    """Directory of the run, perhaps to be made, for what all its processes derive identically from the data, such as
+    tokens (:func:`nxdt_core.data.files.array_cache.cached_arrays`); None means: keep it in memory."""
     vocab_size: int | None = None
     """Rows of the model's vocabulary: tokenised data may hold the ids below; None where it is not known."""
     shuffle: bool = True
@@ -68,7 +68,7 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Sample: ...
 
     def fingerprint(self) -> str:
-        """Short digest of everything that decides what sample an index gives; compared on resume."""
+        """Return the short digest of everything that decides what sample an index gives; compared on resume."""
         ...
 
 
@@ -77,7 +77,7 @@ class PassingDataset(MapDataset, Protocol):
     """Optional for a map-style dataset: one whose passes differ, as those of a mixture that repeats a part of it."""
 
     def at(self, index: int, epoch: int) -> Sample:
-        """The sample at ``index`` in pass ``epoch`` (0, 1, …); in pass 0 that of ``self[index]``."""
+        """Return the sample at ``index`` in pass ``epoch`` (0, 1, …); in pass 0 that of ``self[index]``."""
         ...
 
 
@@ -92,7 +92,7 @@ class IterableDataset(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the position of ``state``."""
+        """Continue after the position of ``state``."""
         ...
 
     def fingerprint(self) -> str:
@@ -111,7 +111,7 @@ class Dataloader(Protocol):
     def __init__(self, config: Any, context: DataContext) -> None: ...
 
     def split(self, name: SplitName) -> Split:
-        """The samples of a split, or None where the configuration names no data for it.
+        """Return the samples of a split, or None where the configuration names no data for it.
 
         Of validation and test also several sets by name, each of which is then judged by itself, too."""
         ...
@@ -136,7 +136,7 @@ class DataReport:
     lengths: NDArray[np.int64]
     """Tokens of each record."""
     by_role: Mapping[str, TokenCount] = field(default_factory=dict)
-    """Role, or ``template`` for what is nobody's words → its tokens."""
+    """Role, or ``template`` for the template's own text → its tokens."""
     by_turn: Sequence[TokenCount] = ()
     """Tokens of the assistant's first, second, … turns."""
     truncated: int = 0

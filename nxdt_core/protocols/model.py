@@ -53,7 +53,7 @@ class ModelBuilder(Protocol):
     """
 
     vocab_size: int
-    """Rows of the embedding; ids of the tokenizer must lie below."""
+    """Rows of the embedding; ids of the tokenizer must be smaller."""
     max_sequence_length: int | None
     """Longest sequence that positions allow; None where there is no bound."""
 

@@ -52,13 +52,13 @@ class ObjectiveTraits:
 class Objective(Protocol):
     """The target of the kind, called as ``Target(config)`` with the dataclass of ``objective``.
 
-    One that is no mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
+    One that is not a mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
     """
 
     def __init__(self, config: Any) -> None: ...
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """The weight that ``__call__`` will report for ``batch``, known before the forward pass, so that each
+        """Return the weight that ``__call__`` will report for ``batch``, known before the forward pass, so that each
         micro-batch's loss can be divided by the global weight at once. Of the whole batch, also where ``__call__``
         will get some tokens of each sequence (:mod:`nxdt_core.nn.moe.sequence_sums`)."""
         ...

@@ -23,10 +23,10 @@ __all__ = ["OptimizerFactory", "ParameterGroup", "ParameterShard", "as_torch", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShard:
-    """Where the elements of a parameter that this rank trains lie in the whole one, and who has the others.
+    """Positions of the elements that this rank trains in the whole parameter, and who has the others.
 
     For optimizers that look at more than one element at a time. What all ranks of ``groups`` compute together they
-    must compute alike: the ranks beyond hold the same elements as one of them.
+    must compute identically: the ranks beyond hold the same elements as one of them.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,8 @@ class ParameterShard:
     """Whether it is a matrix, or a stack of them, of a hidden layer: no embedding, output head, norm or bias."""
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of ``box`` in a tensor of the local parameter's shape, which zeros may fill up; a view."""
+        """Return the elements of ``box`` in a tensor of the local parameter's shape, which zeros may fill up; a
+        view."""
         return tensor[tuple(slice(0, size) for size in self.box.shape)]
 
 
@@ -59,12 +60,13 @@ class ParameterGroup(TypedDict):
 
 
 def as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
-    """The groups with what torch's optimizers know: names, learning rate and weight decay."""
+    """Return the groups with what torch's optimizers know: names, learning rate and weight decay."""
     return [{key: value for key, value in group.items() if key != "shards"} for group in groups]
 
 
 def shards_of(groups: Sequence[ParameterGroup]) -> Mapping[torch.Tensor, ParameterShard]:
-    """The shard of each parameter; one that nothing is said of is whole, and a matrix where it has rows and columns."""
+    """Return the shard of each parameter; one that nothing is said of is whole, and a matrix where it has rows and
+    columns."""
     found: dict[torch.Tensor, ParameterShard] = {}
     for group in groups:
         whole = [_whole(tuple(parameter.shape)) for parameter in group["params"]]

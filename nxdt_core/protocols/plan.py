@@ -29,12 +29,12 @@ TensorStyle = Literal[
 ``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``:
 an embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary,
 feeding a vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gathered`` and ``row_split``: the
-same cuts where what lies between needs all features on each rank, such as a norm over all heads: outputs of the one are
-gathered, the other takes its part of whole inputs. ``row_partial``: as ``row`` without a bias and without the sum,
-which the module that ends the block makes (one of ``expert_dispatchers``). ``heads``: every parameter of the module has
-a leading dimension of query heads or of key or value heads (:class:`AttentionHeads` says which), such as a norm with
-weights for each head; each rank has those of its own heads. ``replicate``: whole on each rank and fed
-with what is whole on each rank, also where its path lies in a tensor block (there it comes after a ``row``'s sum); an
+same cuts where the module between them needs all features on each rank, such as a norm over all heads: outputs of the
+one are gathered, the other takes its part of whole inputs. ``row_partial``: as ``row`` without a bias and without the
+sum, which the module that ends the block makes (one of ``expert_dispatchers``). ``heads``: every parameter of the
+module has a leading dimension of query heads or of key or value heads (:class:`AttentionHeads` says which), such as a
+norm with weights for each head; each rank has those of its own heads. ``replicate``: whole on each rank and fed
+with what is whole on each rank, also where its path is in a tensor block (there it comes after a ``row``'s sum); an
 embedding table that looks up its own part of the sequence under sequence parallelism.
 """
 
@@ -69,7 +69,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """All that an engine needs to know of a model beside its modules.
+    """All that an engine needs to know about a model in addition to its modules.
 
     The engine applies it in a fixed order: adapters, pipeline cut, tensor/sequence/expert/context, recompute,
     compile, data-parallel sharding, then initialisation. Patterns that match nothing are an error.
@@ -78,7 +78,7 @@ class ParallelPlan:
     tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
     """Module path pattern → style. Modules that no pattern names are replicated."""
     tensor_blocks: tuple[str, ...] = ()
-    """Modules inside which tensor parallelism happens: every ``column``, ``row`` and ``vocab_head`` lies in one or is
+    """Modules inside which tensor parallelism happens: every ``column``, ``row`` and ``vocab_head`` is in one or is
     one. What goes in is the first positional argument, [batch, seq, hidden], whole inside (under sequence parallelism
     gathered there, once for all projections); a ``row`` ends it. Gradients inside are partial sums over the ranks."""
     sequence_norms: tuple[str, ...] = ()

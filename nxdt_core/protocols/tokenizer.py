@@ -26,19 +26,19 @@ class Tokenizer(Protocol):
     def __init__(self, config: Any) -> None: ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text`` without special tokens at its ends."""
+        """Return the ids of ``text`` without special tokens at its ends."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many texts; libraries with threads use them."""
+        """Return the same for many texts; libraries with threads use them."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; special tokens are left out."""
+        """Return the text of ``ids``; special tokens are left out."""
         ...
 
     def fingerprint(self) -> str:
-        """Short digest of vocabulary and rules; part of a dataset's fingerprint."""
+        """Return the short digest of vocabulary and rules; part of a dataset's fingerprint."""
         ...
 
 
@@ -47,7 +47,7 @@ class HFTokenizer(Protocol):
     """Optional for a tokenizer: one that transformers can load."""
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """The files, by name, that ``AutoTokenizer.from_pretrained`` makes the same tokenizer of."""
+        """Return the files, by name, that ``AutoTokenizer.from_pretrained`` makes the same tokenizer of."""
         ...
 
 
@@ -56,7 +56,7 @@ class LeadingTokenizer(Protocol):
     """Optional for a tokenizer: one whose files say how a text begins."""
 
     def leading_ids(self) -> Sequence[int]:
-        """What transformers would put before each text, such as the begin-of-text token; often nothing."""
+        """Return what transformers would put before each text, such as the begin-of-text token; often nothing."""
         ...
 
 
@@ -76,7 +76,7 @@ class ChatTokenizer(Protocol):
     """Optional for a tokenizer: what chat data need of it."""
 
     def chat_template(self) -> str | None:
-        """The Jinja template that its files bring; None where they bring none."""
+        """Return the Jinja template that its files bring; None where they bring none."""
         ...
 
     def special_tokens(self) -> Mapping[str, str]:
@@ -84,13 +84,13 @@ class ChatTokenizer(Protocol):
         ...
 
     def reserved_tokens(self) -> Sequence[str]:
-        """Every special token as it is written: what becomes one token wherever a text spells it."""
+        """Return every special token as it is written: what becomes one token wherever a text spells it."""
         ...
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
-        """As ``encode_batch``, with places; a special token that a text spells out is that token."""
+        """Return the ids of ``encode_batch`` with places; a special token that a text spells out is that token."""
         ...
 
     def spell(self, ids: Iterable[int]) -> str:
-        """Text of ``ids`` with special tokens as they are written; for people to read."""
+        """Return the text of ``ids`` with special tokens as they are written; for people to read."""
         ...

@@ -51,11 +51,12 @@ class CheckpointFormatContract:
 
     @pytest.fixture
     def source(self, tmp_path: Path, builder: ModelBuilder) -> Path:
-        """A checkpoint of the model of ``builder``, below ``tmp_path``, with optimizer state if the format has any."""
+        """Return a checkpoint of the model of ``builder``, below ``tmp_path``, with optimizer state if the format has
+        any."""
         raise NotImplementedError("override the fixture 'source'")
 
     def test_it_has_the_members_of_the_protocol(self, format: CheckpointFormat, source: Path) -> None:
-        """Those of the format, and those of its reader."""
+        """Check the members of the format, and those of its reader."""
         assert isinstance(format, CheckpointFormat)
         reader = format.open(source)
         assert isinstance(reader, CheckpointReader)
@@ -134,7 +135,7 @@ class CheckpointFormatContract:
         assert all(torch.equal(tensor, everything[p]) for p, tensor in zip(mine, reader.read(mine), strict=True))
 
     def test_the_model_takes_the_weights(self, format: CheckpointFormat, builder: ModelBuilder, source: Path) -> None:
-        """Each parameter gets its own, and they are not all alike."""
+        """Each parameter gets its own state, and not all are equal."""
         weights = {
             name: each for (section, name), each in _read(format.open(source), builder).items() if section == "model"
         }

@@ -50,12 +50,12 @@ class DatasetContract:
 
     @pytest.fixture
     def make(self) -> Callable[[], Dataset]:
-        """Opens the same data anew at each call; 20 samples or more."""
+        """Opens the same data again at each call; 20 samples or more."""
         raise NotImplementedError("override the fixture 'make'")
 
     @pytest.fixture
     def changed(self) -> Dataset:
-        """A dataset of the same kind over other content."""
+        """Return a dataset of the same kind over other content."""
         raise NotImplementedError("override the fixture 'changed'")
 
     @pytest.fixture
@@ -67,7 +67,7 @@ class DatasetContract:
 
     @pytest.fixture
     def by_index(self, make: Callable[[], Dataset]) -> MapDataset:
-        """The dataset where it is map-style; tests of indices are skipped for others."""
+        """Return the dataset where it is map-style; tests of indices are skipped for others."""
         dataset = make()
         if not isinstance(dataset, MapDataset):
             pytest.skip("it has an order of its own")
@@ -75,7 +75,7 @@ class DatasetContract:
 
     @pytest.fixture
     def stream(self, make: Callable[[], Dataset]) -> IterableDataset:
-        """The dataset where it has an order of its own; tests of its state are skipped for others."""
+        """Yield the dataset where it has an order of its own; tests of its state are skipped for others."""
         dataset = make()
         if isinstance(dataset, MapDataset):
             pytest.skip("its samples are found by index")
@@ -88,7 +88,7 @@ class DatasetContract:
         assert isinstance(make(), (MapDataset, IterableDataset))
 
     def test_samples_are_arrays_of_one_shape(self, samples: list[Sample]) -> None:
-        """int64, weights float32, every field as long as the tokens, and all samples alike."""
+        """int64, weights float32, every field as long as the tokens, in all samples."""
         shape = samples[0].input_ids.shape
         for sample in samples:
             for field in (sample.input_ids, sample.labels, sample.position_ids, sample.document_ids):
@@ -130,7 +130,7 @@ class DatasetContract:
     # What decides them
 
     def test_data_opened_twice_are_the_same(self, make: Callable[[], Dataset], samples: list[Sample]) -> None:
-        """Fingerprint and samples, whatever was read before."""
+        """Fingerprint and samples do not depend on earlier reads."""
         first, second = make(), make()
         _first(first, 3)
         assert first.fingerprint() == first.fingerprint() == second.fingerprint()

@@ -94,7 +94,7 @@ class Settings:
     policy: PrecisionPolicy = field(default_factory=lambda: PrecisionPolicy(name="fp32"))
 
     def config(self, *overrides: str) -> ResolvedConfig:
-        """The run of the contract under this engine."""
+        """Return the run of the contract under this engine."""
         parts = str(Path(__file__).with_name("engine_parts.py"))
         run = {
             "name": "engine-contract",
@@ -163,7 +163,7 @@ class TwoTerms:
         del config  # it has no options
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Number of loss tokens, and of rows."""
+        """Return the number of loss tokens, and of rows."""
         return torch.stack([batch.weight(), torch.tensor(float(len(batch.input_ids)))])
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
@@ -178,7 +178,7 @@ class TwoTerms:
 
 
 def global_batch(seed: int = 0) -> list[Batch]:
-    """Micro-batches of one global batch, with different numbers of loss tokens."""
+    """Return the micro-batches of one global batch, with different numbers of loss tokens."""
     draws = torch.Generator().manual_seed(seed)
     ids = torch.randint(_VOCABULARY, (_ROWS, _LENGTH + 1), generator=draws)
     labels = ids[:, 1:].clone()
@@ -216,7 +216,7 @@ class EngineContract:
     """``trainer.accelerator``."""
 
     def runs(self, capability: str, config: pytest.Config) -> bool:
-        """Whether to try a declared layout of :data:`LAYOUTS` on real ranks in this run of pytest."""
+        """Return whether to try a declared layout of :data:`LAYOUTS` on real ranks in this run of pytest."""
         del capability, config
         return True
 
@@ -231,12 +231,12 @@ class EngineContract:
 
     @pytest.fixture
     def batches(self) -> list[Batch]:
-        """One global batch."""
+        """Return one global batch."""
         return global_batch()
 
     @pytest.fixture
     def run(self, settings: Settings) -> Iterator[Run]:
-        """A model and its optimizer in one process."""
+        """Yield a model and its optimizer in one process."""
         made = Run.begin(settings.config(), settings.policy)
         yield made
         made.engine.shutdown()
@@ -308,7 +308,7 @@ class EngineContract:
     # Outputs
 
     def test_forward_gives_logits_of_every_token(self, run: Run, batches: list[Batch]) -> None:
-        """Of the whole vocabulary, without a gradient; dropout is off."""
+        """Compare the logits of the whole vocabulary, without a gradient; dropout is off."""
         ids = batches[0].input_ids[:, :7]
         logits = run.model.forward(ids)
         assert logits.shape == (*ids.shape, _VOCABULARY)
@@ -328,7 +328,8 @@ class EngineContract:
     # State
 
     def test_weights_have_the_names_of_the_model(self, run: Run) -> None:
-        """Those of ``named_parameters`` and of ``state_dict``; fresh weights follow from the seed and the names."""
+        """Compare the names of ``named_parameters`` and ``state_dict``; fresh weights follow from the seed and the
+        names."""
         module = _fresh(run.config, torch.get_default_dtype())
         names = {name for name, _ in module.named_parameters()}
         assert {name for name, _ in run.model.named_parameters()} == names
@@ -395,7 +396,7 @@ class EngineContract:
         run.engine.shutdown()
 
     def test_an_estimate_counts_the_parameters(self, settings: Settings) -> None:
-        """Of an engine that gives one."""
+        """Compare the estimate of an engine that gives one with its parameters."""
         config = settings.config()
         engine = config.selected("parallel_engine").component.load_target()
         if not isinstance(engine, EstimatesRuns):

@@ -7,7 +7,7 @@ from nxdt_core.api import AdapterComponent, ModelComponent, hookimpl
 
 @hookimpl
 def nxdt_model_builders() -> list[ModelComponent]:
-    """A small mixture of experts."""
+    """Return a small mixture of experts."""
     return [
         ModelComponent(
             name="engine-contract",
@@ -21,7 +21,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
 
 @hookimpl
 def nxdt_adapters() -> list[AdapterComponent]:
-    """One that adds a scale."""
+    """Return one that adds a scale."""
     return [
         AdapterComponent(
             name="engine-contract",

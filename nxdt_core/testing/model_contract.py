@@ -56,7 +56,7 @@ class ModelContract:
 
     @pytest.fixture
     def builder(self) -> ModelBuilder:
-        """A builder of a small model."""
+        """Return a builder of a small model."""
         raise NotImplementedError("override the fixture 'builder'")
 
     @pytest.fixture
@@ -66,12 +66,12 @@ class ModelContract:
 
     @pytest.fixture
     def model(self, builder: ModelBuilder) -> nn.Module:
-        """The whole model with fresh weights, evaluating."""
+        """Return the whole model with fresh weights, evaluating."""
         return _fresh(builder).eval()
 
     @pytest.fixture
     def exchange(self, builder: ModelBuilder) -> HFExchange:
-        """The builder as one that exchanges with Hugging Face; tests of others are skipped."""
+        """Return the builder as one that exchanges with Hugging Face; tests of others are skipped."""
         if not self.exchanges_with_hf or not isinstance(builder, HFExchange):
             pytest.skip(f"this model of {type(builder).__name__} is not exchanged with Hugging Face")
         return builder
@@ -124,7 +124,7 @@ class ModelContract:
         assert not idle, "these take no part"
 
     def test_no_token_sees_a_later_one(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Otherwise it would be told what it shall predict. (Rounding may differ where tokens are grouped.)"""
+        """Otherwise it would see what it predicts. (Rounding may differ where tokens are grouped.)"""
         ids = _tokens(builder, 1, 12)
         changed = ids.clone()
         changed[0, 7] = (changed[0, 7] + 1) % builder.vocab_size
@@ -147,7 +147,7 @@ class ModelContract:
             torch.testing.assert_close(model(ids, positions, documents), torch.cat(alone, 1))
 
     def test_documents_do_not_see_one_another(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Also where positions go on from one to the next."""
+        """Also where positions continue from one to the next."""
         ids, documents = _tokens(builder, 1, 12), torch.tensor([[0] * 6 + [1] * 6])
         changed = ids.clone()
         changed[0, 2] = (changed[0, 2] + 1) % builder.vocab_size
@@ -166,7 +166,8 @@ class ModelContract:
         assert not idle
 
     def test_each_matrix_is_planned_once(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """By one pattern of ``tensor`` or ``expert_tensor``, as a router, or as one of :attr:`replicated`."""
+        """Match each parameter with one pattern of ``tensor`` or ``expert_tensor``, a router, or one of
+        :attr:`replicated`."""
         if not plan.tensor:
             pytest.skip("the plan has no tensor parallelism")
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -208,7 +209,7 @@ class ModelContract:
                     assert parameter.shape[dim] % count == 0, f"{name} has no {count} heads"
 
     def test_recomputation_changes_nothing(self, builder: ModelBuilder, plan: ParallelPlan) -> None:
-        """Gradients are bit-equal, whatever is recomputed."""
+        """Gradients are bit-equal, with any recomputation."""
         ids = _tokens(builder, 2, 9)
         wanted = _gradients(_fresh(builder), ids)
         choices: list[tuple[str, ...]] = [(name,) for name in plan.recompute]
@@ -278,7 +279,7 @@ class ModelContract:
             assert torch.equal(again[source.name][:rows], state[source.name][:rows]), source.name
 
     def test_its_config_json_names_an_architecture_that_it_reads(self, exchange: HFExchange) -> None:
-        """By a name or a pattern of ``hf_architectures``."""
+        """Find the builder by a name or a pattern of ``hf_architectures``."""
         names = exchange.config_to_hf()["architectures"]
         assert names
         assert all(matches_any(exchange.hf_architectures, name) for name in names)
@@ -286,7 +287,7 @@ class ModelContract:
     def test_its_config_json_is_read_back(
         self, builder: ModelBuilder, exchange: HFExchange, model: nn.Module, tmp_path: Path
     ) -> None:
-        """By the dataclass's ``from_hf``, to a model that computes the same and writes the same ``config.json``."""
+        """Read the file by ``from_hf``, to a model that computes the same and writes the same ``config.json``."""
         written = json.loads(json.dumps(exchange.config_to_hf()))
         cls = type(getattr(builder, "config", None))  # what the builder was called with
         assert issubclass(cls, ReadsHFConfig), f"add the class method from_hf(hf) to {cls.__qualname__}"

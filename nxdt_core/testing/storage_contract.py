@@ -56,7 +56,7 @@ class CheckpointStorageContract:
 
     @pytest.fixture
     def storage(self) -> CheckpointStorage:
-        """An empty store; a new one for each test."""
+        """Return an empty store; a new one for each test."""
         raise NotImplementedError("override the fixture 'storage'")
 
     def reopen(self, storage: CheckpointStorage) -> CheckpointStorage:
@@ -64,7 +64,8 @@ class CheckpointStorageContract:
         return type(storage)(storage.uri, None)
 
     def opener(self, storage: CheckpointStorage) -> Opener | None:
-        """What opens the same store in another process, to be pickled; None for a store that lives in one process."""
+        """Return what opens the same store in another process, to be pickled; None for a store that lives in one
+        process."""
         return partial(type(storage), storage.uri, None)
 
     def test_it_has_the_members_of_the_protocol(self, storage: CheckpointStorage) -> None:
@@ -131,7 +132,7 @@ class CheckpointStorageContract:
     def test_an_interruption_between_any_two_writes_leaves_nothing(
         self, storage: CheckpointStorage, interruption: type[BaseException], replacing: bool
     ) -> None:
-        """Not even where whole parts were written before; what stood there stays; the key can be written again."""
+        """Not even where whole parts were written before; what was there stays; the key can be written again."""
         piece = _pattern(self.part_bytes // 2 + 1)
         if replacing:
             _write(storage, "a/b", b"old")
@@ -173,7 +174,7 @@ class CheckpointStorageContract:
 
     @pytest.mark.parametrize("key", ["missing", "folder", "folder/file/below"])
     def test_missing_objects_are_missing(self, storage: CheckpointStorage, key: str) -> None:
-        """Also where the key is a prefix of others, or goes on below an object."""
+        """Also where the key is a prefix of others, or continues below an object."""
         _write(storage, "folder/file", b"x")
         assert storage.stat(key) is None
         with pytest.raises(FileNotFoundError):
@@ -243,7 +244,7 @@ class CheckpointStorageContract:
         assert storage.put_if_absent("a/m.json", b"third") is True
 
     def test_put_if_absent_has_one_winner(self, storage: CheckpointStorage) -> None:
-        """Of several writers that start together one wins, and the object has all of its bytes."""
+        """Let one of several simultaneous writers win; the object has all of its bytes."""
         stores = [self.reopen(storage) for _ in range(8)]
         for round_ in range(5):
             key = f"race/{round_}"
@@ -267,7 +268,7 @@ class CheckpointStorageContract:
         assert list(storage.list()) == []
 
     def test_put_if_match_has_one_winner(self, storage: CheckpointStorage) -> None:
-        """Of several writers that expect the same bytes one wins, and the object has all of its bytes."""
+        """Let one of several writers that expect the same bytes win; the object has all of its bytes."""
         stores = [self.reopen(storage) for _ in range(8)]
         for round_ in range(5):
             key = f"race/{round_}"
@@ -277,7 +278,8 @@ class CheckpointStorageContract:
             assert _read(storage, key) == bytes([won.index(True)]) * 4096
 
     def test_ranks_write_and_compete_at_once(self, storage: CheckpointStorage) -> None:
-        """Processes: nothing that one holds in memory or locks decides; each sees what all have written."""
+        """Write from many processes: nothing that one holds in memory or locks decides; each sees what all have
+        written."""
         open_store = self.opener(storage)
         if open_store is None:
             pytest.skip("the store lives in one process (opener gives None)")
@@ -322,7 +324,7 @@ class CheckpointStorageContract:
 
     @pytest.mark.parametrize("key", BAD_KEYS)
     def test_keys_that_leave_the_root_are_refused(self, storage: CheckpointStorage, key: str) -> None:
-        """By every method that takes one."""
+        """Refuse them in every method that takes a key."""
         uses: list[Callable[[], object]] = [
             lambda: _write(storage, key, b"x"),
             lambda: _read(storage, key),

@@ -47,7 +47,7 @@ __all__ = [
 
 
 def engine(config: ResolvedConfig) -> ParallelEngine:
-    """The parallel engine, not started; checked against the number of processes that were started.
+    """Return the parallel engine, not started; checked against the number of processes that were started.
 
     Raises:
         ConfigError: the engine, the model or the optimizer does not declare what the run asks of them.
@@ -58,7 +58,7 @@ def engine(config: ResolvedConfig) -> ParallelEngine:
 
 
 def model_builder(config: ResolvedConfig) -> ModelBuilder:
-    """The model's builder, checked against the run's sequence length.
+    """Return the model's builder, checked against the run's sequence length.
 
     Raises:
         SequenceTooLongForModel: positions end before the sequence does.
@@ -71,7 +71,7 @@ def model_builder(config: ResolvedConfig) -> ModelBuilder:
 
 
 def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenizer | None:
-    """The tokenizer, or None where the configuration names none.
+    """Return the tokenizer, or None where the configuration names none.
 
     Raises:
         VocabularyTooSmall: the tokenizer has ids that a model of ``vocab_size`` has no row for.
@@ -87,7 +87,7 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
 def dataloader(
     config: ResolvedConfig, tokenizer: Tokenizer | None, vocab_size: int | None = None, *, cache_dir: Path | None = None
 ) -> Dataloader:
-    """The source of samples, for a model of ``vocab_size`` rows; what it derives from its files may lie in
+    """Return the source of samples, for a model of ``vocab_size`` rows; what it derives from its files may be in
     ``cache_dir``, for the other processes of the machine."""
     data = config.run.data
     context = DataContext(
@@ -129,7 +129,7 @@ def batches(
 
 
 def chat_keys(config: ResolvedConfig) -> ChatKeys:
-    """How the run's data make text of messages; the defaults where they hold none."""
+    """Return how the run's data make text of messages; the defaults where they hold none."""
     found = config.selected("data").config
     return found if isinstance(found, ChatKeys) else ChatKeys()
 
@@ -161,12 +161,12 @@ def precision(config: ResolvedConfig) -> PrecisionPolicy:
 
 
 def adapters(config: ResolvedConfig) -> Sequence[Adapter]:
-    """The adapter as a sequence of none or one."""
+    """Return the adapter as a sequence of none or one."""
     return () if config.components["adapter"] is None else (cast(Adapter, _construct(config, "adapter")),)
 
 
 def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
-    """What the learning-rate curve depends on beside its own section."""
+    """Return what the learning-rate schedule depends on in addition to its own section."""
     optim = config.run.model.optim
     return ScheduleHorizon(max_steps=optim.sched.max_steps, lr=optim.lr)
 
@@ -179,12 +179,12 @@ def schedule(config: ResolvedConfig) -> LRSchedule:
 
 
 def storage(config: ResolvedConfig) -> CheckpointStorage:
-    """Where the run's checkpoints lie."""
+    """Return where the run's checkpoints lie."""
     return locate(config, config.checkpoint_uri)[0]
 
 
 def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStorage, int | None]:
-    """The store behind ``uri`` and the step that it names, None where it names the root of a run's checkpoints.
+    """Return the store behind ``uri`` and the step that it names, None where it names the root of a run's checkpoints.
 
     The options of ``checkpoint.storage`` hold for URIs with the scheme of the run's own.
     """
@@ -193,13 +193,14 @@ def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStorage, int | N
 
 
 def signer(config: ResolvedConfig) -> Signer | None:
-    """What signs the run's checkpoints; None where ``checkpoint.sign.key`` is not set."""
+    """Return what signs the run's checkpoints; None where ``checkpoint.sign.key`` is not set."""
     key = config.run.checkpoint.sign.key
     return None if key is None else Signer(key)
 
 
 def trusted_keys(config: ResolvedConfig) -> TrustedKeys | None:
-    """The keys of which one must have signed what the run loads; None where ``checkpoint.sign.trusted`` is empty."""
+    """Return the keys of which one must have signed what the run loads; None where ``checkpoint.sign.trusted`` is
+    empty."""
     paths = config.run.checkpoint.sign.trusted
     return TrustedKeys(paths) if paths else None
 

@@ -39,7 +39,7 @@ class RunPlan:
         return None if self.memory_bytes is None else self.estimate.fullest.memory.total <= self.memory_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able tree; sizes in bytes."""
+        """Return the plain JSON-able tree; sizes in bytes."""
         found, sizes = self.estimate, self.sizes
         return {
             "world_size": sizes.world_size,
@@ -84,7 +84,7 @@ def plan(config: ResolvedConfig, *, memory_bytes: int | None = None) -> RunPlan:
 
 
 def run_parts(config: ResolvedConfig) -> RunParts:
-    """What an engine needs of a run's components for its estimate."""
+    """Return what an engine needs of a run's components for its estimate."""
     return RunParts(
         builder=build.model_builder(config),
         adapters=build.adapters(config),
@@ -95,7 +95,7 @@ def run_parts(config: ResolvedConfig) -> RunParts:
 
 
 def accelerator_memory_bytes() -> int | None:
-    """Memory of this machine's accelerator; None where it has none."""
+    """Return the memory of this machine's accelerator; None where it has none."""
     if not torch.accelerator.is_available():
         return None
     return memory_info()[1]

@@ -15,7 +15,8 @@ __all__ = ["preview"]
 
 
 def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview | dict[str, Preview]:
-    """The first ``count`` samples of a split in the order of the run, and counts; of several sets, of each by name.
+    """Return the first ``count`` samples of a split in the order of the run, and counts; of several sets, of each by
+    name.
 
     Raises:
         SplitMissing: the configuration names no such data.

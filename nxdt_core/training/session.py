@@ -78,7 +78,7 @@ class SaveFacts:
     keep: Keep = "regular"
     """How retention treats it."""
     fencing: int = 0
-    """Number of the ownership under which it is saved; 0 where nobody owns the store."""
+    """Number of the ownership under which it is saved; 0 where the store has no owner."""
 
 
 class _Parts(TypedDict):
@@ -380,7 +380,7 @@ class TrainSession:
     # Checkpoints.
 
     def resume(self) -> Manifest | None:
-        """Load the newest sound checkpoint of ``checkpoint.uri``, whatever layout it was saved in. Collective.
+        """Load the newest sound checkpoint of ``checkpoint.uri``, saved in any layout. Collective.
 
         Returns:
             Its manifest; None where there is none, and the session is left as it was.
@@ -422,7 +422,7 @@ class TrainSession:
     def begin_save(
         self, manager: CheckpointManager, *, extra: dict[str, Any] | None = None, about: SaveFacts = SaveFacts()
     ) -> bool:
-        """As :meth:`save`, returning as soon as the next step may change what is saved.
+        """Begin the save of :meth:`save`, returning as soon as the next step may change what is saved.
 
         Call ``manager.poll()`` after every step: it raises the errors of a save. ``manager.wait()`` ends the last save.
 
@@ -446,7 +446,8 @@ class TrainSession:
     ) -> dict[str, Any]:
         """Load a checkpoint and return the ``extra`` of its save.
 
-        Collective: every rank reads what it holds, whatever layout the checkpoint was saved in; it succeeds on all or
+        Collective: every rank reads what it holds, independent of the layout in which the checkpoint was saved; it
+            succeeds on all or
         fails on all. Random-number generators continue where they stopped if the layout is the same; a checkpoint of
         another layout has none for these ranks, and they are left as they are.
 

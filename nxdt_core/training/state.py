@@ -28,7 +28,7 @@ class TrainState:
     """Position of the training data after the last step, as the loader's ``state_dict`` gave it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return the plain values for a checkpoint."""
         return asdict(self)
 
     def update(self, saved: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def seed_all(seed: int) -> None:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """State of every generator that ``seed_all`` seeds, as JSON-able values and tensors."""
+    """Return the state of every generator that ``seed_all`` seeds, as JSON-able values and tensors."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {

@@ -28,12 +28,12 @@ class StepTimes:
         self._baseline_s: float | None = None
 
     def mark(self) -> None:
-        """A save begins now. What was measured after an earlier one becomes part of what is before."""
+        """Note the start of a save. What was measured after an earlier one becomes part of what is before."""
         self._baseline_s = sum(self._before) / len(self._before) if self._before else None
         self._after = []
 
     def step(self, seconds: float) -> None:
-        """A step took this long."""
+        """Record the duration of a step."""
         if self._after is not None and len(self._after) < STEPS:
             self._after.append(seconds)
         self._before.append(seconds)

@@ -211,7 +211,7 @@ except TokenizerFileNotFound as error:
     )
     first, *rest = done.stdout.splitlines() or [done.stderr]
     assert first == f"600 1 2 {len(load(model=directory).encode('In the beginning, In the beginning'))}", done.stderr
-    assert "data.tokenizer.type: 'someone/else' is no file or directory, nor a pretrained tokenizer" in rest[0]
+    assert "data.tokenizer.type: 'someone/else' is not a file or directory, nor a pretrained tokenizer" in rest[0]
 
 
 def test_a_directory_of_an_older_format_is_converted(trained, tokenizer, tmp_path):
@@ -227,7 +227,7 @@ def test_a_directory_of_an_older_format_is_converted(trained, tokenizer, tmp_pat
 @pytest.mark.parametrize("content", ["", "{}", "[1]", "version https://git-lfs.github.com/spec/v1"])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(BadTokenizerFile, match=r"tokenizer\.json is no tokenizer\.json"):
+    with pytest.raises(BadTokenizerFile, match=r"tokenizer\.json is not a tokenizer\.json"):
         load(model=tmp_path / "tokenizer.json")
 
 

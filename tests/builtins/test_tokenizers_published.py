@@ -185,7 +185,7 @@ def test_other_special_tokens_and_another_pattern_make_another_tokenizer(llama3)
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"eos_token": "<end>"}, r"eos_token: '<end>' is no special token"),
+        ({"eos_token": "<end>"}, r"eos_token: '<end>' is not a special token"),
         ({"special_tokens": ("<a>", "<a>")}, r"special_tokens: a token is named twice"),
         ({"pattern": "("}, r"pattern: no pattern"),
     ],
@@ -209,7 +209,7 @@ def test_settings_that_do_not_fit_the_ranks_are_refused_by_key(llama3, keys, wor
 def test_a_file_that_is_no_list_of_ranks_is_refused(tmp_path, content, reason):
     pytest.importorskip("tiktoken", reason="tiktoken is not installed")
     (tmp_path / "bad.model").write_bytes(content)
-    with pytest.raises(BadTokenizerFile, match=rf"bad\.model is no file of BPE ranks: .*{reason}"):
+    with pytest.raises(BadTokenizerFile, match=rf"bad\.model is not a file of BPE ranks: .*{reason}"):
         TiktokenTokenizer(TiktokenTokenizerConfig(model=tmp_path / "bad.model"))
     with pytest.raises(TokenizerFileNotFound, match=r"bad\.model"):
         TiktokenTokenizer(TiktokenTokenizerConfig(model=tmp_path / "bat.model"))

@@ -209,7 +209,7 @@ def test_stale_copies_are_not_committed_under_a_new_step(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(StagingBuffers, "stage", keep_old)
     begin(manager, 2, 2.0)
-    with pytest.raises(SameWeightsSaved, match="step-00000001 to the bit, and 1 update") as caught:
+    with pytest.raises(SameWeightsSaved, match="bitwise identical to those of step-00000001, and 1 update") as caught:
         manager.wait()
     assert caught.value.code == "NXDT-S050"
     assert committed(storage) == [1]

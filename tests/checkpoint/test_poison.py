@@ -410,7 +410,7 @@ def test_an_index_that_exchanges_two_tensors_is_damage(store: LocalStorage, save
 
 def test_a_state_that_is_none_is_damage_to_verify(store: LocalStorage, save: Any) -> None:
     forge(store, save(store, 1), STATE, b'{"$":"tensor","name":"nowhere"}')
-    assert any("it is no state" in problem for problem in verify(store, 1))
+    assert any("it is not a state" in problem for problem in verify(store, 1))
 
 
 def test_what_a_directory_says_is_read_from_a_manifest_of_a_later_version(store: LocalStorage, save: Any) -> None:
@@ -428,8 +428,8 @@ def test_digests_of_no_size_are_damage(size: str) -> None:
 
 def test_a_state_that_is_none_is_damage_to_a_comparison(store: LocalStorage, save: Any) -> None:
     forge(store, save(store, 1), STATE, b"[" * 100_000)
-    with pytest.raises(CheckpointDamaged, match="it is no state"):
+    with pytest.raises(CheckpointDamaged, match="it is not a state"):
         load_state(store, read_manifest(store, 1))
     side = Side(store, read_manifest(store, 1))
-    with pytest.raises(CheckpointDamaged, match="it is no state"):
+    with pytest.raises(CheckpointDamaged, match="it is not a state"):
         compare_checkpoints(side, side)

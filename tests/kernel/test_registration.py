@@ -167,7 +167,7 @@ def test_a_target_that_fails_names_plugin_and_reason(site):
     component = site.start().registry.get("optimizer", "x")
     with pytest.raises(ComponentUnusable, match="nxdt-plugin-x cannot be used: module 'missing_x' does not exist"):
         component.load_target()
-    with pytest.raises(ComponentUnusable, match="it is no dataclass"):
+    with pytest.raises(ComponentUnusable, match="it is not a dataclass"):
         component.load_config()
 
 

@@ -24,4 +24,6 @@ def test_the_hooks_before_a_commit_are_the_commands_of_make_lint():
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     entries = [hook["entry"] for hook in local["hooks"]]
     assert entries == [line for line in done.stdout.splitlines() if line.startswith(".venv/bin/")][-len(entries) :]
-    assert len(entries) == done.stdout.count("/ruff ") + done.stdout.count("/mypy")
+    assert len(entries) == done.stdout.count("/ruff ") + done.stdout.count("/mypy") + done.stdout.count(
+        "scripts/prose.py"
+    )

@@ -1,5 +1,6 @@
 """What the README and the documentation claim: commands parse or run, code is real, tables are whole."""
 
+import html
 import re
 import shlex
 import subprocess
@@ -11,11 +12,13 @@ import click
 import pytest
 
 from nxdt_core.cli.app import root
+from scripts.readme import SITE, filled
+from scripts.terminal_picture import PICTURE, SHOWN, shown
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-EXAMPLE = ROOT / "examples" / "third_party"
 
 
 def blocks(text, language):
@@ -60,7 +63,8 @@ def test_every_other_command_is_one_that_exists():
             assert (ROOT / words[0]).is_file(), line
         elif program != "openssl":  # those are run by tests/checkpoint/test_signing.py
             assert (program, words[0]) == ("pip", "install"), line
-            names = [word.partition("[")[0] for word in words[1:]]
+            found = words[words[1:].index("--find-links") + 2] if "--find-links" in words else None
+            names = [word.partition("[")[0] for word in words[1:] if word not in ("--find-links", found)]
             assert all(name in dists or (ROOT / name / "pyproject.toml").exists() for name in names), line
 
 
@@ -77,33 +81,37 @@ def test_light_commands_of_the_documentation_run(tmp_path):
         nxdt(*shlex.split(line)[1:])
 
 
-@pytest.mark.parametrize("code", [code for code in blocks(README, "python") if "import" in code.splitlines()[0]])
-def test_programs_of_the_readme_run(code, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
+def test_the_plugin_of_the_readme_is_a_callback_of_a_run(tmp_path):
+    (code,) = (code for code in blocks(README, "python") if code.startswith("# finished.py"))
+    (tmp_path / "finished.py").write_text(code)
+    (line,) = (line for line in COMMANDS if "finished.py" in line)
+    words = [sys.executable, "-m", "nxdt_core", *shlex.split(line)[1:], "trainer.max_steps=1"]
+    done = processes.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+    assert "Finished at step 1\n" in done.stdout
 
 
-@pytest.mark.parametrize("language", ["python", "yaml", "toml"])
-def test_excerpts_of_the_plugin_are_its_files(language):
-    for block in blocks(README, language):
-        first, _, rest = block.partition("\n")
-        if first.startswith("# src/"):
-            assert rest.strip("\n") in (EXAMPLE / first.removeprefix("# ")).read_text(), first
-        elif language == "toml":
-            assert block in (EXAMPLE / "pyproject.toml").read_text()
+def test_the_readme_is_short_and_its_tables_follow_from_the_plugins():
+    assert len(README.splitlines()) <= 150
+    assert filled(README) == README, "run python scripts/readme.py"
 
 
-def test_the_table_of_plugins_is_whole():
-    listed = set(re.findall(r"^\| `([a-z0-9-]+)` \|", README, flags=re.MULTILINE))
-    assert listed == {tomllib.loads(path.read_text())["project"]["name"] for path in _projects()}
+def test_the_picture_shows_what_the_commands_print(tmp_path):
+    lines = [html.unescape(line) for line in re.findall(r"<text [^>]*>(.*?)</text>", PICTURE.read_text())]
+    assert [line.removeprefix("$ ") for line in lines if line.startswith("$ ")] == list(SHOWN)
+    (command, part), *_ = ((line, part) for line, part in SHOWN.items() if "preview" in line)
+    start = lines.index(f"$ {command}") + 1
+    found = shown(command, part, tmp_path)
+    assert found == lines[start : start + len(found)], "run python scripts/terminal_picture.py"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_files_lead_somewhere(page):
     folder = ROOT if page == "README.md" else ROOT / "docs"
+    assert page != "README.md" or not re.findall(r"\]\((?!https://)", PAGES[page]), "a package index has no files"
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGES[page]):
+        if target.startswith(f"{SITE}/"):
+            assert (ROOT / target.removeprefix(f"{SITE}/")).exists(), target
         if "://" not in target and not target.startswith("reference/"):
             assert (folder / target).exists(), target
 

@@ -135,7 +135,7 @@ def test_stale_copies_stop_a_run(small_run, monkeypatch):
 
     monkeypatch.setattr(StagingBuffers, "stage", once)
     config = small_run("trainer.max_steps=6", "checkpoint.every_n_train_steps=2")
-    with pytest.raises(SameWeightsSaved, match="step-00000002 to the bit, and 2 update"):
+    with pytest.raises(SameWeightsSaved, match="bitwise identical to those of step-00000002, and 2 update"):
         train(config)
     assert steps(config) == [2]
 

@@ -1,4 +1,4 @@
-"""The keys of built-in callbacks, beside ``name`` in an entry of ``trainer.callbacks``. No torch."""
+"""The keys of built-in callbacks, in addition to ``name``, in an entry of ``trainer.callbacks``. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GenerationsConfig:
     """``name: generations``."""
 
     prompts: tuple[str, ...] = ()
-    """Texts that the model goes on from at each validation."""
+    """Prompts that the model continues at each validation."""
     chat: bool = False
     """Make each a user's turn, by the tokenizer's chat template."""
     max_new_tokens: PositiveInt = 64
@@ -28,6 +28,6 @@ class GenerationsConfig:
     """Of the samples, the same at each validation."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work, as (key, message)."""
+        """Yield what cannot work, as (key, message)."""
         if not self.prompts or not all(self.prompts):
-            yield "prompts", "there is none, or an empty one; give texts to go on from"
+            yield "prompts", "there is none, or an empty one; give texts for the model to continue"

@@ -33,7 +33,7 @@ def tensorboard(config: object, run_dir: Path) -> Logger:
 
 
 def wandb(config: WandbConfig, run_dir: Path) -> WandbLogger:
-    """A run at Weights & Biases with the run's configuration; its files lie in ``wandb`` below ``run_dir``.
+    """Return a run at Weights & Biases with the run's configuration; its files are in ``wandb`` below ``run_dir``.
 
     Raises:
         LoggerLibraryMissing: wandb is not installed.
@@ -59,7 +59,7 @@ def wandb(config: WandbConfig, run_dir: Path) -> WandbLogger:
 
 
 def mlflow(config: MLFlowConfig, run_dir: Path) -> MLFlowLogger:
-    """A run at MLflow, with ``config.yaml`` as a file of it.
+    """Return a run at MLflow, with ``config.yaml`` as a file of it.
 
     Raises:
         LoggerLibraryMissing: mlflow is not installed.
@@ -87,7 +87,7 @@ class _EventFiles(TensorBoardLogger):
     """Event files without hyper-parameters, since ``config.yaml`` is in the same directory."""
 
     def save(self) -> None:
-        """Flush."""
+        """Send the buffered records."""
         with suppress(OSError):  # reported at the end
             self.experiment.flush()
 
@@ -119,7 +119,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 @contextmanager
 def _starting(package: str, *, advice: str) -> Iterator[None]:
-    """Turn what a library raises as its logger starts into words: most of it a user can mend."""
+    """Raise an error for users in place of what a library raises as its logger starts: users can fix most of these."""
     try:
         importlib.import_module(package)
     except ImportError as error:

@@ -23,7 +23,7 @@ class WandbConfig:
     entity: str | None = None
     """User or team; ``null`` takes the default of the account."""
     id: str | None = None
-    """Run to go on with, or to begin under this id; 64 characters, unique in the project."""
+    """Id of the run to resume, or of a new one; 64 characters, unique in the project."""
     group: str | None = None
     """Group of runs."""
     job_type: str | None = None
@@ -52,7 +52,7 @@ class MLFlowConfig:
     """Server or store (``http://…``, ``sqlite:///…``, ``file:…``); ``null`` takes ``MLFLOW_TRACKING_URI``, else
     ``mlflow.db`` in the run's directory."""
     run_id: str | None = None
-    """Run to go on with."""
+    """Id of the run to resume."""
     tags: Mapping[str, str] | None = None
     """Labels."""
     prefix: str = ""

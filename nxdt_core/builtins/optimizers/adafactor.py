@@ -98,7 +98,7 @@ def _factored(shard: ParameterShard) -> bool:
 
 
 def _boxes(shard: ParameterShard) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Where this rank's rows lie in all rows, and its columns in all columns."""
+    """Positions of this rank's rows among all rows, and of its columns among all columns."""
     at = tuple(slice(start, start + size) for start, size in zip(shard.box.offsets, shard.box.shape, strict=True))
     return at[:-1], (*at[:-2], at[-1])
 

@@ -58,7 +58,7 @@ class AdamConfig(BetasConfig):
     """Adam; its weight decay is a part of the gradient."""
 
     fused: bool | None = None
-    """Use torch's fused kernel; null: wherever the device has one. false: foreach, where the device is no host."""
+    """Use torch's fused kernel; null: where the device has one. false: foreach, unless the device is the CPU."""
     capturable: bool = False
     """Keep the step counter on the device."""
 

@@ -1,7 +1,7 @@
 """Cut parameters brought together, each on one rank, and handed back: work on wholes is shared out, not repeated.
 
 Pieces travel along one mesh dimension at a time, the innermost first, by one all-to-all each. A rank sends and
-receives about as much as it holds, whatever the number of ranks.
+receives about as much as it holds, independent of the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Exchange:
     """Parameters that are cut over the same groups of ranks."""
 
     def __init__(self, shards: Sequence[ParameterShard], *, device: torch.device, dtype: torch.dtype) -> None:
-        """Collective: the ranks of the groups pass their shards of the same parameters, in one order.
+        """Plan the exchange. Collective: the ranks of the groups pass their shards of the same parameters, in one
+        order.
 
         Args:
             shards: at least one.
@@ -48,11 +49,11 @@ class Exchange:
         self._shapes = [shard.shape for shard in shards]
 
     def rounds(self) -> Iterator[list[int]]:
-        """Parameters of similar size to bring together at a time, at most one a rank."""
+        """Yield the parameters of similar size to bring together at a time, at most one a rank."""
         return iter(self._rounds)
 
     def gather(self, pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The whole parameters that this rank owns of those of a round, from all ranks' pieces. Collective."""
+        """Return the whole parameters that this rank owns of those of a round, from all ranks' pieces. Collective."""
         held = {(index, self._here): piece.reshape(-1) for index, piece in pieces.items()}
         for axis in reversed(range(len(self._groups))):
             sent, received = self._traffic(list(pieces), axis)

@@ -105,7 +105,8 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
-    """Matrices [..., rows, columns] with their singular values brought near 1 (0.5 to 1.5), by Newton-Schulz steps."""
+    """Return the matrices [..., rows, columns] with their singular values brought near 1 (0.5 to 1.5), by Newton-Schulz
+    steps."""
     a, b, c = _QUINTIC
     tall = matrices.shape[-2] > matrices.shape[-1]
     found = matrices.mT if tall else matrices

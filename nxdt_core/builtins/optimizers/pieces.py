@@ -27,14 +27,15 @@ class TrainedPiece:
     grad: torch.Tensor
 
     def real(self, state: torch.Tensor) -> torch.Tensor:
-        """The part of a state tensor of the parameter's shape that belongs to ``weight``."""
+        """Return the part of a state tensor of the parameter's shape that belongs to ``weight``."""
         return self.shard.real(state)
 
 
 def trained_pieces(
     param_groups: Iterable[dict[str, Any]], shards: Mapping[torch.Tensor, ParameterShard]
 ) -> list[TrainedPiece]:
-    """The parameters that have a gradient, in an order that all ranks share: it is there on all of them or on none."""
+    """Return the parameters that have a gradient, in an order that all ranks share: it is there on all of them or on
+    none."""
     return [
         TrainedPiece(
             parameter=parameter,
@@ -65,5 +66,5 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of all squares, a scalar on the device."""
+    """Return the sum of all squares, a scalar on the device."""
     return wide(tensor).square().sum()

@@ -72,7 +72,7 @@ def rprop(groups: list[ParameterGroup], config: RpropConfig) -> torch.optim.Opti
 
 
 def fused_kernels(groups: list[ParameterGroup]) -> bool:
-    """Whether the parameters' device has torch's fused kernels."""
+    """Return whether the parameters' device has torch's fused kernels."""
     return profile_of(next(p.device for group in groups for p in group["params"])).fused_optimizers
 
 

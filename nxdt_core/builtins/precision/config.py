@@ -21,11 +21,11 @@ class BF16SRConfig:
     """bfloat16 without masters."""
 
     optimizer_state: Literal["float32", "bfloat16"] = "float32"
-    """What the optimizer's running means lie in between steps; ``bfloat16`` halves them and rounds them
+    """Dtype of the optimizer's running means between steps; ``bfloat16`` halves their size and rounds them
     stochastically, too."""
 
     def requires_capabilities(self) -> Iterable[str]:
-        """Capabilities of the engine that the values ask for."""
+        """Yield the capabilities of the engine that the values ask for."""
         return capabilities_of(self.policy())
 
     def policy(self) -> PrecisionPolicy:
@@ -68,7 +68,7 @@ class ManualConfig:
         return self.neuron_rt_stochastic_rounding_en in _ON
 
     def requires_capabilities(self) -> Iterable[str]:
-        """Capabilities of the engine that the switches ask for."""
+        """Yield the capabilities of the engine that the switches ask for."""
         return capabilities_of(self.policy())
 
     def policy(self) -> PrecisionPolicy:

@@ -24,17 +24,19 @@ def mixed_precision(config: object) -> PrecisionPolicy:
 
 
 def mixed_precision_sr(config: object) -> PrecisionPolicy:
-    """As :func:`mixed_precision`; the copies that forward and backward use are rounded stochastically."""
+    """Return :func:`mixed_precision` with stochastic rounding: the copies that forward and backward use are rounded
+    stochastically."""
     return PrecisionPolicy(
         name="mixed_precisionSR", parameters="bfloat16", master_weights=True, stochastic_rounding=True
     )
 
 
 def bf16_sr(config: BF16SRConfig) -> PrecisionPolicy:
-    """Weights and gradients in bfloat16 alone; the optimizer's update is rounded into the weights stochastically."""
+    """Return the weights and gradients in bfloat16 alone; the optimizer's update is rounded into the weights
+    stochastically."""
     return config.policy()
 
 
 def manual(config: ManualConfig) -> PrecisionPolicy:
-    """What NxD Training's switches ask for."""
+    """Return what NxD Training's switches ask for."""
     return config.policy()

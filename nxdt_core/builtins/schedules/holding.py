@@ -38,7 +38,7 @@ def warmup_policy(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedu
 
 
 def warmup_hold(config: HoldConfig, horizon: ScheduleHorizon) -> LRSchedule:
-    """As the policy without a hold; where the hold ends after the horizon, 1 lasts as long as that."""
+    """Return the policy with a hold; where the hold ends after the horizon, the factor stays 1 until then."""
     held = config.warmup_steps + config.hold_steps - 1
     end = max(held, end_of("WarmupHoldPolicy", horizon))
     return until(end, floor_of(config.min_lr, horizon), constant(config, horizon))

@@ -13,7 +13,7 @@ __all__ = ["end_of", "floor_of", "share_left", "until", "warmup"]
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Factor during the warm-up, 1 after it."""
+    """Return the factor during the warm-up, 1 after it."""
     return (step + 1) / (warmup_steps + 1) if step < warmup_steps else 1.0
 
 
@@ -33,7 +33,7 @@ def floor_of(min_lr: float, horizon: ScheduleHorizon) -> float:
 
 
 def end_of(name: str, horizon: ScheduleHorizon) -> int:
-    """The step at which the curve ``name`` has come to its end.
+    """Return the step at which the curve ``name`` has come to its end.
 
     Raises:
         ScheduleHasNoEnd: neither the curve nor the run has one.

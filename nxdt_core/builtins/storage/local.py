@@ -1,11 +1,11 @@
 """The built-in store of checkpoints: a directory of any mounted file system.
 
 An object is written under a hidden temporary name, flushed, and renamed; readers see it whole or not at all. A
-writer holds a lock on its temporary file, so that what a killed writer left can be told from work in progress
-and is swept after the next commit.
+writer holds a lock on its temporary file, so that the leftovers of a killed writer differ from work in progress
+and are deleted after the next commit.
 
 The root may be a symbolic link. Below it links are not followed, neither to read nor to write nor to delete, and what
-is no regular file is not opened: a directory may come from somebody else. A listing shows such an entry under its own
+is not a regular file is not opened: a directory may come from another user. A listing shows such an entry under its own
 name with no bytes, and to open it is an error that names it.
 """
 
@@ -136,7 +136,7 @@ class LocalStorage:
         """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`.
 
         Replacers take turns by a lock on the directory, which is taken once the bytes are on the disk: who hangs
-        while writing them keeps nobody out, and replaces nothing later.
+        while writing them blocks no other process, and replaces nothing later.
         """
         path = self._path(key)
         if self.stat(key) is None:
@@ -190,7 +190,7 @@ class LocalStorage:
 
     @contextmanager
     def _explained(self, path: Path) -> Iterator[None]:
-        """Turn what a user can mend into a :class:`StorageError`; let other ``OSError`` pass."""
+        """Raise a :class:`StorageError` for what a user can fix; let other ``OSError`` pass."""
         try:
             yield
         except FileNotFoundError:
@@ -288,7 +288,8 @@ class LocalStorage:
                 os.close(descriptor)
 
     def _create_exclusively(self, path: Path, data: bytes) -> bool:
-        """For file systems without hard links. A crash in here leaves a torn object, never two winners."""
+        """Create the object on file systems without hard links. A crash in here leaves a torn object, never two
+        winners."""
         try:
             stream = open(path, "xb")  # noqa: SIM115  (closed just below)
         except FileExistsError:

@@ -30,19 +30,19 @@ class ByteTokenizer:
         """There is nothing to configure; ``config`` is what the kind's call passes."""
 
     def encode(self, text: str) -> list[int]:
-        """Bytes of ``text``; a lone surrogate, which UTF-8 cannot express, becomes a question mark."""
+        """Return the bytes of ``text``; a lone surrogate, which UTF-8 cannot express, becomes a question mark."""
         return list(text.encode("utf-8", "replace"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many texts."""
+        """Return the same for many texts."""
         return [self.encode(text) for text in texts]
 
     def encode_to_array(self, text: str) -> NDArray[np.uint8]:
-        """The same as :meth:`encode` in an array of one byte a token, a hundred times as fast."""
+        """Return the same as :meth:`encode` in an array of one byte a token, a hundred times as fast."""
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ``ids``; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
         return bytes(i for i in ids if 0 <= i < _BYTES).decode("utf-8", "replace")
 
     def chat_template(self) -> str | None:
@@ -58,15 +58,15 @@ class ByteTokenizer:
         return ()
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
-        """As :meth:`encode`; the bytes of a character share its place."""
+        """Return the ids of :meth:`encode` with their positions; the bytes of a character share its position."""
         valid = [text.encode("utf-8", "replace").decode() for text in texts]
         return [located(text, ids, [1] * len(ids)) for text, ids in zip(valid, map(self.encode, valid), strict=True)]
 
     def spell(self, ids: Iterable[int]) -> str:
-        """As :meth:`decode`, with special tokens as ``<bos>``, ``<eos>`` and ``<pad>``."""
+        """Return the text of :meth:`decode`, with special tokens as ``<bos>``, ``<eos>`` and ``<pad>``."""
         runs = groupby(ids, _SPELLED.__contains__)
         return "".join("".join(_SPELLED[id_] for id_ in run) if special else self.decode(run) for special, run in runs)
 
     def fingerprint(self) -> str:
-        """Names the rule; there is no vocabulary to digest."""
+        """Return the name of the rule; there is no vocabulary to digest."""
         return "byte-1"

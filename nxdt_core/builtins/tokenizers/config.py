@@ -49,7 +49,7 @@ class HuggingFaceTokenizerConfig:
     """Padding token; null takes what the tokenizer's files say."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the files hold, as (key, message)."""
+        """Yield what cannot work with any files, as (key, message)."""
         sources = [key for key in ("model", "type", "vocab_file") if getattr(self, key) is not None]
         if (self.vocab_file is None) != (self.merge_file is None):
             yield "merge_file" if self.merge_file is None else "vocab_file", "vocab_file and merge_file go together"
@@ -99,7 +99,7 @@ class SentencePieceTokenizerConfig:
     """Padding token; null takes the model's."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the model holds, as (key, message)."""
+        """Yield what cannot work with any model, as (key, message)."""
         if self.special_tokens and not self.sentencepiece_legacy:
             yield "special_tokens", "only sentencepiece_legacy: true appends tokens; set it, or take the key out"
         if "" in (*self.special_tokens, self.bos_token, self.eos_token, self.pad_token):

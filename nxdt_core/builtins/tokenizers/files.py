@@ -36,7 +36,7 @@ def not_found(path: Path, *, key: str, wanted: str) -> TokenizerFileNotFound:
 
 
 def read_file(path: Path, *, key: str, wanted: str) -> bytes:
-    """Content of a tokenizer's file.
+    """Return the content of a tokenizer's file.
 
     Raises:
         TokenizerFileNotFound: there is none; ``wanted`` says of what kind it would be.
@@ -51,5 +51,5 @@ def read_file(path: Path, *, key: str, wanted: str) -> bytes:
 
 
 def holds_ranks(content: bytes) -> bool:
-    """Whether a file begins as those of tiktoken do: a token in base64, and its rank."""
+    """Return whether a file begins as those of tiktoken do: a token in base64, and its rank."""
     return _RANK.match(content) is not None

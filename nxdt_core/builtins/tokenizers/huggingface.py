@@ -50,19 +50,19 @@ class HuggingFaceTokenizer:
         self._fingerprint = digest("huggingface", loaded.content, self.bos_id, self.eos_id)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text`` without the special tokens that the file's post-processor would add; a lone surrogate becomes
-        U+FFFD."""
+        """Return the ids of ``text`` without the special tokens that the file's post-processor would add; a lone
+        surrogate becomes U+FFFD."""
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
         ids: list[int] = encoded(lambda texts: encode(*texts), [text]).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many texts, on the library's threads."""
+        """Return the same for many texts, on the library's threads."""
         encode = partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
         return [encoding.ids for encoding in encoded(encode, texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
+        """Return the text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
         text: str = self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
         return text
 
@@ -71,35 +71,35 @@ class HuggingFaceTokenizer:
         return self._fingerprint
 
     def leading_ids(self) -> Sequence[int]:
-        """What the file's post-processor puts before a text."""
+        """Return what the file's post-processor puts before a text."""
         found = self._tokenizer.encode("a", add_special_tokens=True)
         ids: list[int] = found.ids[: found.special_tokens_mask.index(0)]
         return ids
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """The files it was made of, with the special tokens that the configuration names."""
+        """Return the files it was made of, with the special tokens that the configuration names."""
         return pretrained_files(self._loaded, self._named())
 
     def chat_template(self) -> str | None:
-        """What lies beside the tokenizer; of several templates, the one named ``default``."""
+        """Return the template next to the tokenizer; of several templates, the one named ``default``."""
         return chat_template(self._loaded)
 
     def special_tokens(self) -> Mapping[str, str]:
-        """What its files name, and what the configuration names instead."""
+        """Return what its files name, and what the configuration names instead."""
         return special_tokens(self._loaded, self._named())
 
     def reserved_tokens(self) -> Sequence[str]:
-        """The added tokens that its file calls special."""
+        """Return the added tokens that its file calls special."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
-        """As :meth:`encode_batch`, with the library's offsets."""
+        """Return the ids of :meth:`encode_batch` with the library's offsets."""
         encode = partial(self._tokenizer.encode_batch, add_special_tokens=False)
         return [*map(_located, encoded(encode, texts))]
 
     def spell(self, ids: Iterable[int]) -> str:
-        """As :meth:`decode`, special tokens included."""
+        """Return the text of :meth:`decode`, special tokens included."""
         text: str = self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
         return text
 

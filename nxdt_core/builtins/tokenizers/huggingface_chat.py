@@ -13,7 +13,7 @@ _DEFAULT = "default"
 
 
 def chat_template(loaded: Loaded) -> str | None:
-    """The Jinja text, sought where transformers seeks it and in its order; None where there is none."""
+    """Return the Jinja text, sought where transformers seeks it and in its order; None where there is none."""
     if loaded.directory is None:
         return None
     own = loaded.directory / "chat_template.jinja"
@@ -28,7 +28,8 @@ def chat_template(loaded: Loaded) -> str | None:
 
 
 def special_tokens(loaded: Loaded, named: Mapping[str, str | None]) -> dict[str, str]:
-    """Tokens by the name that a template calls them by, such as ``unk_token``; ``named`` ones replace the files'."""
+    """Return the tokens by the name that a template calls them by, such as ``unk_token``; ``named`` ones replace the
+    files'."""
     record = {} if loaded.directory is None else read_record(loaded.directory)
     found = {key: token_text(value) for key, value in record.items() if key.endswith("_token")}
     return {key: token for key, token in {**found, **named}.items() if token is not None}

@@ -11,7 +11,7 @@ from nxdt_core.builtins.tokenizers.huggingface_sources import FILE, Loaded, read
 __all__ = ["pretrained_files"]
 
 _BESIDE = ("chat_template.jinja", "chat_template.json", "tokenizer.model")
-"""Files that are taken as they are, where they lie beside the tokenizer."""
+"""Files that are copied unchanged where they are next to the tokenizer."""
 _CONFIG = "tokenizer_config.json"
 
 

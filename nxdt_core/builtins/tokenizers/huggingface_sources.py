@@ -62,7 +62,7 @@ def load_path(path: Path, library: Any, *, key: str) -> Loaded:
 
     Raises:
         TokenizerFileNotFound: there is neither.
-        BadTokenizerFile: the file is no tokenizer, or the directory holds none.
+        BadTokenizerFile: the file is not a tokenizer, or the directory holds none.
     """
     if path.is_dir():
         return load_path(path / FILE, library, key=key) if (path / FILE).is_file() else _convert(path)
@@ -145,7 +145,7 @@ def _from_pretrained(pretrained: Any, directory: Path) -> Loaded:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """What the files beside a ``tokenizer.json`` say of it, with the precedence of ``transformers``.
+    """Return the settings of a ``tokenizer.json`` in the files next to it, with the precedence of ``transformers``.
 
     It writes ``special_tokens_map.json`` no more; where an old one lies, it counts, unless the newer file is
     complete, that is, lists its added tokens too.
@@ -162,13 +162,13 @@ def _special_tokens(directory: Path) -> dict[str, str]:
 
 
 def token_text(token: object) -> str | None:
-    """A token stands as a string, or as an object with its ``content``."""
+    """Return the text of a token, which is a string or an object with ``content``."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Content of a JSON file; empty where there is none."""
+    """Return the content of a JSON file; empty where there is none."""
     if not path.is_file():
         return {}
     try:

@@ -20,7 +20,7 @@ def valid(text: str) -> str:
 
 
 def encoded(encode: Callable[[list[str]], T], texts: Sequence[str]) -> T:
-    """What ``encode`` of a library gives for ``texts``, made :func:`valid` only where it refuses them."""
+    """Return what ``encode`` of a library gives for ``texts``, made :func:`valid` only where it refuses them."""
     try:
         return encode(list(texts))
     except TypeError:

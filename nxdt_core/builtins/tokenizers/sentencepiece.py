@@ -26,7 +26,7 @@ class SentencePieceTokenizer:
     Raises:
         TokenizerLibraryMissing: sentencepiece is not installed.
         TokenizerFileNotFound: there is no such file.
-        BadTokenizerFile, RanksForSentencePiece: the file is no SentencePiece model.
+        BadTokenizerFile, RanksForSentencePiece: the file is not a SentencePiece model.
         BadTokenizerConfig: the keys contradict each other, or name a token that neither is there nor is appended.
     """
 
@@ -54,19 +54,20 @@ class SentencePieceTokenizer:
         self._fingerprint = digest("sentencepiece", content, *more)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, normalised as the model's trainer was told; no special tokens are added, a lone surrogate
-        becomes U+FFFD."""
+        """Return the ids of ``text``, normalised by the model's own rules; no special tokens are added, a lone
+        surrogate becomes U+FFFD."""
         return [id_ for _, part in cut(self._parts, valid(text)) for id_ in self._encode_part(part)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many texts, on the library's threads."""
+        """Return the same for many texts, on the library's threads."""
         if self._added:
             return [self.encode(text) for text in texts]
         ids: list[list[int]] = encoded(self._processor.encode, texts)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; control and appended tokens and ids that are not in the vocabulary are left out."""
+        """Return the text of ``ids``; control and appended tokens and ids that are not in the vocabulary are left
+        out."""
         text: str = self._processor.decode([i for i in ids if 0 <= i < self._own_size])
         return text
 
@@ -75,7 +76,7 @@ class SentencePieceTokenizer:
         return None
 
     def special_tokens(self) -> Mapping[str, str]:
-        """The begin, end, padding and unknown token, where there are such."""
+        """Return the begin, end, padding and unknown token, where they exist."""
         ids = {**self._roles(), "unk_token": self._processor.unk_id()}
         return {key: self._name(id_) for key, id_ in ids.items() if id_ is not None}
 
@@ -84,11 +85,12 @@ class SentencePieceTokenizer:
         return list(self._reserved)
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
-        """As :meth:`encode_batch`, but control tokens are read too; what stands between is tokenised by itself."""
+        """Return the ids of :meth:`encode_batch` with positions; control tokens are read too, and the text between them
+        by itself."""
         return [located(self._processor, valid(text), self._reserved_parts, self._reserved) for text in texts]
 
     def spell(self, ids: Iterable[int]) -> str:
-        """As :meth:`decode`, with special tokens as they are written."""
+        """Return the text of :meth:`decode`, with special tokens as they are written."""
         names = {id_: token for token, id_ in self._reserved.items()}
         known = groupby((id_ for id_ in ids if 0 <= id_ < self.vocab_size), names.__contains__)
         return "".join("".join(names[id_] for id_ in run) if special else self.decode(run) for special, run in known)
@@ -98,8 +100,8 @@ class SentencePieceTokenizer:
         return self._fingerprint
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """The model file and what makes transformers give the same ids; nothing for a model of which that is not known:
-        a unigram one, or one that normalises text or merges its spaces."""
+        """Return the model file and what makes transformers give the same ids; nothing for a model of which that is not
+        known: a unigram one, or one that normalises text or merges its spaces."""
         names = {key: None if id_ is None else self._name(id_) for key, id_ in self._roles().items()}
         return pretrained_files(self._content, self._added, names)
 

@@ -23,7 +23,7 @@ _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 
 def pretrained_files(content: bytes, added: Mapping[str, int], names: Mapping[str, str | None]) -> dict[str, bytes]:
-    """The model file, ``tokenizer.json`` and ``tokenizer_config.json``.
+    """Return the model file, ``tokenizer.json`` and ``tokenizer_config.json``.
 
     Empty for a model that these cannot say: one of unigrams, and one that normalises text or merges its spaces.
 

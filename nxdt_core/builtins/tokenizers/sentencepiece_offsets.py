@@ -24,7 +24,7 @@ def cut(tokens: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
 
 
 def located(processor: Any, text: str, tokens: re.Pattern[str], ids: Mapping[str, int]) -> LocatedIds:
-    """Ids of ``text`` with their characters.
+    """Return the ids of ``text`` with their characters.
 
     Args:
         processor: of the model.

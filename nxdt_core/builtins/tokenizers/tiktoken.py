@@ -56,8 +56,8 @@ class TiktokenTokenizer:
     Raises:
         TokenizerLibraryMissing: tiktoken is not installed.
         TokenizerFileNotFound: there is no such file.
-        BadTokenizerFile: the file is no list of ranks.
-        BadTokenizerConfig: the pattern is none, or a key names a token that is no special one.
+        BadTokenizerFile: the file is not a list of ranks.
+        BadTokenizerConfig: the pattern is none, or a key names a token that is not a special token.
     """
 
     def __init__(self, config: TiktokenTokenizerConfig) -> None:
@@ -77,7 +77,7 @@ class TiktokenTokenizer:
         self._fingerprint = digest("tiktoken", self._content, self._pattern, names, self.bos_id, self.eos_id)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``; a lone surrogate, which UTF-8 cannot express, becomes U+FFFD."""
+        """Return the ids of ``text``; a lone surrogate, which UTF-8 cannot express, becomes U+FFFD."""
         try:
             ids: list[int] = self._encoding.encode(text, allowed_special="all")
         except ValueError:
@@ -85,7 +85,7 @@ class TiktokenTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many texts, on as many threads as this process may use."""
+        """Return the same for many texts, on as many threads as this process may use."""
         threads = len(os.sched_getaffinity(0))
         try:
             found: list[list[int]] = self._encoding.encode_batch(
@@ -96,7 +96,7 @@ class TiktokenTokenizer:
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
+        """Return the text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
         text: str = self._encoding.decode([i for i in ids if 0 <= i < len(self._ranks)])
         return text
 
@@ -105,7 +105,7 @@ class TiktokenTokenizer:
         return None
 
     def special_tokens(self) -> Mapping[str, str]:
-        """The begin, end and padding token, where there are such."""
+        """Return the begin, end and padding token, where they exist."""
         names = {id_: token for token, id_ in self._special.items()}
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         return {key: names[id_] for key, id_ in ids.items() if id_ is not None}
@@ -115,12 +115,13 @@ class TiktokenTokenizer:
         return list(self._special)
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
-        """As :meth:`encode_batch`; tokens that share a character have its place in common."""
+        """Return the ids of :meth:`encode_batch` with positions; tokens that share a character have the same
+        position."""
         found = zip(texts, self.encode_batch(texts), strict=True)
         return [located(valid(text), ids, self._widths(ids)) for text, ids in found]
 
     def spell(self, ids: Iterable[int]) -> str:
-        """As :meth:`decode`, special tokens included."""
+        """Return the text of :meth:`decode`, special tokens included."""
         text: str = self._encoding.decode([i for i in ids if 0 <= i < self.vocab_size])
         return text
 
@@ -132,7 +133,8 @@ class TiktokenTokenizer:
         return self._fingerprint
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """The ``tokenizer.json`` that transformers' own converter makes of the ranks, and the special tokens' names."""
+        """Return the ``tokenizer.json`` that transformers' own converter makes of the ranks, and the special tokens'
+        names."""
         converting = import_library("transformers.convert_slow_tokenizer", tokenizer="tiktoken", extra="huggingface")
         converter = converting.TikTokenConverter(pattern=self._pattern, extra_special_tokens=list(self._special))
         converter.load_tiktoken_bpe = lambda _: self._ranks  # its own keeps a copy by path, however the file changes
@@ -158,7 +160,7 @@ class TiktokenTokenizer:
 
     def _named(self, key: str, configured: str | None, usual: str) -> int | None:
         if configured is not None and configured not in self._special:
-            raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=f"{configured!r} is no special token")
+            raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=f"{configured!r} is not a special token")
         return self._special.get(usual if configured is None else configured)
 
 

@@ -57,7 +57,8 @@ class NxdtReader(StorageReader):
         """Do nothing: the checkpoint was named when this was constructed."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What there is, a chunk a part; a tensor that shared another's memory has that one's chunks."""
+        """Return the metadata of the tensors, one chunk per part; a tensor that shared another's memory has that one's
+        chunks."""
         return Metadata(state_dict_metadata={name: _metadata(self._entry(name)) for name in self._index})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

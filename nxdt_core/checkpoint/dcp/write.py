@@ -68,7 +68,7 @@ class NxdtWriter(StorageWriter):
     Args:
         storage: where to; every rank reaches it.
         step: the number of optimizer steps done. A step that is committed already is replaced.
-        facts: what goes into the manifest beside; that of the coordinator counts.
+        facts: further entries of the manifest; those of the coordinator count.
         section: ``model``, or ``optim``.
         signer: signs the manifest, on the coordinator; given on all ranks or on none.
     """
@@ -102,11 +102,11 @@ class NxdtWriter(StorageWriter):
         """Refuse what torch would pickle.
 
         Raises:
-            UnsavableState: an item is no tensor.
+            UnsavableState: an item is not a tensor.
         """
         for item in plan.items:
             if item.tensor_data is None:
-                raise UnsavableState(where=item.index.fqn, reason="it is no tensor")
+                raise UnsavableState(where=item.index.fqn, reason="it is not a tensor")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -1,4 +1,4 @@
-"""The average of the weights that a checkpoint may hold beside them. Torch-free."""
+"""The average of the weights that a checkpoint may hold in addition to them. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ AVERAGE = "ema"
 
 
 def has_average(manifest: Manifest) -> bool:
-    """Whether the run kept one."""
+    """Return whether the run kept one."""
     return any(key.endswith(f"/{AVERAGE}") for key in manifest.tensors.get("optim", {}))
 
 
 def average_index(manifest: Manifest, *, where: str) -> Mapping[str, TensorEntry]:
-    """The model's tensors by name, those with an average replaced by it; the others were not trained.
+    """Return the model's tensors by name, those with an average replaced by it; the others were not trained.
 
     Raises:
         CheckpointHasNoAverage: there is none; ``where`` names the checkpoint.

@@ -1,4 +1,4 @@
-"""Files with digests beside them: written in one stream, read by ranges whose blocks are verified. Torch-free."""
+"""Files with digests next to them: written in one stream, read by ranges whose blocks are verified. Torch-free."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AttemptWriter:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A range of a file and the memory that it shall fill."""
+    """A range of a file and the memory that it fills."""
 
     start: int
     into: memoryview
@@ -102,7 +102,7 @@ class VerifiedFile:
             pass
 
     def blocks(self) -> Iterator[memoryview]:
-        """The whole file in order, block after block; each is verified, and overwritten by the next."""
+        """Yield the whole file in order, block after block; each is verified, and overwritten by the next."""
         check_size(*self._file)
         for _, block in self._visit(0, len(self._digests.blocks)):
             yield block
@@ -165,7 +165,7 @@ class VerifiedFile:
         return digests
 
     def damaged(self, reason: str) -> CheckpointDamaged:
-        """The error that names this file."""
+        """Return the error that names this file."""
         return CheckpointDamaged(where=self._where, reason=reason)
 
 
@@ -184,7 +184,7 @@ def check_size(storage: CheckpointStorage, manifest: Manifest, name: str) -> Non
 
 
 def read_whole(storage: CheckpointStorage, manifest: Manifest, name: str) -> bytes:
-    """All bytes of the data file ``name``, verified; for small files."""
+    """Return all bytes of the data file ``name``, verified; for small files."""
     file = VerifiedFile(storage, manifest, name)
     check_size(storage, manifest, name)  # before memory is taken
     data = bytearray(manifest.files[name].size_bytes)
@@ -220,7 +220,7 @@ def _fill(stream: BinaryIO, block: memoryview) -> bool:
 
 
 def _scatter(block: memoryview, offset: int, wanted: Sequence[Wanted]) -> None:
-    """Copy from ``block``, which lies at ``offset`` of its file, into every range that it overlaps."""
+    """Copy from ``block``, which is at ``offset`` of its file, into every range that it overlaps."""
     for each in wanted[bisect_left(wanted, offset, key=lambda range_: range_.end) :]:
         if each.start >= offset + len(block):
             break

@@ -26,19 +26,19 @@ BLOCK_BYTES = 8 * 2**20
 Algorithm = Literal["xxh3_128", "sha256"]
 FAST: Final = "xxh3_128"
 STRONG: Final = "sha256"
-"""Of signed checkpoints: nobody can make other bytes with the same digest."""
+"""Digest of signed checkpoints: no attacker can make other bytes with the same digest."""
 
 _WORTH_A_THREAD_BYTES = 2**20
 _START: Mapping[str, Callable[..., Any]] = {FAST: xxh3_128, STRONG: hashlib.sha256}
 
 
 def digest(data: bytes | bytearray | memoryview, algorithm: Algorithm = FAST) -> str:
-    """Name of the algorithm and hexadecimal digest: ``xxh3_128:99aa…``."""
+    """Return the name of the algorithm and hexadecimal digest: ``xxh3_128:99aa…``."""
     return f"{algorithm}:{block_digest(data, algorithm)}"
 
 
 def block_digest(data: bytes | bytearray | memoryview, algorithm: Algorithm) -> str:
-    """Hexadecimal digest of one block."""
+    """Return the hexadecimal digest of one block."""
     hexadecimal: str = _START[algorithm](data).hexdigest()
     return hexadecimal
 
@@ -80,7 +80,7 @@ class BlockDigests:
                 algorithm=table["algorithm"],
             )
         except (KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError("it is no table of digests") from error
+            raise ValueError("it is not a table of digests") from error
         if found.block_bytes < 1 or len(found.blocks) != -(-found.size_bytes // found.block_bytes):
             raise ValueError("its number of digests does not fit its size")
         return found
@@ -117,7 +117,7 @@ class DigestingWriter:
             view = view[len(chunk) :]
 
     def finish(self) -> BlockDigests:
-        """The digests of everything that was written; call it once."""
+        """Return the digests of everything that was written; call it once."""
         if self._filled:
             self._close_block()
         return BlockDigests(size_bytes=self._size, blocks=tuple(self._blocks), algorithm=self._algorithm)

@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint lie below the root of its store: names only.
+"""Paths of the files of a checkpoint below the root of its store: names only.
 
 ::
 
@@ -7,7 +7,7 @@
     step-00000100/<attempt>/model/shard-00000-00000.safetensors.digests
     step-00000100/<attempt>/state/rank-00000.json
     step-00000100/<attempt>/manifest.sig                                of a signed checkpoint
-    step-00000100/<attempt>/hf/config.json                              in some saves, beside its weights
+    step-00000100/<attempt>/hf/config.json                              in some saves, next to its weights
 """
 
 from __future__ import annotations
@@ -44,61 +44,61 @@ _STEP = re.compile(r"step-([0-9]{8,15})")
 
 
 def step_name(step: int) -> str:
-    """Directory of a step: ``step-00000100``."""
+    """Return the directory of a step: ``step-00000100``."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step that a directory name means, or None."""
+    """Return the step that a directory name means, or None."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def step_prefix(step: int) -> str:
-    """What the keys of all objects of a step begin with."""
+    """Return what the keys of all objects of a step begin with."""
     return f"{step_name(step)}/"
 
 
 def manifest_key(step: int) -> str:
-    """The object whose existence commits a step."""
+    """Return the object whose existence commits a step."""
     return f"{step_name(step)}/manifest.json"
 
 
 def signature_key(step: int, attempt: str) -> str:
-    """The signature of the manifest that commits ``attempt``."""
+    """Return the signature of the manifest that commits ``attempt``."""
     return f"{attempt_prefix(step, attempt)}manifest.sig"
 
 
 def new_attempt() -> str:
-    """A name that no other save uses; sorts by time of day, for people."""
+    """Return a name that no other save uses; sorts by time of day, for people."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
 def attempt_prefix(step: int, attempt: str) -> str:
-    """What the keys of the files of one attempt begin with; names in a manifest are relative to it."""
+    """Return what the keys of the files of one attempt begin with; names in a manifest are relative to it."""
     return f"{step_name(step)}/{attempt}/"
 
 
 def shard_name(section: str, rank: int, number: int) -> str:
-    """The ``number``-th file of tensors of ``section`` that ``rank`` writes."""
+    """Return the ``number``-th file of tensors of ``section`` that ``rank`` writes."""
     return f"{section}/shard-{rank:05d}-{number:05d}.safetensors"
 
 
 def state_name(rank: int) -> str:
-    """The JSON state of ``rank``."""
+    """Return the JSON state of ``rank``."""
     return f"state/rank-{rank:05d}.json"
 
 
 def is_state_name(name: str) -> bool:
-    """Whether a file is the JSON state of a rank."""
+    """Return whether a file is the JSON state of a rank."""
     return _STATE.fullmatch(name) is not None
 
 
 def hf_name(file: str) -> str:
-    """A file of the Hugging Face form that a save may carry."""
+    """Return a file of the Hugging Face form that a save may carry."""
     return f"hf/{file}"
 
 
 def digests_name(name: str) -> str:
-    """The file of block digests beside the file ``name``."""
+    """Return the name of the file of block digests for the file ``name``."""
     return f"{name}.digests"

@@ -43,7 +43,7 @@ Keep = Literal["regular", "permanent", "ephemeral"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What a run says of itself beside its state. Everything is JSON-able."""
+    """What a run records about itself in addition to its state. All values can be written as JSON."""
 
     consumed_samples: int = 0
     consumed_tokens: int = 0
@@ -60,7 +60,7 @@ class CheckpointFacts:
     keep: Keep = "regular"
     """How retention treats it."""
     fencing: int = 0
-    """Number of the ownership under which it was saved, greater for every later owner; 0: nobody owned the store."""
+    """Number of the ownership under which it was saved, greater for every later owner; 0: no run owned the store."""
     base: str = ""
     """Digest of the frozen weights below an adapter; empty without one."""
     without_base: bool = False
@@ -72,7 +72,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One data file; its digests by block lie beside it."""
+    """One data file; its digests by block are next to it."""
 
     size_bytes: int
     digests_bytes: int
@@ -108,7 +108,7 @@ class Manifest:
 
 
 def encode_facts(facts: CheckpointFacts) -> dict[str, Any]:
-    """The facts as JSON-able keys of the manifest.
+    """Return the facts as JSON-able keys of the manifest.
 
     Raises:
         UnsavableState: something in them is not JSON-able.
@@ -131,10 +131,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
-    """The inverse of :func:`encode_manifest`, for the manifest that lies at ``where`` under ``step``.
+    """Return the inverse of :func:`encode_manifest`, for the manifest at ``where`` under ``step``.
 
     Raises:
-        CheckpointDamaged: a byte differs from what was written, or it is no manifest of ``step``.
+        CheckpointDamaged: a byte differs from what was written, or it is not a manifest of ``step``.
         CheckpointTooNew: a later version of nxdt-core wrote it.
     """
     try:
@@ -142,7 +142,7 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
         stored = table.pop("digest")
         unchanged = digest(_dump(table)) == stored and _dump({**table, "digest": stored}) == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(where=where, reason="it is no manifest") from error
+        raise CheckpointDamaged(where=where, reason="it is not a manifest") from error
     if not unchanged:
         raise CheckpointDamaged(where=where, reason="it differs from its digest")
     if table.get("format") not in list(_FORMATS):  # it may be unhashable
@@ -151,14 +151,15 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
     try:
         manifest = _from_table(table)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(where=where, reason=f"it is no manifest ({error})") from error
+        raise CheckpointDamaged(where=where, reason=f"it is not a manifest ({error})") from error
     if manifest.step != step:
         raise CheckpointDamaged(where=where, reason=f"it is the manifest of step {manifest.step}")
     return manifest
 
 
 def state_tensors(manifest: Manifest, name: str) -> list[str]:
-    """Names of the tensors in the state that the file ``name`` holds, which is one of :func:`file_names.state_name`."""
+    """Return the names of the tensors in the state that the file ``name`` holds, which is one of
+    :func:`file_names.state_name`."""
     own = name.removeprefix("state/").removesuffix(".json")
     return [tensor for tensor in manifest.tensors.get("state", {}) if tensor.startswith(f"{own}/")]
 
@@ -236,7 +237,7 @@ def _require(sound: bool, name: str) -> None:
 def _plain(name: str) -> str:
     """The name, unless it could lead out of the checkpoint's directory, in any store."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a file in it")
+        raise ValueError(f"{name!r} is not the name of a file in it")
     return name
 
 

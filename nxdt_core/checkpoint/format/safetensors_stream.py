@@ -64,7 +64,7 @@ class SafetensorsLayout:
 
     @property
     def names(self) -> list[str]:
-        """In the order of the file."""
+        """Return the names of the tensors, in the order of the file."""
         return list(self._specs)
 
     def write(self, stream: Writable, tensors: Iterable[torch.Tensor]) -> None:
@@ -84,7 +84,7 @@ class SafetensorsLayout:
 
 
 def grouped(specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[dict[str, TensorSpec]]:
-    """What goes into each file, in order, filled up to ``max_bytes``; a larger tensor has one to itself."""
+    """Yield what goes into each file, in order, filled up to ``max_bytes``; a larger tensor has one to itself."""
     group: dict[str, TensorSpec] = {}
     filled = 0
     for name, spec in specs.items():
@@ -98,5 +98,5 @@ def grouped(specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[dict[st
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, without a copy."""
+    """Return the memory of a contiguous tensor on the host, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

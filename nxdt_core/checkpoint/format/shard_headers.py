@@ -38,7 +38,7 @@ class StoredTensor:
 
 
 def tensors_by_file(manifest: Manifest, files: Collection[str]) -> dict[str, list[StoredTensor]]:
-    """What the manifest says lies in each of ``files``."""
+    """Return the tensors in each of ``files``, according to the manifest."""
     found: dict[str, list[StoredTensor]] = defaultdict(list)
     for index in manifest.tensors.values():
         for name, entry in index.items():
@@ -49,7 +49,7 @@ def tensors_by_file(manifest: Manifest, files: Collection[str]) -> dict[str, lis
 
 
 def check_header(file: VerifiedFile, expected: Collection[StoredTensor]) -> None:
-    """Compare the header of a shard with what the manifest says lies in it.
+    """Compare the header of a shard with its tensors according to the manifest.
 
     Raises:
         CheckpointDamaged: they differ, or the file has no header.

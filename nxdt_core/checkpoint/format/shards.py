@@ -1,6 +1,6 @@
 """Tensors into shards: files in the safetensors format, which the safetensors library reads as well.
 
-Tensors are streamed: beside those that the caller holds no more than one of them is in memory (none, if it is
+Tensors are streamed: in addition to those that the caller holds, at most one is in memory (none, if it is
 contiguous and on the host).
 """
 
@@ -58,7 +58,7 @@ def write_listed(
     rank: int,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, TensorPart]:
-    """As :func:`write_pieces`, for tensors that ``read`` gives by their names, in that order, once they are due."""
+    """Write tensors as :func:`write_pieces` does; ``read`` gives each by its name, in that order, when it is due."""
     specs = {name: TensorSpec(each.dtype, each.box.shape) for name, each in held.items()}
     parts: dict[str, TensorPart] = {}
     for number, group in enumerate(grouped(specs, shard_bytes)):

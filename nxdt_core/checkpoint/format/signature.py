@@ -1,4 +1,4 @@
-"""The signature of a checkpoint: a small file beside its data, and what it says. Needs no library to be read.
+"""The signature of a checkpoint: a small file next to its data. Reading it needs no library.
 
 It is an Ed25519 signature of the bytes of ``manifest.json``. The manifest has the SHA-256 digest of each file of
 digests, which has that of each block of a data file: so the signature covers every byte that is loaded.

@@ -2,7 +2,7 @@
 
 ``None``, ``bool``, ``int``, ``float``, ``str``, lists and dicts with string keys are themselves. What JSON lacks is
 tagged, ``{"$": kind, …}``: tuples, infinities and NaN, dicts with integer keys (or with the key ``$``), and tensors,
-which lie in a shard and are referred to by name. Anything else is refused with its place in the tree named: a class
+which are in a shard and are referred to by name. Anything else is refused with its place in the tree named: a class
 that would have to be constructed is a class that a file could make construct itself.
 """
 
@@ -27,13 +27,13 @@ def _no_tensors(at: str, value: object) -> str | None:
 
 
 def encode_tree(tree: object, *, at: str = "", put_tensor: Callable[[str, object], str | None] = _no_tensors) -> Any:
-    """The JSON-able form of ``tree``.
+    """Return the JSON-able form of ``tree``.
 
     Args:
         tree: the value to encode.
         at: where it stands, for messages and for the names of tensors; each level adds ``/`` and its key or index.
         put_tensor: called with the place and value of a leaf that is not JSON; stores a tensor and returns the name
-            to refer to it, or None where the value is no tensor.
+            to refer to it, or None where the value is not a tensor.
 
     Raises:
         UnsavableState: a leaf is neither; its ``where`` is the place.
@@ -42,7 +42,7 @@ def encode_tree(tree: object, *, at: str = "", put_tensor: Callable[[str, object
 
 
 def decode_tree(form: Any, tensors: Mapping[str, Any] | None = None) -> Any:
-    """The inverse of :func:`encode_tree`; ``tensors`` by the names that ``put_tensor`` gave.
+    """Return the inverse of :func:`encode_tree`; ``tensors`` by the names that ``put_tensor`` gave.
 
     Raises:
         ValueError: ``form`` is not what :func:`encode_tree` returns.
@@ -54,17 +54,17 @@ def decode_tree(form: Any, tensors: Mapping[str, Any] | None = None) -> Any:
 
 
 def decode_state(data: bytes, tensors: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """The state tree of a rank from the bytes of its file at ``where``; ``tensors`` as of :func:`decode_tree`.
+    """Return the state tree of a rank from the bytes of its file at ``where``; ``tensors`` as of :func:`decode_tree`.
 
     Raises:
-        CheckpointDamaged: it is no state.
+        CheckpointDamaged: it is not a state.
     """
     try:
         state = decode_tree(json.loads(data), tensors)
     except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(where=where, reason=f"it is no state ({error})") from error
+        raise CheckpointDamaged(where=where, reason=f"it is not a state ({error})") from error
     if not isinstance(state, dict):
-        raise CheckpointDamaged(where=where, reason="it is no state")
+        raise CheckpointDamaged(where=where, reason="it is not a state")
     return state
 
 

@@ -92,7 +92,7 @@ class TensorEntry:
     same_as: str | None = None
 
     def part_bytes(self, part: TensorPart) -> int:
-        """Bytes that ``part`` takes in its file."""
+        """Return the bytes that ``part`` takes in its file."""
         return math.prod(part.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -115,7 +115,7 @@ def decode_index(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 
 def check_places(sections: Mapping[str, Mapping[str, TensorEntry]], sizes: Mapping[str, int]) -> None:
-    """Check that no two tensors have the same bytes, and that each lies in a file of its own section.
+    """Check that no two tensors have the same bytes, and that each is in a file of its own section.
 
     Args:
         sections: the index of each section.
@@ -129,7 +129,7 @@ def check_places(sections: Mapping[str, Mapping[str, TensorEntry]], sizes: Mappi
         for name, entry in index.items():
             for part in entry.parts:
                 if part.file not in sizes or part.file.partition("/")[0] != section:
-                    raise ValueError(f"tensor {name!r} of {section!r} lies in {part.file!r}, which holds none of these")
+                    raise ValueError(f"tensor {name!r} of {section!r} is in {part.file!r}, which holds none of these")
                 size = entry.part_bytes(part)
                 if size:
                     ranges[part.file].append((part.start, part.start + size, name))
@@ -163,7 +163,7 @@ def _decode_entry(name: str, row: Mapping[str, Any]) -> TensorEntry:
     for part in parts:
         ends = (offset + size for offset, size in zip(part.offsets, part.shape, strict=True))
         if any(end > size for end, size in zip(ends, shape, strict=True)):
-            raise ValueError(f"a part of tensor {name!r} lies outside of it")
+            raise ValueError(f"a part of tensor {name!r} is outside of it")
     if not _tile(parts, shape):
         raise ValueError(f"the parts of tensor {name!r} overlap")
     return TensorEntry(dtype=dtype, shape=shape, parts=parts)
@@ -197,5 +197,5 @@ def _decode_part(row: list[Any], whole: tuple[int, ...]) -> TensorPart:
 def _sizes(values: list[Any]) -> tuple[int, ...]:
     sound = all(type(value) is int and value >= 0 for value in values)
     if not sound or math.prod(max(value, 1) for value in values) >= 2**62:  # torch's sizes are signed 64-bit
-        raise ValueError(f"{values!r} are no sizes")
+        raise ValueError(f"{values!r} are not sizes")
     return tuple(values)

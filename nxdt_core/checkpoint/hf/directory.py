@@ -1,4 +1,4 @@
-"""Hugging Face directories: ``config.json`` beside safetensors weights, read and written through a builder's key map.
+"""Hugging Face directories: ``config.json`` with safetensors weights, read and written through a builder's key map.
 
 Tensors are read one at a time out of mapped files; nothing is ever unpickled. What the names mean is the builder's
 business (:class:`~nxdt_core.protocols.model.HFExchange`), not this module's.
@@ -33,13 +33,14 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
 
     Raises:
         HFFileMissing: there is none.
-        HFFileDamaged: it is no JSON object.
+        HFFileDamaged: it is not a JSON object.
     """
     return read_json(Path(directory), CONFIG)
 
 
 def load_hf(directory: str | Path, builder: ModelBuilder) -> dict[str, torch.Tensor]:
-    """All parameters by global name, on the CPU, in the dtype of the files; a tied one once, under its owner's name.
+    """Return all parameters by global name, on the CPU, in the dtype of the files; a tied one once, under its owner's
+    name.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
@@ -51,7 +52,7 @@ def load_hf(directory: str | Path, builder: ModelBuilder) -> dict[str, torch.Ten
 
 
 def iterate_hf(directory: str | Path, builder: ModelBuilder) -> Iterator[tuple[str, torch.Tensor]]:
-    """As :func:`load_hf`, one parameter in memory at a time; names are checked before the first is read."""
+    """Yield the parameters of :func:`load_hf`, one in memory at a time; names are checked before the first is read."""
     wanted = sources(builder)
     with HFWeights(Path(directory)) as weights:
         weights.check(wanted, exchange_of(builder).hf_ignored)

@@ -35,7 +35,7 @@ _HOLD_IDS = (
     *("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "bad_words_ids", "force_words_ids"),
     *("sequence_bias", "lang_to_id", "task_to_id"),
 )
-"""Keys of ``generation_config.json`` with token ids, beside those that end in ``_token_id``."""
+"""Keys of ``generation_config.json`` with token ids, in addition to those that end in ``_token_id``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ class HFTensor:
         return self.box.shape[::-1] if self.transform in _TRANSPOSED else self.box.shape
 
     def of(self, box: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of the elements of its box; a copy where rows change places."""
+        """Return the tensor, as a view of the elements of its box; a copy where rows change places."""
         if self.transform == "stack":
             return box.squeeze(0)
         if self.transform in _INTERLEAVED:
@@ -81,7 +81,7 @@ class Source:
         return _regrouped(tensor, *self.sections) if self.transform in _INTERLEAVED else tensor
 
     def tensors(self) -> Iterator[HFTensor]:
-        """The Hugging Face tensors that the parameter is written as, in order."""
+        """Yield the Hugging Face tensors that the parameter is written as, in order."""
         for name, box in zip(self.hf_names, self._boxes(), strict=True):
             yield HFTensor(
                 name=name,
@@ -103,7 +103,7 @@ class Source:
 
 
 def exchange_of(builder: ModelBuilder) -> HFExchange:
-    """The builder, seen as one that exchanges with Hugging Face.
+    """Return the builder, seen as one that exchanges with Hugging Face.
 
     Raises:
         HFExchangeUnsupported: it does not.
@@ -114,7 +114,7 @@ def exchange_of(builder: ModelBuilder) -> HFExchange:
 
 
 def sources(builder: ModelBuilder) -> list[Source]:
-    """One source for each parameter of the builder's model; a tied one once, under its owner.
+    """Return one source for each parameter of the builder's model; a tied one once, under its owner.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.

@@ -42,7 +42,7 @@ class HFReader:
         self._sources: dict[str, Source] = {}
 
     def model_config(self) -> Mapping[str, Any]:
-        """Its ``config.json``, for the plugin that reads the architecture, and its tokenizer.
+        """Return its ``config.json``, for the plugin that reads the architecture, and its tokenizer.
 
         Raises:
             ArchitectureUnread: no installed plugin does.
@@ -68,7 +68,7 @@ class HFReader:
         }
 
     def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
-        """The parameters, one at a time out of mapped files."""
+        """Yield the parameters, one at a time out of mapped files."""
         with HFWeights(self._path) as weights:
             for _, name in places:
                 yield weights.read(self._sources[name])

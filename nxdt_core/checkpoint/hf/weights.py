@@ -55,7 +55,7 @@ class HFWeights:
         self._stack.close()
 
     def check(self, wanted: Sequence[Source], ignored: Sequence[str]) -> None:
-        """Compare names and shapes with what is wanted; tensors that match ``ignored`` may be there beside.
+        """Compare names and shapes with what is wanted; additional tensors that match ``ignored`` are allowed.
 
         Raises:
             WeightsDoNotFit: they differ.
@@ -83,7 +83,7 @@ class HFWeights:
         return functools.reduce(torch.promote_types, (self._dtype(name) for name in source.hf_names))
 
     def read(self, source: Source) -> torch.Tensor:
-        """One parameter, on the host."""
+        """Return one parameter, on the host."""
         return source.read(self._get)
 
     def _files(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Writing a Hugging Face directory file by file: of the weights no more than one file a worker is in memory.
 
 What is complete shows by ``config.json``, which comes last. An export that was interrupted leaves a note of what it
-was; the same export goes on where it stopped.
+was; the same export resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 __all__ = ["NOTE", "read_from", "write_hf", "write_shards"]
 
 NOTE = "nxdt-export-unfinished"
-"""Lies in a directory as long as its export is not done; says what is exported there."""
+"""Is in a directory until its export is complete; says what is exported there."""
 
 ReadShard = Callable[[HFShard], dict[str, torch.Tensor]]
 """Gives the tensors of one file by name, in its dtypes and shapes."""
@@ -53,8 +53,8 @@ def write_hf(
         ranks: of the export; None for a process that is alone.
 
     Raises:
-        HFNotWritable: something else lies there.
-        StorageError: a store failed; the same call goes on.
+        HFNotWritable: the directory holds something else.
+        StorageError: a store failed; the same call resumes.
     """
     note = f"{origin}\n{plan.digest()}\n".encode()
     done = on_all_ranks(ranks, lambda: _begin(storage, note) if rank_of(ranks) == 0 else {}, where=storage.uri)[0]

@@ -56,7 +56,7 @@ def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None
 
     Raises:
         StoreInUse: another process has it.
-        LocksUnsupported: there are no locks here.
+        LocksUnsupported: the file system has no locks.
     """
     deadline, reported = time.monotonic() + expiry_s, False
     while (lock := storage.try_lock(_KEY, me.encode())) is None:

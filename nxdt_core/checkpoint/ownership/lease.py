@@ -5,8 +5,8 @@
     owner-00000007.json    who took it, made by put_if_absent: of several takers of a number, one gets it
     owner-00000007.beat    a count that the owner raises while it lives; at its end it says so here
 
-The greatest number owns, and it never goes down: whoever takes the store makes the next number, then deletes the
-smaller ones. An owner whose count stands still for ``expiry_s``, by the clock of whoever watches it, is dead: machines'
+The greatest number owns, and it never goes down: a process that takes the store makes the next number, then deletes the
+smaller ones. An owner whose count does not change for ``expiry_s``, by the watching process's clock, is dead: machines'
 clocks need not agree. If it was only paused, it finds the greater number before it commits anything.
 """
 
@@ -86,7 +86,7 @@ class Lease:
             raise OwnershipLost(where=self._storage.uri, reason=f"{other}; {why}")
 
     def release(self) -> None:
-        """Let the next one have it at once. Never raises for the store: whoever comes next would only wait."""
+        """Release it at once. Never raises for the store: the next process would only wait."""
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is None or os.getpid() != self._pid:
             return
@@ -104,7 +104,8 @@ class Lease:
 def take_lease(storage: CheckpointStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> Lease:
     """Take the lease of ``storage`` for the run ``me``.
 
-    At once where nobody has it, or its owner is known to be gone; else once that one has been silent for ``expiry_s``.
+    Take it at once where it has no owner or its owner is known to have ended; else after ``expiry_s`` without a sign of
+    it.
 
     Raises:
         StoreInUse: its owner lives.

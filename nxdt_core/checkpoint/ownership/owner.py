@@ -59,7 +59,7 @@ class Owner:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     def fate_of(self, other: Owner) -> Fate:
-        """What this process, which must be alive, can tell at once of another one."""
+        """Return what this process, which must be alive, can tell at once of another one."""
         if self.machine and self.machine == other.machine:
             return "running" if _runs(other.pid, other.started) else "gone"
         # A scheduler ends every process of a job before it starts the job again. The number of the job alone says
@@ -69,7 +69,7 @@ class Owner:
 
 
 def decode_owner(data: bytes) -> Owner | None:
-    """The inverse of :meth:`Owner.encode`; None for anything else, such as a note that is being written."""
+    """Return the inverse of :meth:`Owner.encode`; None for anything else, such as a note that is being written."""
     try:
         table = json.loads(data)
         table |= {name: tuple(table[name]) for name in ("job", "restarts")}
@@ -116,7 +116,7 @@ def _machine() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Stat:
-    """What proc_pid_stat(5) tells of a process."""
+    """State of a process from proc_pid_stat(5)."""
 
     state: str
     flags: int

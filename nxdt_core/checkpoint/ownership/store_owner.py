@@ -1,6 +1,6 @@
 """One run at a time saves to a store: it owns the store from its start to its end. Torch-free.
 
-By a lock of the operating system where the store has one, else by a lease. Whoever only reads needs neither.
+By a lock of the operating system where the store has one, else by a lease. Readers need neither.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def own(
 
     Args:
         storage: where checkpoints will be saved.
-        run: what others are told of who owns it.
+        run: description of the owner, shown to others.
         say: prints a line; told why it takes long.
         expiry_s: silence, in seconds, after which an owner elsewhere counts as dead; equal for all.
         me: this process; None finds that out.

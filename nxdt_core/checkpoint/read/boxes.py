@@ -1,6 +1,6 @@
-"""Reading boxes of tensors out of a checkpoint, whatever boxes it was written in.
+"""Reading boxes of tensors out of a checkpoint, independent of the boxes in which it was written.
 
-What is read goes straight into the tensor that it fills where that lies on the host, in the checkpoint's dtype, and row
+What is read goes straight into the tensor that it fills where that is on the host, in the checkpoint's dtype, and row
 after row as in the file; elsewhere it passes through buffers, of which few exist at a time.
 """
 

@@ -16,7 +16,7 @@ __all__ = ["committed_attempt", "greatest_fencing", "read_manifest", "read_objec
 
 
 def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Manifest:
-    """The manifest of the committed checkpoint of ``step``. Its files are verified when they are read.
+    """Return the manifest of the committed checkpoint of ``step``. Its files are verified when they are read.
 
     Args:
         storage: where it lies.
@@ -36,7 +36,8 @@ def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys
 
 
 def verify_signature(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Signature | None:
-    """The signature of the committed checkpoint of ``step``, checked; None where it has none and none is required.
+    """Return the signature of the committed checkpoint of ``step``, checked; None where it has none and none is
+    required.
 
     Raises:
         SigningLibraryMissing: it is signed, and the library is not installed. Otherwise as :func:`read_manifest`; a
@@ -62,7 +63,7 @@ def _read(storage: CheckpointStorage, step: int) -> tuple[Manifest, bytes]:
 
 
 def read_object(storage: CheckpointStorage, key: str) -> bytes | None:
-    """All bytes of ``key``, or None where there is no such object."""
+    """Return all bytes of ``key``, or None where there is no such object."""
     try:
         with storage.open_read(key) as stream:
             return stream.read()
@@ -71,7 +72,7 @@ def read_object(storage: CheckpointStorage, key: str) -> bytes | None:
 
 
 def committed_attempt(storage: CheckpointStorage, step: int) -> str | None:
-    """The attempt that a readable manifest of ``step`` names, or None."""
+    """Return the attempt that a readable manifest of ``step`` names, or None."""
     try:
         return read_manifest(storage, step).attempt
     except (CheckpointNotFound, CheckpointDamaged, CheckpointTooNew):
@@ -79,7 +80,7 @@ def committed_attempt(storage: CheckpointStorage, step: int) -> str | None:
 
 
 def greatest_fencing(storage: CheckpointStorage) -> int:
-    """The greatest number of an ownership that a readable manifest names; 0 where none does."""
+    """Return the greatest number of an ownership that a readable manifest names; 0 where none does."""
     greatest = 0
     for info in storage.list("step-"):
         step = step_of(info.key.partition("/")[0])

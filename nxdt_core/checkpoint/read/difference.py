@@ -2,7 +2,7 @@
 
 Tensors are compared bit by bit, a run of rows at a time, so that two checkpoints of any size pass through little
 memory. Every byte that is compared was verified first. What is only a fact of the two saves (times, versions, meshes)
-is no difference; step and position lie in the state as well and are found there.
+is not a difference; step and position are in the state as well and are found there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ __all__ = ["SUBJECTS", "Difference", "Side", "TensorDifference", "ValueDifferenc
 
 Subject = Literal["model", "optim", "state", "config"]
 SUBJECTS: tuple[Subject, ...] = ("model", "optim", "state", "config")
-"""What can be compared: the tensors of three sections, the state of each rank beside its tensors, the configuration."""
+"""What can be compared: the tensors of three sections, the state of each rank without its tensors, the
+configuration."""
 
 _BATCH_BYTES = 64 * 2**20
 """Of tensors that are read at once from each side; a single row of a tensor that is larger is read whole."""

@@ -40,8 +40,8 @@ __all__ = [
 def load_model(
     storage: CheckpointStorage, manifest: Manifest, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, whole and on the host; only ``names`` where given, and then only their bytes
-    are read.
+    """Return the parameters and buffers by name, whole and on the host; only ``names`` where given, and then only their
+    bytes are read.
 
     Tensors that were tied when saved are one object.
 
@@ -56,7 +56,7 @@ def load_model(
 def load_optimizer(
     storage: CheckpointStorage, manifest: Manifest, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """``<parameter name>/<state name>`` → tensor; otherwise as :func:`load_model`."""
+    """Return the ``<parameter name>/<state name>`` → tensor; otherwise as :func:`load_model`."""
     with explained_os_errors(f"{storage.uri}/{manifest.prefix}optim"):
         return read_tensors(storage, manifest, "optim", names)
 
@@ -148,7 +148,7 @@ def load_optimizer_like(
 def load_state(
     storage: CheckpointStorage, manifest: Manifest, *, rank: int = 0, ranks: RankAgreement | None = None
 ) -> dict[str, Any]:
-    """The state tree that ``rank`` saved, equal in types and values.
+    """Return the state tree that ``rank`` saved, equal in types and values.
 
     Collective where ``ranks`` are given: it succeeds on all of them or fails on all.
 
@@ -162,7 +162,7 @@ def load_state(
 
 
 def saved_ranks(manifest: Manifest) -> int:
-    """Number of ranks that saved the checkpoint."""
+    """Return the number of ranks that saved the checkpoint."""
     count = 0
     while state_name(count) in manifest.files:
         count += 1
@@ -172,7 +172,7 @@ def saved_ranks(manifest: Manifest) -> int:
 def read_tensors(
     storage: CheckpointStorage, manifest: Manifest, section: str, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The named tensors of ``section``, whole and on the host, all of them where ``names`` is None.
+    """Return the named tensors of ``section``, whole and on the host, all of them where ``names`` is None.
 
     Only blocks that hold asked-for elements are read. Tensors that shared memory when saved are one object again.
 

@@ -75,12 +75,12 @@ class CheckpointStatus:
     signed_by: str = ""
     """Fingerprint of the key that its signature names, unchecked; empty where there is none that can be read."""
     archive: str = ""
-    """How far the store has copied it elsewhere, in words; filled in by :func:`with_archive_states`."""
+    """How far the store has copied it elsewhere, as text; filled in by :func:`with_archive_states`."""
 
 
 def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> list[CheckpointStatus]:
-    """All steps that have a file in ``storage``, ascending, or ``step`` alone; an address that does not exist has
-    none."""
+    """Return all steps that have a file in ``storage``, ascending, or ``step`` alone; an address that does not exist
+    has none."""
     sizes: dict[int, dict[str, int]] = defaultdict(dict)
     with explained_os_errors(storage.uri):
         for info in storage.list("step-" if step is None else step_name(step)):
@@ -91,7 +91,7 @@ def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> lis
 
 
 def with_archive_states(storage: CheckpointStorage, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
-    """``found``, with what the store tells of its copies elsewhere, if it makes any; that may take long."""
+    """Return ``found`` with the states of the store's copies elsewhere, if it makes any; that may take long."""
     if not isinstance(storage, ArchivingStorage):
         return found
     return [replace(status, archive=storage.archive_state(step_prefix(status.step))) for status in found]
@@ -103,7 +103,8 @@ digests. ``bytes``: also every byte of every file."""
 
 
 def verify(storage: CheckpointStorage, step: int, *, deep: bool = True) -> list[str]:
-    """All that is wrong with the checkpoint of ``step``, a sentence each, naming the file; empty where it is good.
+    """Return all that is wrong with the checkpoint of ``step``, a sentence each, naming the file; empty where it is
+    good.
 
     Args:
         storage: where it lies.
@@ -122,7 +123,7 @@ def find_problems(
     progress: Callable[[int], None] = lambda size_bytes: None,
     share: tuple[int, int] = (0, 1),
 ) -> list[str]:
-    """As :func:`verify`, to a chosen depth.
+    """Return the problems that :func:`verify` finds, to a chosen depth.
 
     Args:
         storage: where it lies.
@@ -183,9 +184,9 @@ def latest(
     ranks: RankAgreement | None = None,
     trusted: TrustedKeys | None = None,
 ) -> Manifest | None:
-    """The newest committed checkpoint whose every byte verifies, or None.
+    """Return the newest committed checkpoint whose every byte verifies, or None.
 
-    Unfinished saves are passed over in silence; each damaged checkpoint is told to ``warn`` in a line that names
+    Unfinished saves are skipped silently; each damaged checkpoint is reported to ``warn`` in a line that names
     the file.
 
     Args:
@@ -196,8 +197,8 @@ def latest(
 
     Raises:
         CheckpointNotTrusted: the newest sound one lacks a valid signature of one of the keys. (No older
-            one is taken: anybody who can write to the store could make a run lose its newer steps.)
-        CheckpointTooNew: the newest sound one was written by a later version. (Going on from an older one would
+            one is taken: any user who can write to the store could make a run lose its newer steps.)
+        CheckpointTooNew: the newest sound one was written by a later version. (Resuming from an older one would
             throw its steps away.)
     """
     for status in reversed(on_first_rank(ranks, lambda: list_checkpoints(storage), where=storage.uri)):
@@ -235,7 +236,7 @@ def find_checkpoint(
     ranks: RankAgreement | None = None,
     trusted: TrustedKeys | None = None,
 ) -> Manifest:
-    """The checkpoint of ``step``, or the newest sound one where ``step`` is None (see :func:`latest`).
+    """Return the checkpoint of ``step``, or the newest sound one where ``step`` is None (see :func:`latest`).
 
     Raises:
         CheckpointNotTrusted: it lacks a valid signature of one of the keys ``trusted``.
@@ -286,7 +287,7 @@ def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> 
 
 
 def _signer_named(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> str:
-    """As :func:`claimed_signer`, without a read for an unsigned checkpoint."""
+    """Return :func:`claimed_signer`, without a read for an unsigned checkpoint."""
     return claimed_signer(storage, manifest) if signature_key(manifest.step, manifest.attempt) in sizes else ""
 
 

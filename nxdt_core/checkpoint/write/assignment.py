@@ -16,7 +16,7 @@ __all__ = ["assign", "merge"]
 
 
 def assign(listings: Sequence[Listing]) -> list[set[Place]]:
-    """By rank, the tensors whose box that rank writes.
+    """Return, by rank, the tensors whose box that rank writes.
 
     Large boxes are given away first, each to the holder with the fewest bytes so far; among equals, to the one that
     holds the least in all.
@@ -45,7 +45,7 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
 def merge(
     listings: Sequence[Listing], parts: Sequence[Mapping[Place, TensorPart]], sections: Sequence[str]
 ) -> dict[str, dict[str, TensorEntry]]:
-    """The index of the whole checkpoint from the parts that each rank wrote."""
+    """Return the index of the whole checkpoint from the parts that each rank wrote."""
     shared = _shared(listings)
     written: dict[Place, list[TensorPart]] = defaultdict(list)
     for own in parts:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class BackgroundJob(Generic[T]):
-    """Runs ``work`` at once, beside the caller.
+    """Runs ``work`` at once, in parallel with the caller.
 
     The thread does not keep the process alive: a store that hangs cannot be interrupted, only left behind.
 
@@ -48,7 +48,7 @@ class BackgroundJob(Generic[T]):
 
     @property
     def state(self) -> Literal["running", "done", "failed"]:
-        """How it stands; what goes on beyond its deadline has failed."""
+        """Return its state; work that runs beyond its deadline has failed."""
         if self._ended.is_set():
             return "done" if self._error is None else "failed"
         return "running" if time.monotonic() < self._ends_at else "failed"
@@ -59,7 +59,7 @@ class BackgroundJob(Generic[T]):
         self._ended.wait(left_s if timeout_s is None else min(timeout_s, left_s))
 
     def give_up(self) -> None:
-        """From now on it is late, whatever is left of its time: another rank's is over."""
+        """Mark it as late, regardless of the time left: another rank's time is over."""
         self._ends_at = min(self._ends_at, time.monotonic())
 
     def check_deadline(self) -> None:
@@ -76,7 +76,7 @@ class BackgroundJob(Generic[T]):
         """Raise why it failed; nothing where it runs or is done. Does not wait.
 
         Raises:
-            SaveTookTooLong: it goes on beyond its deadline.
+            SaveTookTooLong: it runs beyond its deadline.
         """
         if self._ended.is_set():
             if self._error is not None:
@@ -85,7 +85,7 @@ class BackgroundJob(Generic[T]):
             self.check_deadline()
 
     def result(self) -> T:
-        """What ``work`` returned; for a job that is done."""
+        """Return what ``work`` returned; for a job that is done."""
         assert self.state == "done", "a job has a result once it is done"
         return self._value  # type: ignore[return-value]
 

@@ -13,7 +13,7 @@ __all__ = ["check_weights_moved", "weights_fingerprint"]
 
 
 def weights_fingerprint(manifest: Manifest) -> str:
-    """A digest over the digests of the files of weights: of the same weights in the same layout it is the same.
+    """Return a digest over the digests of the files of weights: of the same weights in the same layout it is the same.
 
     No byte of them is read again. Empty where there is no such file. Where weights were rounded, those that they were
     rounded from count, with what else is in their files: a small update changes no bit of a rounded one.
@@ -42,7 +42,7 @@ def check_weights_moved(before: Manifest | None, manifest: Manifest, *, uri: str
     updates, fingerprint = manifest.facts.updates - before.facts.updates, weights_fingerprint(manifest)
     if updates > 0 and fingerprint and fingerprint == weights_fingerprint(before):
         reason = (
-            f"its weights are those of {step_name(before.step)} to the bit, and {updates} update(s) with a learning "
-            f"rate above zero lie between them"
+            f"its weights are bitwise identical to those of {step_name(before.step)}, and {updates} update(s) with "
+            f"a learning rate above zero happened between them"
         )
         raise SameWeightsSaved(where=f"{uri}/{step_name(manifest.step)}", reason=reason)

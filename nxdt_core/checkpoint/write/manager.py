@@ -1,4 +1,4 @@
-"""Checkpoint after checkpoint of one run: in the background, one at a time, every decision taken by all ranks alike.
+"""Checkpoint after checkpoint of one run: in the background, one at a time, every decision taken by all ranks together.
 
 Training waits until the tensors are copied to the host; a thread writes the copies and commits them. Ranks see the end
 of a save at different moments, so they act on it at one step boundary, once all of them have seen it.
@@ -61,7 +61,7 @@ class CheckpointManager:
         asynchronous: False takes no copy, and commits before :meth:`save` returns.
         when_busy: what a save does while one is in flight: ``wait`` for that, or ``skip``.
         deadline_s: how long one save may take, in the background and in all.
-        newest: the committed checkpoint that the run goes on from.
+        newest: the committed checkpoint that the run resumes from.
         refuse_same_weights: do not commit the same weights under two steps between which updates were applied.
         add_files: called on every rank before each commit, with the manifest so far; writes further files below its
             prefix and returns their entries.
@@ -160,7 +160,7 @@ class CheckpointManager:
         return True
 
     def poll(self) -> None:
-        """At a step boundary: see whether the save in flight has ended. Never waits for it.
+        """Check, at a step boundary, whether the save in flight has ended. Never waits for it.
 
         Raises:
             NxdtError: on all ranks at the same step, what it met; committed checkpoints are as they were.
@@ -232,7 +232,7 @@ class CheckpointManager:
             flight.unstaged = error
 
     def _write(self, flight: _Flight, ranks: RankAgreement | None, job: BackgroundJob[Manifest]) -> Manifest:
-        """The save itself: beside training over copies, else over the tensors."""
+        """Run the save itself: in the background over copies, else over the tensors."""
 
         def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
             if flight.unstaged is not None:

@@ -38,7 +38,7 @@ class Planner:
         self._plan: SavePlan | None = None
 
     def plan(self, prepare: Callable[[], Listing], *, where: str) -> SavePlan:
-        """As :func:`agree_on_plan`."""
+        """Return the plan of :func:`agree_on_plan`, made once."""
         if self._plan is None:
             self._plan = agree_on_plan(self._ranks, prepare, where=where)
             return self._plan

@@ -55,7 +55,7 @@ def prepare_share(
 
 
 def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> bytes:
-    """The JSON of ``state``; its tensors are put into ``tensors`` under names that begin with the rank."""
+    """Return the JSON of ``state``; its tensors are put into ``tensors`` under names that begin with the rank."""
 
     def put_tensor(at: str, value: object) -> str | None:
         if not isinstance(value, torch.Tensor):

@@ -17,7 +17,8 @@ __all__ = ["PrunePlan", "Retention", "delete_step", "plan_prune", "prune"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Which committed checkpoints stay: the newest, those saved as permanent, and whatever one of the two counts keeps.
+    """Which committed checkpoints stay: the newest, those saved as permanent, and those that one of the two counts
+    keeps.
 
     Ephemeral ones stay only as the newest, and count for neither.
     """
@@ -36,7 +37,7 @@ class Retention:
             raise ValueError(f"keep_last is {self.keep_last}, save_top_k is {self.save_top_k}")
 
     def kept(self, committed: Sequence[CheckpointStatus]) -> set[int]:
-        """Steps of those that stay; ``committed`` ascends."""
+        """Return the steps of those that stay; ``committed`` ascends."""
         regular = [status for status in committed if _kind(status) != "ephemeral"]
         best = sorted(regular, key=self._goodness, reverse=True)
         chosen = [status for status in committed if _kind(status) == "permanent"]
@@ -60,7 +61,7 @@ class PrunePlan:
     keep: tuple[int, ...]
     """Committed steps that stay."""
     delete: tuple[int, ...]
-    """Steps that go, whatever their state; empty where none of those to keep is sound."""
+    """Steps to delete, in any state; empty where none of those to keep is sound."""
     sound: bool
     """Whether one of those to keep verifies."""
 
@@ -72,7 +73,7 @@ def plan_prune(
     deep: bool = True,
     passed_over: Callable[[int], bool] = lambda step: False,
 ) -> PrunePlan:
-    """What :func:`prune` would delete; nothing is deleted. Arguments are those of :func:`prune`."""
+    """Return what :func:`prune` would delete; nothing is deleted. Arguments are those of :func:`prune`."""
     if isinstance(keep, int):
         if keep < 1:
             raise ValueError(f"keep_last is {keep}; the last checkpoint is never deleted")

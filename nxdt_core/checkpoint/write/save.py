@@ -60,7 +60,7 @@ def save_checkpoint(
     """Save everything under ``step`` and commit it. A step that is committed already is replaced.
 
     Collective: it succeeds on all ranks or fails on all. Ranks may hold different tensors (stages of a pipeline) and
-    different parts of one (DTensors); what several hold alike is written by one of them.
+    different parts of one (DTensors); what several hold identically is written by one of them.
 
     Args:
         storage: where to; every rank reaches the same store.
@@ -68,7 +68,7 @@ def save_checkpoint(
         model: parameters and buffers by their global names.
         optimizer: ``<parameter name>/<state name>`` → tensor.
         state: of this rank: JSON-able tree with plain tensors as leaves: positions, random states, schedules.
-        facts: what goes into the manifest beside; that of rank 0 counts.
+        facts: further entries of the manifest; those of rank 0 count.
         ranks: of the run; None for a process that is alone.
         before_commit: called on rank 0 once every file is durable, directly before the manifest is written. What it
             raises fails the save on all ranks, and nothing is committed.
@@ -111,14 +111,14 @@ def save_listed(
     before_commit: Callable[[], None] | None = None,
     signer: Signer | None = None,
 ) -> Manifest:
-    """As :func:`save_checkpoint`, for tensors that need not be in memory all at once. Collective.
+    """Save tensors as :func:`save_checkpoint` does; they need not be in memory all at once. Collective.
 
     Args:
         storage: where to; every rank reaches the same store.
         step: the number of optimizer steps done.
         prepare: checks everything before anything is written, and returns what this rank can write.
-        write: writes, of that, the tensors that were given to this rank; returns where each lies.
-        facts: what goes into the manifest beside; that of rank 0 counts.
+        write: writes, of that, the tensors that were given to this rank; returns where each is.
+        facts: further entries of the manifest; those of rank 0 count.
         ranks: of the run; None for a process that is alone.
         before_commit: as of :func:`save_checkpoint`.
         signer: as of :func:`save_checkpoint`.
@@ -148,14 +148,14 @@ def save_planned(
     check_in_time: Callable[[], None] = lambda: None,
     signer: Signer | None = None,
 ) -> Manifest:
-    """As :func:`save_listed`, once the ranks know who writes what. Collective.
+    """Save tensors as :func:`save_listed` does, once the ranks know who writes what. Collective.
 
     Args:
         storage: where to; every rank reaches the same store.
         step: the number of optimizer steps done.
         plan: of this save; equal on all ranks but for what is theirs.
         write: as of :func:`save_listed`.
-        facts: what goes into the manifest beside; that of rank 0 counts.
+        facts: further entries of the manifest; those of rank 0 count.
         ranks: of the run; None for a process that is alone.
         add_files: called on every rank once the files of all are durable, with the manifest so far; writes further
             ones below its prefix and returns their entries.
@@ -234,7 +234,7 @@ def _commit(
 
 
 def _check_visible(storage: CheckpointStorage, manifest: Manifest) -> None:
-    """Files that the store has cut off, or that other ranks wrote to their own machine's disk, are no checkpoint."""
+    """Check that the store has truncated no file, and that no other rank wrote to its own machine's disk."""
     wanted = {name: entry.size_bytes for name, entry in manifest.files.items()}
     wanted |= {digests_name(name): entry.digests_bytes for name, entry in manifest.files.items()}
     found = {info.key: info.size_bytes for info in storage.list(manifest.prefix)}

@@ -1,4 +1,4 @@
-"""Copies of a rank's pieces on the host, for a save that goes on while training changes the tensors.
+"""Copies of a rank's pieces on the host, for a save that runs while training changes the tensors.
 
 The memory is kept from save to save. (torch's ``StateDictStager`` copies the whole storage behind a tensor, so a rank
 would copy what others write, and finds its buffers by the identity of storages, which optimizer state does not keep.)
@@ -34,10 +34,10 @@ class StagingBuffers:
 
     @torch.no_grad()
     def stage(self, pieces: Mapping[_Key, Piece]) -> dict[_Key, Piece]:
-        """The pieces with their elements as they are now, copied to the host; returns when the copies are made.
+        """Return the pieces with their present elements, copied to the host; returns when the copies are made.
 
-        What the last call returned is overwritten. Memory is taken anew only where keys, shapes or dtypes differ from
-        those of the last call.
+        What the last call returned is overwritten. Memory is allocated again only where keys, shapes or dtypes differ
+        from those of the last call.
         """
         if not self._fit(pieces):
             self._buffers = {}  # freed before more is taken

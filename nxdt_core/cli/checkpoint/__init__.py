@@ -11,7 +11,8 @@ __all__ = ["VERBS", "checkpoint"]
 
 VERBS = {
     "list": LazyCommand(
-        target="nxdt_core.cli.checkpoint.list:list_", summary="List what lies at URI, and whether it is committed."
+        target="nxdt_core.cli.checkpoint.list:list_",
+        summary="List the checkpoints at URI, and whether they are committed.",
     ),
     "inspect": LazyCommand(target="nxdt_core.cli.checkpoint.inspect:inspect", summary="Say what is in a checkpoint."),
     "verify": LazyCommand(target="nxdt_core.cli.checkpoint.verify:verify", summary="Check that checkpoints are whole."),

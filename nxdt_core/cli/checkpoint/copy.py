@@ -36,7 +36,7 @@ __all__ = ["copy"]
 @click.option(
     "--steps", default="all", show_default=True, help="Which committed steps of SRC: all, newest, or numbers: 20,40."
 )
-@click.option("--deep", is_flag=True, help="Also read the files that are at DST already, and mend changed ones.")
+@click.option("--deep", is_flag=True, help="Also read the files that are at DST already, and replace damaged ones.")
 @trusted_keys
 @file_threads
 @as_json
@@ -46,7 +46,7 @@ def copy(
     """Copy committed checkpoints from SRC to DST, addresses of any two stores.
 
     SRC may name one step. Every byte is compared with its digest on its way, and a checkpoint appears at DST once all
-    of it is there. After an interruption the same command goes on: whole files are not copied again. With --trusted
+    of it is there. After an interruption the same command resumes: complete files are not copied again. With --trusted
     only what one of the keys has signed is copied.
     """
     from nxdt_core.checkpoint import TrustedKeys
@@ -72,7 +72,7 @@ def copy(
 
 
 def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[CheckpointStatus]:
-    """The checkpoints to copy, the newest first: it is the one that a run goes on from."""
+    """The checkpoints to copy, the newest first: a run resumes from it."""
     from nxdt_core.errors.checkpoints import CheckpointNotFound
 
     newest_first = sorted(found, key=lambda status: -status.step)
@@ -108,7 +108,7 @@ def _sentence(report: CopyReport, uri: str) -> str:
     if report.was_committed and not report.files_copied:
         return f"Step {report.step} is already there."
     kept = f", {human_size(report.bytes_kept)} were there already" if report.bytes_kept else ""
-    verb = "Mended" if report.was_committed else "Copied"
+    verb = "Repaired" if report.was_committed else "Copied"
     return f"{verb} step {report.step} at {uri}: {human_size(report.bytes_copied)} copied{kept}."
 
 

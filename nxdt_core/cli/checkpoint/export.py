@@ -57,7 +57,7 @@ def export(
 
     SRC is a checkpoint.uri, of which the newest committed step is taken, or one step of it. DST is a directory that is
     empty or not there yet, or the address of another store. Memory holds one file of weights for each worker. Under
-    torchrun or srun the processes divide the files. The same command goes on with an export that was interrupted.
+    torchrun or srun the processes divide the files. The same command resumes an interrupted export.
     """
     from nxdt_core.training.weights.export import export_hf
 

@@ -29,8 +29,8 @@ __all__ = ["import_"]
 )
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--config", metavar="CONFIG", help="YAML file or recipe:NAME of the model, where SRC shall not say it.")
-@click.option("--format", "format_", help="Format of SRC, where it shall not be guessed.")
+@click.option("--config", metavar="CONFIG", help="YAML file or recipe:NAME of the model, instead of the one in SRC.")
+@click.option("--format", "format_", help="Format of SRC, instead of a detected one.")
 @click.option("--weights-only", is_flag=True, help="Leave out the optimizer's state, also where it is not whole.")
 @as_json
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")

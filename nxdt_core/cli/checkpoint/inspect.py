@@ -88,7 +88,8 @@ def _facts(manifest: Manifest, uri: str) -> dict[str, object]:
 
 
 def _summary(index: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Of one section; tensors that share the memory of another one count as tensors and have no bytes."""
+    """Return the counts of one section; tensors that share the memory of another one count as tensors and have no
+    bytes."""
     return {
         "tensors": len(index),
         "elements": sum(prod(entry.shape) for entry in index.values() if entry.same_as is None),

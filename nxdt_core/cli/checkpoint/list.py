@@ -23,7 +23,7 @@ _METRICS_SHOWN = 3
 @click.command(
     "list",
     cls=Verb,
-    short_help="List what lies at URI, and whether it is committed.",
+    short_help="List the checkpoints at URI, and whether they are committed.",
     examples=(f"nxdt checkpoint list {EXAMPLE_URI}", f"nxdt checkpoint list {EXAMPLE_URI} --json"),
 )
 @click.argument("uri")
@@ -44,7 +44,7 @@ def list_(uri: str, json_output: bool) -> None:
         header = ("STEP", "TIME (UTC)", "STATE", *(("ARCHIVE",) if archived else ()), "SIZE", "MESH", "METRICS", "URI")
         print_table(header, [_row(status, archived) for status in found], right=("STEP", "SIZE"))
     else:
-        say(f"No checkpoint lies at {uri}: {nothing_at(uri, storage, found)}.", err=True)
+        say(f"There is no checkpoint at {uri}: {nothing_at(uri, storage, found)}.", err=True)
 
 
 def _facts(status: CheckpointStatus) -> dict[str, object]:

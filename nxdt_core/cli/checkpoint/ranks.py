@@ -1,4 +1,4 @@
-"""A verb that many processes can do together: under torchrun, Slurm, or whatever starts ranks."""
+"""A verb that many processes can do together: under torchrun, Slurm, or another launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_
     """Call ``work`` as one of the processes that a launcher has started, or alone; rank 0 reports.
 
     Returns:
-        The exit status. What one rank fails with ends all of them, and is told once.
+        The exit status. The failure of one rank ends all of them, and is reported once.
     """
     from nxdt_core.distributed.environment import place_from_environment
 

@@ -43,7 +43,7 @@ trusted_keys = click.option(
 
 
 def look(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
-    """The store that an address names, and what lies there: all steps, or the one that the address ends with."""
+    """Return the store that an address names, and the steps in it: all steps, or the one that the address ends with."""
     from nxdt_core.checkpoint import list_checkpoints, locate
     from nxdt_core.kernel import Kernel
 
@@ -52,10 +52,10 @@ def look(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
 
 
 def look_for_committed(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
-    """As :func:`look`, without unfinished steps.
+    """Return the store and its steps as :func:`look` does, without unfinished steps.
 
     Raises:
-        CheckpointNotFound: nothing is left; the error says what lies there instead.
+        CheckpointNotFound: nothing is left; the error says what is there instead.
     """
     from nxdt_core.errors.checkpoints import CheckpointNotFound
 
@@ -67,7 +67,7 @@ def look_for_committed(uri: str) -> tuple[CheckpointStorage, list[CheckpointStat
 
 
 def open_one(uri: str) -> tuple[CheckpointStorage, Manifest]:
-    """The checkpoint that an address ends with, or else the newest committed one there.
+    """Return the checkpoint that an address ends with, or else the newest committed one there.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -92,7 +92,7 @@ def own_for(command: str, storage: CheckpointStorage) -> AbstractContextManager[
 
 
 def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:
-    """Why nothing at ``uri`` can be used, where the steps ``found`` there are all unfinished, or none."""
+    """Return why nothing at ``uri`` can be used, where the steps ``found`` there are all unfinished, or none."""
     from nxdt_core.checkpoint import list_checkpoints
     from nxdt_core.checkpoint.formats.installed import recognise
     from nxdt_core.checkpoint.storage import scheme_of

@@ -85,7 +85,7 @@ def _print(done: MigratedConfig, report: Path | None) -> None:
     for title, entries in (
         ("Not carried over:", lost),
         ("Still to be set:", done.to_set),
-        ("nxdt config check says beside that:", done.remaining),
+        ("nxdt config check also reports:", done.remaining),
     ):
         if entries:
             click.echo(title)

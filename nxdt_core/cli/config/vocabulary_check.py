@@ -18,7 +18,7 @@ _ENDS = {"eos": "end-of-text", "pad": "padding"}
 
 
 def vocabulary_notes(config: ResolvedConfig) -> list[str]:
-    """What a user should know of a tokenizer that is made of files; nothing of one that needs none.
+    """Return what a user should know of a tokenizer that is made of files; nothing of one that needs none.
 
     Raises:
         VocabularyTooSmall: it has ids that the model has no row for.

@@ -39,7 +39,7 @@ def print_preview(found: Preview, *, title: str, ids: bool) -> None:
 
 
 def length_summary(report: DataReport) -> dict[str, float]:
-    """Tokens of the records: least, median, mean, 95 % have at most, most. Empty without records."""
+    """Return the tokens of the records: least, median, mean, 95 % have at most, most. Empty without records."""
     if not len(report.lengths):
         return {}
     ordered = sorted(report.lengths.tolist())

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more does not end a run: ``nxdt train … | head`` trains to its end."""
+"""A closed output does not end a run: ``nxdt train … | head`` trains to its end."""
 
 from __future__ import annotations
 

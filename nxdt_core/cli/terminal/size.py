@@ -14,9 +14,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
 
 
 def size(value: str) -> int:
-    """Bytes; the ``type`` of an option."""
+    """Return the number of bytes; the ``type`` of an option."""
     match = _SIZE.fullmatch(value.strip().upper())
     found = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if found < 1:
-        raise click.BadParameter(f"{value!r} is no size; write it as 5GB, 800MB or 512MiB.")
+        raise click.BadParameter(f"{value!r} is not a size; write it as 5GB, 800MB or 512MiB.")
     return found

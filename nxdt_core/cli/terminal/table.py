@@ -1,4 +1,5 @@
-"""Plain aligned tables: readable in a terminal, and one line a row for ``grep`` where the output is no terminal."""
+"""Plain aligned tables: readable in a terminal, and one line per row for ``grep`` where the output is not a
+terminal."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 
 def human_size(size_bytes: int) -> str:
-    """Bytes in the unit that leaves one to four digits: ``1.4 MiB``."""
+    """Return the bytes in the unit that leaves one to four digits: ``1.4 MiB``."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1000:

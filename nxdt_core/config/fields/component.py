@@ -1,7 +1,7 @@
-"""What a component's own dataclass may offer beside fields; all methods are optional.
+"""What a component's own dataclass may offer in addition to fields; all methods are optional.
 
-The dataclass is declared by the component's record (``config="my_plugin.config:TinyConfig"``), lies in a module that
-imports no torch, and its fields are keys of the section that selects the component, flat beside ``name``. Field docs
+The dataclass is declared by the component's record (``config="my_plugin.config:TinyConfig"``), is in a module that
+imports no torch, and its fields are keys of the section that selects the component, flat, next to ``name``. Field docs
 are strings below the fields, or ``field(metadata={"doc": …})``. Types are those of YAML: ``bool``, ``int``,
 ``float``, ``str``, ``Path`` (a relative one starts at the file that names it), ``Literal``, unions, lists, tuples,
 mappings and dataclasses of these; bounds are written ``Annotated[float, Range(0, 1)]``.
@@ -80,5 +80,5 @@ class NamesHFKeys(Protocol):
 
     @classmethod
     def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:
-        """Key of the section → key of the file. Called with what :meth:`ReadsHFConfig.from_hf` has read."""
+        """Return the key of the section → key of the file. Called with what :meth:`ReadsHFConfig.from_hf` has read."""
         ...

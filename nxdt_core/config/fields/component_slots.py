@@ -13,7 +13,7 @@ __all__ = ["SLOTS", "Composition", "Slot"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for one component. Its keys stand in ``section``, flat beside the key that names it."""
+    """A place for one component. Its keys are in ``section``, next to the key that names it."""
 
     name: str
     kind: str
@@ -52,10 +52,10 @@ class Composition:
     open: frozenset[str] = frozenset()
     """Sections whose component, and hence whose keys, are unknown."""
     unfilled: frozenset[str] = frozenset()
-    """Sections whose keys would have come from a file that cannot be read: what they lack is told there."""
+    """Sections whose keys would have come from a file that cannot be read: missing keys are reported there."""
 
     def label(self, section: str) -> str:
-        """The component of a section in words: ``model_builder 'llama'``; empty where there is none."""
+        """Return a description of a section's component: ``model_builder 'llama'``; empty where there is none."""
         slot = next((slot for slot in SLOTS if slot.section == section), None)
         component = self.components.get(slot.name) if slot else None
         return f"{component.kind} {component.record.name!r}" if component else ""

@@ -16,7 +16,7 @@ __all__ = ["class_doc", "field_docs"]
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """One paragraph for each field that is documented; that of a subclass wins."""
+    """Return one paragraph for each field that is documented; that of a subclass wins."""
     found: dict[str, str] = {}
     for klass in reversed(cls.__mro__):
         found.update(_docs_of_module(klass.__module__).get(klass.__qualname__, {}))
@@ -27,7 +27,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def class_doc(cls: type) -> str:
-    """The class's docstring; empty where it has none (``@dataclass`` then writes a signature there)."""
+    """Return the class's docstring; empty where it has none (``@dataclass`` then writes a signature there)."""
     text = inspect.getdoc(cls) or ""
     return "" if text.startswith(f"{cls.__name__}(") else text
 

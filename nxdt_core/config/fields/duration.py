@@ -31,7 +31,7 @@ def seconds_of(value: Duration) -> float:
             raise ValueError(f"{value!r} is no time")
         value = dict(zip(_UNITS, map(int, parts), strict=True))
     if not value.keys() <= set(_UNITS):
-        raise ValueError(f"{sorted(value.keys() - set(_UNITS))} are no units")
+        raise ValueError(f"{sorted(value.keys() - set(_UNITS))} are not units")
     seconds = timedelta(**value).total_seconds()
     if seconds <= 0:
         raise ValueError("it is not above zero")

@@ -1,4 +1,4 @@
-"""Fields of a dataclass as keys of a section: shape, default, and what the annotation says beside."""
+"""Fields of a dataclass as keys of a section: shape, default, and further settings of the annotation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Key:
     default: Any
     """Plain value, or :data:`REQUIRED`."""
     marks: tuple[Any, ...]
-    """What :data:`typing.Annotated` carries beside bounds."""
+    """What :data:`typing.Annotated` carries in addition to bounds."""
     section: type | None
     """The dataclass, where the key is a section of its own."""
     optional: bool
@@ -59,7 +59,7 @@ class Key:
     """The dataclass that declares the key."""
 
     def mark(self, kind: type[M]) -> M | None:
-        """The mark of a class, or None."""
+        """Return the mark of a class, or None."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
 
@@ -70,7 +70,7 @@ class Record:
     type: type
 
     def read(self, value: Any) -> Any:
-        """An instance; unknown and missing keys are mismatches."""
+        """Return an instance; unknown and missing keys are mismatches."""
         if not isinstance(value, Mapping):
             raise Mismatch(describe_value(value))
         keys = keys_of(self.type)
@@ -86,7 +86,7 @@ class Record:
         return f"a mapping of {', '.join(keys_of(self.type))}"
 
     def json_schema(self) -> dict[str, Any]:
-        """An object that allows nothing else."""
+        """Return an object that allows nothing else."""
         keys = keys_of(self.type)
         return {
             "type": "object",
@@ -98,7 +98,7 @@ class Record:
 
 @cache
 def keys_of(cls: type) -> dict[str, Key]:
-    """The keys that a dataclass declares, in order.
+    """Return the keys that a dataclass declares, in order.
 
     Raises:
         BadAnnotation: an annotation cannot be resolved or has no shape.
@@ -111,7 +111,7 @@ def keys_of(cls: type) -> dict[str, Key]:
 
 
 def section_paths(cls: type, path: str = "") -> tuple[str, ...]:
-    """Key paths of all sections below the dataclass, outer ones first."""
+    """Return the key paths of all sections below the dataclass, outer ones first."""
     found: list[str] = []
     for name, key in keys_of(cls).items():
         if key.section is not None:
@@ -151,7 +151,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def shape_of(annotation: Any, where: str) -> Shape:
-    """The shape of an annotation; ``where`` names the field in the error.
+    """Return the shape of an annotation; ``where`` names the field in the error.
 
     Raises:
         BadAnnotation: no YAML value can have it.
@@ -181,7 +181,7 @@ def shape_of(annotation: Any, where: str) -> Shape:
 
 
 def _union(arguments: tuple[Any, ...], where: str) -> Shape:
-    """``null`` is told last, numbers are tried from the narrowest."""
+    """Return the order of the members: ``null`` last, numbers from the narrowest."""
     order = {bool: 0, int: 1, float: 2}
     shapes = [shape_of(member, where) for member in arguments]
     numbers = {id(s): order.get(s.type, 3) if isinstance(s, Scalar) else 3 for s in shapes}

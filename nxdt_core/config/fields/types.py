@@ -1,4 +1,4 @@
-"""Annotations as shapes: each reads a plain value strictly, says in words what it allows, and gives JSON Schema.
+"""Annotations as shapes: each reads a plain value strictly, describes what it allows, and gives JSON Schema.
 
 Strict means: no number out of text, no text out of numbers, no integer out of ``true``. An integer where a
 number is wanted is the one conversion.
@@ -51,7 +51,7 @@ class Shape(Protocol):
         ...
 
     def describe(self) -> str:
-        """What is allowed, as the object of a sentence."""
+        """Return what is allowed, as the object of a sentence."""
         ...
 
     def json_schema(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Scalar:
     bounds: Range | None = None
 
     def read(self, value: Any) -> Any:
-        """As :meth:`Shape.read`; floats must be finite."""
+        """Return the number of this type; floats must be finite."""
         if type(value) is int and self.type is int and not -LARGEST_INTEGER - 1 <= value <= LARGEST_INTEGER:
             raise Mismatch("an integer of more than 64 bits")
         try:
@@ -112,7 +112,7 @@ class Choice:
     values: tuple[Any, ...]
 
     def read(self, value: Any) -> Any:
-        """As :meth:`Shape.read`; ``1`` and ``true`` differ."""
+        """Return the value if it is one of the allowed ones; ``1`` and ``true`` differ."""
         if not any(type(value) is type(allowed) and value == allowed for allowed in self.values):
             raise Mismatch(describe_value(value))
         return value
@@ -122,7 +122,7 @@ class Choice:
         return _either(self.words())
 
     def words(self) -> list[str]:
-        """Each value as YAML has it."""
+        """Return each value as YAML text."""
         return ["null" if value is None else repr(value) for value in self.values]
 
     def json_schema(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Nothing:
     """The value ``null``."""
 
     def read(self, value: Any) -> None:
-        """As :meth:`Shape.read`."""
+        """Return None, the only allowed value."""
         if value is not None:
             raise Mismatch(describe_value(value))
 
@@ -163,7 +163,7 @@ class FilePath:
     """``Path``: a file or directory to read. The configuration makes it absolute before it is read here."""
 
     def read(self, value: Any) -> Path:
-        """As :meth:`Shape.read`."""
+        """Return the path."""
         if not isinstance(value, (str, Path)) or not _is_path(str(value)):
             raise Mismatch(describe_value(value))
         return Path(value)
@@ -184,15 +184,15 @@ class Hidden:
     shape: Shape
 
     def read(self, value: Any) -> Any:
-        """As the shape reads it."""
+        """Return the value as the inner shape reads it."""
         return self.shape.read(value)
 
     def describe(self) -> str:
-        """As the shape says it."""
+        """Return the description of the inner shape."""
         return self.shape.describe()
 
     def json_schema(self) -> dict[str, Any]:
-        """That of the shape; it is written and never read back."""
+        """Return the schema of the inner shape, marked as written and never read back."""
         return {**self.shape.json_schema(), "writeOnly": True}
 
 
@@ -203,7 +203,7 @@ class OneOf:
     members: tuple[Shape, ...]
 
     def read(self, value: Any) -> Any:
-        """As :meth:`Shape.read`; a mismatch deep inside a list or mapping is told as such."""
+        """Return the value of the first member that reads it; a mismatch inside a list or mapping keeps its place."""
         found = describe_value(value)
         for member in self.members:
             try:
@@ -234,7 +234,7 @@ class Items:
     make: Callable[[list[Any]], Any] = tuple
 
     def read(self, value: Any) -> Any:
-        """As :meth:`Shape.read`; the mismatch names the item."""
+        """Return the items; a mismatch names the item."""
         if not isinstance(value, (list, tuple)):
             raise Mismatch(describe_value(value))
         if self.fixed and len(value) != len(self.items):
@@ -255,7 +255,7 @@ class Items:
         return f"a list, each item {self.items[0].describe()}"
 
     def json_schema(self) -> dict[str, Any]:
-        """Type array."""
+        """Return the type array."""
         if self.fixed:
             size = len(self.items)
             places = [shape.json_schema() for shape in self.items]
@@ -270,7 +270,7 @@ class Table:
     value: Shape
 
     def read(self, value: Any) -> dict[str, Any]:
-        """As :meth:`Shape.read`; the mismatch names the key."""
+        """Return the entries; a mismatch names the key."""
         if not isinstance(value, Mapping):
             raise Mismatch(describe_value(value))
         read = {}
@@ -286,7 +286,7 @@ class Table:
         return "a mapping" if isinstance(self.value, Anything) else f"a mapping to {self.value.describe()}"
 
     def json_schema(self) -> dict[str, Any]:
-        """Type object."""
+        """Return the type object."""
         return {"type": "object", "additionalProperties": self.value.json_schema()}
 
 
@@ -295,7 +295,7 @@ class Anything:
     """``Any``."""
 
     def read(self, value: Any) -> Any:
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def describe(self) -> str:
@@ -312,7 +312,7 @@ def _either(words: list[str]) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """A found value in words: ``'12' (text)``."""
+    """Return a description of a found value: ``'12' (text)``."""
     if value is None:
         return "null"
     if isinstance(value, bool):

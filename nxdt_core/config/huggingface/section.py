@@ -63,7 +63,7 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
 
 
 def merge_hf_values(given: Node, composition: Composition, hf: HFConfig) -> tuple[Node, list[ConfigProblem]]:
-    """The tree with the file's values for keys of the model that it lacks."""
+    """Return the tree with the file's values for keys of the model that it lacks."""
     cls, node = composition.classes.get("model"), given.find(_KEY)
     if hf.path is None or node is None or cls is None:
         return given, []

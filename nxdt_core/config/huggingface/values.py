@@ -15,7 +15,7 @@ __all__ = ["HFValues", "architectures_of", "number_of", "rope_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFValues:
-    """Which of our keys correspond to which of theirs; ours are dotted where they lie in a section of the model's."""
+    """Which of our keys correspond to which of theirs; ours are dotted where they are in a section of the model's."""
 
     model: str
     """For messages."""
@@ -57,7 +57,7 @@ def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names in ``architectures``; empty where the file has none.
 
     Raises:
-        HFFileDamaged: they are no list of strings.
+        HFFileDamaged: they are not a list of strings.
     """
     found = hf_config.get("architectures") or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
@@ -68,7 +68,7 @@ def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
 def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the mapping that describes the rotary embedding; empty where the file has none.
 
-    transformers 5 writes ``rope_parameters``; 4 wrote ``rope_scaling`` beside keys such as ``rope_theta``.
+    transformers 5 writes ``rope_parameters``; 4 wrote ``rope_scaling`` with keys such as ``rope_theta``.
 
     Raises:
         HFFileDamaged: it is not a mapping.

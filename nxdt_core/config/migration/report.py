@@ -28,7 +28,7 @@ def summary(migration: MigratedConfig) -> list[tuple[str, str]]:
 
 
 def report_markdown(migration: MigratedConfig) -> str:
-    """The report as a page."""
+    """Return the report as a page."""
     lines = [f"# {migration.source} → {migration.target}", "", f"A file of {migration.program}.", ""]
     lines += ["| verdict | keys | meaning |", "|---|---|---|"]
     lines += [f"| {verdict} | {count} | {_MEANINGS[verdict]} |" for verdict, count in summary(migration)]  # type: ignore[index]

@@ -26,7 +26,7 @@ _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
 
 def json_schema(kernel: Kernel) -> dict[str, Any]:
-    """The schema for the core and the components of all usable plugins (draft 2020-12)."""
+    """Return the schema for the core and the components of all usable plugins (draft 2020-12)."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "nxdt run",

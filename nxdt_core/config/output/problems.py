@@ -22,7 +22,7 @@ def error_report(
     given: Node | None = None,
     kernel: Kernel | None = None,
 ) -> ConfigError:
-    """One error of all problems: by line of the file first, then those of the command line and of defaults.
+    """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
 
     Args:
         label: What the user named.

@@ -22,7 +22,7 @@ _HEAD = ("| key | value | default | meaning |", "|---|---|---|---|")
 
 
 def reference_markdown(kernel: Kernel | None = None) -> str:
-    """Tables of every key of the core and, with a kernel, of the components that it knows."""
+    """Return the tables of every key of the core and, with a kernel, of the components that it knows."""
     lines = ["# YAML reference", ""]
     for path, cls in _sections(RunConfig, ""):
         lines += [f"## `{path}`" if path else "## Top level", "", class_doc(cls), "", *_table(cls), ""]

@@ -1,4 +1,4 @@
-"""A resolved configuration as YAML, with the origin of each value beside it. The text loads again."""
+"""A resolved configuration as YAML, with the origin of each value as a comment. The text can be loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLUMN = 48
 
 
 def render_show(resolved: ResolvedConfig, *, only_set: bool = False) -> str:
-    """YAML with ``# origin`` comments. ``only_set`` leaves out what is a default."""
+    """Return the YAML with ``# origin`` comments. ``only_set`` leaves out what is a default."""
     redact = Redaction(resolved.tree)
     lines = [f"# {resolved.source}, resolved"]
     lines += [f"# note: {note}" for note in resolved.notes]

@@ -9,7 +9,7 @@ __all__ = ["nearest_keys"]
 
 
 def nearest_keys(key: str, known: Sequence[str], limit: int = 2) -> tuple[str, ...]:
-    """Known key paths that ``key`` was probably meant to be, best first; none where nothing is near."""
+    """Return the known key paths that ``key`` was probably meant to be, best first; none where nothing is near."""
     section, _, name = key.rpartition(".")
     here = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, here, n=1, cutoff=0.75)

@@ -33,17 +33,17 @@ _PARTS: Mapping[str, type] = {"sft": SftKeys, "dpo": DpoKeys, "orpo": OrpoKeys, 
 
 
 def target_of(part: str, key: str) -> str:
-    """The key that says today what ``key`` of a part says."""
+    """Return the key that says today what ``key`` of a part says."""
     return f"{'data' if key in _OF_DATA else TARGETS[part][0]}.{key}"
 
 
 def data_of(parts: Iterable[str]) -> str:
-    """The dataloader of a strategy with these parts."""
+    """Return the dataloader of a strategy with these parts."""
     return "preference" if {"dpo", "orpo"} & set(parts) else "sft-chat"
 
 
 def link(tree: Node, source: str, kind: Literal["alias", "default"] = "alias") -> Node | None:
-    """A node that takes its value from the key ``source``; None where that key does not exist."""
+    """Return a node that takes its value from the key ``source``; None where that key does not exist."""
     found = tree.find(source)
     if found is None:
         return None
@@ -53,7 +53,7 @@ def link(tree: Node, source: str, kind: Literal["alias", "default"] = "alias") -
 
 
 def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:
-    """The tree with each part's keys in their new sections, and the pairs that were given in both places."""
+    """Return the tree with each part's keys in their new sections, and the pairs that were given in both places."""
     pairs: list[Pair] = []
     strategy = tree.find(SECTION)
     for part, node in (strategy.children if strategy else {}).items():

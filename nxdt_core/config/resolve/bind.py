@@ -51,7 +51,7 @@ class Reading:
     """Legacy keys that are given and ask for nothing."""
     problems: list[ConfigProblem] = field(default_factory=list)
     followers: dict[str, str] = field(default_factory=dict)
-    """Key → key that it takes its value from: a wrong value is told at the latter."""
+    """Key → key that it takes its value from: a wrong value is reported at the latter."""
 
 
 def read_tree(tree: Node, composition: Composition, known: Sequence[str], locator: Locator) -> Reading:
@@ -63,7 +63,7 @@ def read_tree(tree: Node, composition: Composition, known: Sequence[str], locato
 
 
 def read_part(cls: type, node: Node, path: str, locator: Locator) -> tuple[Any, list[ConfigProblem]]:
-    """An instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
+    """Return an instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
     completion = complete(node, Composition(), cls, path)
     reader = _Reader(completion.tree, Composition(), completion.known, locator)
     instance = reader.section(cls, completion.tree, path)
@@ -78,7 +78,7 @@ class _Reader:
         self.locator = locator
 
     def section(self, cls: type, node: Node, path: str) -> Any:
-        """An instance of ``cls``, or ``_INVALID`` where one of its keys is wrong."""
+        """Return an instance of ``cls``, or ``_INVALID`` where one of its keys is wrong."""
         if not isinstance(node.value, dict):
             self._wrong(path, node, describe_node(node), "a mapping")
             return _INVALID

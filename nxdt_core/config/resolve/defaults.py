@@ -19,7 +19,7 @@ _DEFAULT = Origin(kind="default", where="")
 
 
 def section_keys(core: type | None, extra: type | None) -> dict[str, tuple[Key, ...]]:
-    """Keys of a section by name; two where the core and the component both declare one, the core's first."""
+    """Return the keys of a section by name; two where the core and the component both declare one, the core's first."""
     found: dict[str, tuple[Key, ...]] = {}
     for cls in (core, extra):
         for name, key in (keys_of(cls) if cls is not None else {}).items():

@@ -18,7 +18,7 @@ from nxdt_core.errors.configuration import BadInterpolation, ConfigProblem
 __all__ = ["UNRESOLVED", "has_interpolation", "interpolate"]
 
 UNRESOLVED: Any = object()
-"""Value of a node whose interpolation failed: already reported, nobody reads it."""
+"""Value of a node whose interpolation failed: already reported and never read."""
 
 _Path = tuple[str | int, ...]
 """Keys and list indices from the root."""
@@ -29,14 +29,14 @@ _RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
 
 
 def has_interpolation(value: object) -> bool:
-    """Whether a scalar holds ``${…}``."""
+    """Return whether a scalar holds ``${…}``."""
     return isinstance(value, str) and "${" in value
 
 
 def interpolate(
     tree: Node, known: Sequence[str] = (), *, wanted: Sequence[str] = ("",)
 ) -> tuple[Node, list[ConfigProblem]]:
-    """The tree with interpolations replaced, and the problems of those that cannot be.
+    """Return the tree with interpolations replaced, and the problems of those that cannot be.
 
     Args:
         tree: Has every key that an interpolation may name.
@@ -79,7 +79,8 @@ def interpolate(
 
 
 class MalformedInterpolation(Exception):
-    """The text is no interpolation by OmegaConf's grammar; inside a tree, it would refuse the whole tree."""
+    """Return the problem of a text that is not an interpolation by OmegaConf's grammar; in a tree, it would make the
+    whole tree invalid."""
 
 
 def _fault(text: str) -> str:
@@ -129,7 +130,7 @@ def _interpolations(node: Node, path: _Path) -> Iterator[_Place]:
 
 
 def _touches(path: str, wanted: Sequence[str]) -> bool:
-    """Whether the value at ``path`` is, holds, or lies in one that is wanted."""
+    """Return whether the value at ``path`` is, contains, or is inside one that is wanted."""
     return any(not key or path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.") for key in wanted)
 
 

@@ -21,7 +21,7 @@ _MANDATORY = "???"
 
 
 def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem]]:
-    """The tree without ``???``, with whole sections that are interpolations replaced, and with ``section: name``
+    """Return the tree without ``???``, with whole sections that are interpolations replaced, and with ``section: name``
     spelled out as ``section: {name: …}``."""
     given = _without_mandatory(given)
     taken = [path for path in section_paths(RunConfig) if _is_interpolation(given.find(path))]
@@ -41,7 +41,7 @@ def with_name(given: Node, stem: str) -> Node:
 
 
 def mandatory_keys(given: Node) -> dict[str, Origin]:
-    """Keys that say ``???``, and where."""
+    """Return the keys that say ``???``, and where."""
     return {path: node.origin for path, node in given.leaf_nodes() if node.value == _MANDATORY}
 
 
@@ -65,7 +65,7 @@ def _without_mandatory(node: Node) -> Node:
 
 
 def merge_plugin_defaults(given: Node, label: str, kernel: Kernel) -> tuple[Node, list[ConfigProblem]]:
-    """The tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
+    """Return the tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
     try:
         results = kernel.hooks.nxdt_config_defaults(ConfigDefaultsContext(config=to_plain(given), source=label))
     except NxdtError as error:

@@ -21,7 +21,7 @@ class Locator:
     source: str
 
     def locate(self, node: Node, shape: Shape) -> Node:
-        """The node with relative paths made absolute; the same object where it holds none."""
+        """Return the node with relative paths made absolute; the same object where it holds none."""
         if not _has_path(shape):
             return node
         if isinstance(node.value, list):
@@ -40,7 +40,7 @@ class Locator:
         return replace(node, value=str(resolve_path(node.value, node.origin.directory)), shown=shown)
 
     def resolve(self, node: Node, shape: Shape) -> Any:
-        """The plain value with ``package://`` paths made real.
+        """Return the plain value with ``package://`` paths made real.
 
         Raises:
             Mismatch: the package is not installed.

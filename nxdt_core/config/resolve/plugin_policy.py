@@ -19,7 +19,8 @@ __all__ = ["read_policy", "start_kernel", "unusable_files"]
 
 
 def read_policy(tree: Node, locator: Locator) -> PluginPolicy | list[ConfigProblem]:
-    """The policy, or what is wrong with the section: no plugin is imported under a policy that was not understood."""
+    """Return the policy, or what is wrong with the section: no plugin is imported under a policy that was not
+    understood."""
     resolved, problems = interpolate(tree, wanted=("plugins",))
     section = resolved.find("plugins")
     if section is None or section.value is None:
@@ -31,7 +32,7 @@ def read_policy(tree: Node, locator: Locator) -> PluginPolicy | list[ConfigProbl
 
 
 def start_kernel(policy: PluginPolicy, tree: Node) -> Kernel | ConfigProblem:
-    """The kernel under ``policy``, or the reason why it does not start, at the key that is at fault."""
+    """Return the kernel under ``policy``, or the reason why it does not start, at the key that is at fault."""
     try:
         return Kernel.start(policy)
     except NxdtError as error:
@@ -40,7 +41,8 @@ def start_kernel(policy: PluginPolicy, tree: Node) -> Kernel | ConfigProblem:
 
 
 def unusable_files(kernel: Kernel, tree: Node) -> Iterator[ConfigProblem]:
-    """Files of ``plugins.local`` that do not load: they were asked for by name, unlike what is merely installed."""
+    """Yield the files of ``plugins.local`` that do not load: they were asked for by name, unlike what is merely
+    installed."""
     key = "plugins.local"
     for plugin in kernel.plugins:
         if plugin.dist == LOCAL and plugin.state not in ("ok", "blocked"):

@@ -39,11 +39,11 @@ class Selection:
 
 
 _RULE_KEYS = ("name", "model_source", "model.model_config", "checkpoint.uri", "data.tokenizer")
-"""Keys beside the selectors that the rules below read."""
+"""Keys that the rules below read in addition to the selectors."""
 
 
 def selecting_keys(given: Node) -> tuple[str, ...]:
-    """Keys whose values :func:`select` needs. A model without a name is sought by its whole section."""
+    """Return the keys whose values :func:`select` needs. A model without a name is sought by its whole section."""
     whole = () if given.find("model.name") else ("model",)
     return (*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole)
 
@@ -56,7 +56,7 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
         view: The same with the core's defaults and with interpolations resolved; selectors are read from it.
         kernel: Knows the components.
         hf: The Hugging Face configuration that ``model.model_config`` names, or nothing.
-        origin: Of problems with keys that nobody wrote.
+        origin: Origin of problems with keys that are not written anywhere.
     """
     selection = Selection(tree=given)
     for slot in SLOTS:
@@ -203,7 +203,7 @@ def _take_class(selection: Selection, slot: Slot, component: RegisteredComponent
 
 
 def usable_class(component: RegisteredComponent, place: Place) -> type | None:
-    """The component's dataclass; ``place`` is that of the key that selects it.
+    """Return the component's dataclass; ``place`` is that of the key that selects it.
 
     Raises:
         BadComponentChoice: it cannot be imported.

@@ -13,7 +13,7 @@ __all__ = ["CheckpointConfig", "SignSection", "StorageSection"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSection:
-    """The store of the checkpoints; its keys stand beside ``name``."""
+    """Storage backend of the checkpoints; its keys are next to ``name``."""
 
     name: str | None = None
     """Component of kind ``checkpoint_storage``; ``null`` takes the one that serves the scheme of ``checkpoint.uri``."""
@@ -48,17 +48,17 @@ class CheckpointConfig:
     ephemeral_every_n_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints that are kept only until a newer one is committed."""
     save_last: bool = True
-    """Save at the end of the run too. (A run that is told to stop always saves.)"""
+    """Save at the end of the run too. (A run that is asked to stop always saves.)"""
     save_top_k: Annotated[int, Range(-1)] = 3
     """Checkpoints that are kept, best first by ``monitor``; -1 keeps all, 0 none. The newest is always kept."""
     keep_last: PositiveInt | None = None
-    """Newest checkpoints that are kept whatever ``monitor`` says."""
+    """Number of the newest checkpoints that are always kept, independent of ``monitor``."""
     monitor: str = "step"
     """Metric that ranks checkpoints, such as ``val_loss``; ``step`` keeps the newest. Those without it rank last."""
     mode: Literal["min", "max"] = "max"
     """Whether a small or a large metric is good."""
     async_save: bool = True
-    """Go on training while a checkpoint is written; memory of the host holds a copy of it meanwhile."""
+    """Continue training while a checkpoint is written; host memory holds a copy of it meanwhile."""
     when_busy: Literal["wait", "skip"] = "wait"
     """What becomes of a checkpoint that is due while one is being written: training waits, or it is left out."""
     deadline_s: Annotated[float, Range(1)] = 1800.0
@@ -67,19 +67,19 @@ class CheckpointConfig:
     """Stop with an error where a checkpoint would hold the very weights of the one before in spite of updates."""
     save_bf16: bool = False
     """Save weights that are float32 as the model in bfloat16, rounded to the nearest. Where there is an optimizer, its
-    state then holds them in float32, and a resume is as exact; whoever takes only the model gets bfloat16."""
+    state then holds them in float32, and a resume is as exact; a reader of only the model gets bfloat16."""
     hf_every_n_saves: PositiveInt | None = None
     """Let every n-th checkpoint carry its model as a Hugging Face directory, too; ``null``: none does."""
     resume_if_exists: bool = False
-    """Go on from the newest good checkpoint at ``uri``."""
+    """Resume from the newest good checkpoint at ``uri``."""
     resume_ignore_no_checkpoint: bool = False
-    """With ``resume_if_exists``: start afresh where there is none, instead of an error."""
+    """With ``resume_if_exists``: start from scratch where there is none, instead of an error."""
     resume_past_end: Annotated[bool, NoEffect("a run that has reached trainer.max_steps says so and ends")] = False
     """Resume a run that has reached ``trainer.max_steps``."""
     resume_from: str | None = None
     """One checkpoint to start from: its directory or URI."""
     weight_init_only: bool = False
-    """Take only the weights from ``resume_from``: optimizer, step and data start afresh."""
+    """Take only the weights from ``resume_from``: optimizer, step and data position start from zero."""
     strict: bool = True
     """Refuse a checkpoint that lacks parameters of the model or has others. ``false`` leaves what it lacks at fresh
     values and what else it has aside, and says so; shapes must agree all the same."""

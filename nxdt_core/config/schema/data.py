@@ -11,7 +11,7 @@ __all__ = ["DataConfig", "TokenizerSection"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSection:
-    """Selects a tokenizer; the keys of the tokenizer stand beside ``library``."""
+    """Selects a tokenizer; the keys of the tokenizer are next to ``library``."""
 
     library: str | None = None
     """Component of kind ``tokenizer``; ``huggingface`` where ``type`` or ``model`` is given."""
@@ -19,7 +19,7 @@ class TokenizerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Selects a dataloader; the keys of the dataloader stand beside ``name``."""
+    """Selects a dataloader; the keys of the dataloader are next to ``name``."""
 
     name: str
     """Component of kind ``dataloader``. Where it is not set: ``preference`` with ``dpo`` or ``orpo`` in

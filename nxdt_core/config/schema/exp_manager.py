@@ -61,7 +61,7 @@ class CheckpointCallbackParams:
     save_nemo_on_train_end: bool = False
     """Write NeMo's archive at the end."""
     always_save_nemo: bool = False
-    """Write NeMo's archive beside each checkpoint."""
+    """Write NeMo's archive next to each checkpoint."""
     save_weights_only: bool = False
     """Leave the optimizer's state out."""
     save_best_model: bool = False
@@ -96,14 +96,14 @@ class EmaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStoppingParams:
-    """When a run has learnt what it can: judged after each validation, on all ranks alike."""
+    """Early stopping: judged after each validation, with the same result on all ranks."""
 
     monitor: str = "val_loss"
     """Metric that is judged: ``val_loss``, or one of ``metrics.jsonl``."""
     mode: Literal["min", "max"] = "min"
     """Whether a small or a large one is good."""
     min_delta: NonNegativeFloat = 0.001
-    """Smaller changes are no improvement."""
+    """Smallest change that counts as an improvement."""
     patience: PositiveInt = 10
     """Validations in a row without an improvement that end the run."""
     check_finite: bool = True
@@ -113,7 +113,7 @@ class EarlyStoppingParams:
     divergence_threshold: float | None = None
     """Stop once the metric is worse than this."""
     strict: bool = True
-    """A metric that nobody logs is an error; ``false`` judges nothing then."""
+    """A metric that is not logged is an error; with ``false`` the run then continues."""
     verbose: Annotated[bool, NoEffect("why a run stops is always said")] = True
     """Say why."""
     check_on_train_epoch_end: Annotated[bool | None, NoEffect("metrics are judged after each validation")] = None

@@ -1,7 +1,7 @@
 """Keys of NxD Training that belong to components there and that a selected component need not know.
 
-Where a component declares a key of that name, its own type counts. Elsewhere the value given here as default means
-that nothing is asked for; any other is refused, so that no setting is dropped in silence.
+Where a component declares a key of that name, its own type counts. Elsewhere the value given here as default requests
+nothing; any other is an error, so that no setting is dropped silently.
 
 These classes only hold fields and are never instantiated, so ``@dataclass`` writes no methods (7 ms of every start).
 """

@@ -16,7 +16,7 @@ __all__ = ["FusionsConfig", "ModelConfig", "OptimConfig", "ParamGroupConfig", "S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedConfig:
-    """Selects the learning rate's curve; the keys of the curve stand beside ``name``."""
+    """Selects the learning-rate schedule; the keys of the schedule are next to ``name``."""
 
     name: str = "constant"
     """Component of kind ``lr_scheduler``."""
@@ -38,7 +38,7 @@ class ParamGroupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """Selects the optimizer; the keys of the optimizer stand beside ``name``."""
+    """Selects the optimizer; the keys of the optimizer are next to ``name``."""
 
     name: str = "adamw"
     """Component of kind ``optimizer``."""
@@ -66,7 +66,7 @@ class FusionsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Selects a model; the keys of the architecture stand beside ``name``."""
+    """Selects a model; the keys of the architecture are next to ``name``."""
 
     name: str
     """Component of kind ``model_builder``. Where it is not set: the one that reads the architecture of
@@ -75,7 +75,7 @@ class ModelConfig:
     encoder_seq_length: Annotated[PositiveInt, AliasOf("data.seq_length")]
     """Tokens of a sequence; the same setting as ``data.seq_length``."""
     model_config: Path | None = None
-    """Hugging Face ``config.json``, or its directory. Keys given beside it win."""
+    """Hugging Face ``config.json``, or its directory. Keys given next to it take precedence."""
     optim: OptimConfig
     """Optimizer and learning rate."""
     do_layer_norm_weight_decay: bool = False

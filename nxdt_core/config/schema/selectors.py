@@ -13,7 +13,7 @@ __all__ = ["AdapterSection", "EngineSection", "ObjectiveSection", "PluginsConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSection:
-    """Selects the dtypes of the run; the keys of the policy stand beside ``type``."""
+    """Selects the dtypes of the run; the keys of the policy are next to ``type``."""
 
     type: str = "fp32"
     """Component of kind ``precision_policy``. (NxD Training's default is ``mixed_precision``; here it is named in the
@@ -22,7 +22,7 @@ class PrecisionSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSection:
-    """Selects the loss; its keys stand beside ``name``."""
+    """Selects the loss; its keys are next to ``name``."""
 
     name: str = "causal_lm"
     """Component of kind ``objective``; ``dpo`` or ``orpo`` where ``model_alignment_strategy`` has that section."""
@@ -30,7 +30,7 @@ class ObjectiveSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSection:
-    """Selects a change to the model; its keys stand beside ``name``."""
+    """Selects a change to the model; its keys are next to ``name``."""
 
     name: str | None = None
     """Component of kind ``adapter``; ``lora`` where ``model_alignment_strategy.peft`` is given, else none."""
@@ -38,7 +38,7 @@ class AdapterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
-    """Selects the runtime; its keys stand beside ``name``."""
+    """Selects the runtime; its keys are next to ``name``."""
 
     name: str = "torch"
     """Component of kind ``parallel_engine``."""

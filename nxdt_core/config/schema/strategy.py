@@ -49,13 +49,13 @@ class DistributedStrategyConfig:
     computes while the others wait for it in a collective may take three times as long."""
     token_shuffle_group_size: PositiveInt = 1
     """Neighbouring data parallel ranks that mix their tokens before experts and sort them out behind, while training;
-    where experts have a bounded capacity, a rank whose tokens are all alike then drops fewer. A divisor of the ranks
+    where experts have a bounded capacity, a rank with very similar tokens then drops fewer. A divisor of the ranks
     that shard parameters (DP / ``dp_replicate``)."""
     pipeline_model_parallel_split_rank: int | None = None
     """First pipeline rank of a decoder, for encoder-decoder models."""
 
     def mesh_sizes(self, world_size: int) -> MeshSizes:
-        """The size of every dimension for so many processes.
+        """Return the size of every dimension for so many processes.
 
         Raises:
             WorldDoesNotDivide: they do not fill whole copies of the model.

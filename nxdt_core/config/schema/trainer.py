@@ -37,8 +37,8 @@ class TrainerConfig:
     gradient_clip_algorithm: Literal["norm"] | None = None
     """Only clipping by norm exists."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does. Neither applies it: ``stop`` ends the run in words, ``skip``
-    drops the step, counts it and goes on."""
+    """What a loss or gradient that is not finite does. Neither applies the update: ``stop`` ends the run with an error,
+    ``skip`` drops the step, counts it and continues."""
     log_every_n_steps: PositiveInt = 10
     """Optimizer steps between two rows of metrics."""
     val_check_interval: PositiveInt | None = None
@@ -59,7 +59,7 @@ class TrainerConfig:
     """Components of kind ``callback``: a name, or a mapping of ``name`` and the component's own keys."""
     max_epochs: Annotated[int, Range(-1)] | None = -1
     """Passes over the training data, after which the run ends even before ``max_steps``; -1 or ``null`` sets no such
-    end. A learning-rate curve that ends at ``max_steps`` ends with the passes, then."""
+    end. A learning-rate schedule that ends at ``max_steps`` then ends with the passes."""
     min_steps: NonNegativeInt | None = None
     """Steps before which early stopping does not stop the run."""
     min_epochs: NonNegativeInt | None = None

@@ -50,7 +50,7 @@ def variables_of(text: str) -> list[str]:
 def from_environment(node: Node, text: str) -> Node:
     """Return the node of what ``text`` was resolved to, shown as ``text``.
 
-    What lies below a mapping or list is shown as a reference to the same place, where ``text`` is the path of a key;
+    Values below a mapping or list are shown as a reference to the same place, where ``text`` is the path of a key;
     the sections that are taken apart later show that.
     """
     target = _REFERENCE.fullmatch(text)

@@ -93,7 +93,7 @@ def _failed(label: str, problem: ConfigProblem) -> Source:
 
 
 def file_problem(path: Path, error: Exception, place: Place) -> ConfigProblem:
-    """The problem behind an exception of reading a file, with names that are near a missing one."""
+    """Return the problem behind an exception of reading a file, with names that are near a missing one."""
     if isinstance(error, FileNotFoundError):
         return ConfigFileNotFound(**place, path=str(path), candidates=_near(path))
     if isinstance(error, UnicodeDecodeError):
@@ -104,7 +104,7 @@ def file_problem(path: Path, error: Exception, place: Place) -> ConfigProblem:
 
 
 def _near(path: Path) -> tuple[str, ...]:
-    """Files beside a missing one that are called similarly."""
+    """Return files next to a missing one with similar names."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:

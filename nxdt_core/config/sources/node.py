@@ -44,7 +44,7 @@ class Origin:
         return self.where if self.kind in ("file", "override", "hf") else f"{self.kind} {self.where}".rstrip()
 
     def at(self, key: str) -> Place:
-        """The place of a problem with ``key``."""
+        """Return the place of a problem with ``key``."""
         own = f" ({self.own})" if self.own else ""
         return Place(place=self.written or f"{self}{own}", line=self.line, key=key)
 
@@ -66,14 +66,14 @@ class Node:
         return self.value if isinstance(self.value, dict) else {}
 
     def find(self, path: str) -> Node | None:
-        """The node at a dotted path below this one."""
+        """Return the node at a dotted path below this one."""
         node: Node | None = self
         for part in path.split("."):
             node = node.children.get(part) if node is not None else None
         return node
 
     def plain(self, path: str, default: Any = None) -> Any:
-        """The plain value at a dotted path, or ``default``."""
+        """Return the plain value at a dotted path, or ``default``."""
         node = self.find(path)
         return default if node is None else to_plain(node)
 
@@ -87,7 +87,7 @@ class Node:
         return replace(self, value={**self.children, head: child}, shown=None)
 
     def without(self, path: str) -> Node:
-        """This tree without what lies at a dotted path."""
+        """Return this tree without the value at a dotted path."""
         head, _, rest = path.partition(".")
         if head not in self.children:
             return self
@@ -96,12 +96,12 @@ class Node:
         return replace(self, value={key: child for key, child in self.children.items() if key != head}, shown=None)
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        """Dotted path and plain value of everything that is no mapping; an empty mapping counts as a value."""
+        """Yield dotted path and plain value of everything that is not a mapping; an empty mapping counts as a value."""
         for path, node in self.leaf_nodes(prefix):
             yield path, to_plain(node)
 
     def leaf_nodes(self, prefix: str = "") -> Iterator[tuple[str, Node]]:
-        """The same with nodes instead of values."""
+        """Yield the same with nodes instead of values."""
         if not self.children:
             yield prefix, self
         for key, child in self.children.items():
@@ -109,14 +109,14 @@ class Node:
 
 
 def join(prefix: str, key: str) -> str:
-    """Dotted path of ``key`` below ``prefix``."""
+    """Return the dotted path of ``key`` below ``prefix``."""
     return f"{prefix}.{key}" if prefix else key
 
 
 def merge(low: Node, high: Node) -> Node:
-    """Both trees in one; where both give a value, that of ``high``. Lists are replaced, not joined.
+    """Return both trees in one; where both give a value, that of ``high``. Lists are replaced, not joined.
 
-    A mapping that stands in a file keeps its line, whoever adds to it: that is where a key of it is missing.
+    A mapping of a file keeps its line when another source adds to it: there a key of it is missing.
     """
     if not isinstance(low.value, dict) or not isinstance(high.value, dict):
         return high
@@ -127,7 +127,7 @@ def merge(low: Node, high: Node) -> Node:
 
 
 def from_plain(value: Any, origin: Origin) -> Node:
-    """A tree of nodes that all have one origin."""
+    """Return a tree of nodes that all have one origin."""
     if isinstance(value, Mapping):
         return Node({str(key): from_plain(child, origin) for key, child in value.items()}, origin)
     if isinstance(value, (list, tuple)):
@@ -136,7 +136,7 @@ def from_plain(value: Any, origin: Origin) -> Node:
 
 
 def to_plain(node: Node) -> Any:
-    """The tree without origins: dictionaries, lists and scalars."""
+    """Return the tree without origins: dictionaries, lists and scalars."""
     if isinstance(node.value, dict):
         return {key: to_plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -145,7 +145,7 @@ def to_plain(node: Node) -> Any:
 
 
 def to_shown(node: Node) -> Any:
-    """The plain tree with references and masks in place of the values that must not be shown."""
+    """Return the plain tree with references and masks in place of the values that must not be shown."""
     if node.shown is not None:
         return node.shown
     if isinstance(node.value, dict):
@@ -156,7 +156,7 @@ def to_shown(node: Node) -> Any:
 
 
 def replaced(node: Node, path: tuple[str | int, ...], new: Node) -> Node:
-    """The tree with ``new`` at the keys and list indices of ``path``, which exist."""
+    """Return the tree with ``new`` at the keys and list indices of ``path``, which exist."""
     if not path:
         return new
     children: Any = node.value.copy()

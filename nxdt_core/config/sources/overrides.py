@@ -17,7 +17,7 @@ _PATH = re.compile(r"[^\s.=\[\]{}]+(\.[^\s.=\[\]{}]+)*")
 
 
 def apply_overrides(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[ConfigProblem]]:
-    """The tree with each ``key.path=value`` set, later ones over earlier ones; values are read as YAML."""
+    """Return the tree with each ``key.path=value`` set, later ones over earlier ones; values are read as YAML."""
     problems: list[ConfigProblem] = []
     for text in overrides:
         found = override_node(text)
@@ -29,12 +29,12 @@ def apply_overrides(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[Co
 
 
 def override_node(text: str) -> Node | ConfigProblem:
-    """The tree that one override sets, or what is wrong with it."""
+    """Return the tree that one override sets, or what is wrong with it."""
     path, equals, value = text.partition("=")
     if not equals:
         return _bad(text, "it has no '='")
     if not _PATH.fullmatch(path):
-        return _bad(text, f"{path!r} is no key path")
+        return _bad(text, f"{path!r} is not a key path")
     document, problems = parse_yaml(f"value: {value}", COMMAND_LINE.where)
     if problems or "value" not in document.children:
         return _bad(f"{path}=…", _reason(problems))  # the value may hold a secret

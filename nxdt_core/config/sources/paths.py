@@ -23,7 +23,7 @@ def expand_home(path: str | Path) -> Path:
 
 
 def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
-    """The absolute path that ``value`` means; whether it exists is not looked at.
+    """Return the absolute path that ``value`` means; whether it exists is not looked at.
 
     Args:
         value: A path, ``~/…``, or ``package://<import package>/<path inside it>``.

@@ -35,13 +35,13 @@ class Recipe:
 
 
 def list_recipes(kernel: Kernel) -> tuple[Recipe, ...]:
-    """Recipes of all usable plugins, sorted by name, numbers in it by size, and plugin."""
+    """Return the recipes of all usable plugins, sorted by name, numbers in it by size, and plugin."""
     found = [recipe for plugin in kernel.plugins if plugin.state == "ok" for recipe in _recipes_of(plugin)]
     return tuple(sorted(found, key=lambda recipe: (_by_size(recipe.name), recipe.plugin)))
 
 
 def find_recipe(kernel: Kernel, name: str) -> Recipe:
-    """The recipe called ``name``, or ``plugin:name`` where several plugins have one of that name.
+    """Return the recipe called ``name``, or ``plugin:name`` where several plugins have one of that name.
 
     Raises:
         UnknownRecipe: there is none, or more than one.

@@ -42,7 +42,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[Node, list[ConfigProblem]]:
-    """The tree of a YAML document and what is wrong with it. An empty document is an empty mapping.
+    """Return the tree of a YAML document and what is wrong with it. An empty document is an empty mapping.
 
     Args:
         text: The document.
@@ -53,7 +53,7 @@ def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[N
 
 
 def parse_scalar(text: str) -> Any:
-    """The plain value that YAML reads ``text`` as; text that is no YAML is itself."""
+    """Return the plain value that YAML reads from ``text``; invalid YAML is returned as text."""
     tree, problems = parse_yaml(f"value: {text}", "")
     return text if problems else tree.plain("value")
 

@@ -1,8 +1,8 @@
 """What a configuration asks of its engine, model and optimizer, against what their records declare.
 
-The words are those of :data:`nxdt_core.api.CAPABILITIES`. Nobody is asked what they do not declare, so a setting that
-an engine would not read is an error here, before anything is launched. A run that somebody else starts has as many
-processes as they start: :func:`check_capabilities` then repeats the check with that number.
+The words are those of :data:`nxdt_core.api.CAPABILITIES`. A component without a declared capability is not asked for
+it, so a setting that an engine would not read is an error here, before anything is launched. A run under another
+launcher has as many processes as they start: :func:`check_capabilities` then repeats the check with that number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Asked:
     """A setting that needs capabilities."""
 
     keys: tuple[str, ...]
-    """The setting; where there are several, a problem names the first that somebody wrote."""
+    """The setting; where there are several, a problem names the first that is written."""
     found: str
     """Its value, for the message."""
     instead: str
@@ -55,7 +55,7 @@ class Asked:
     optimizer: str | None = None
 
     def of(self, slot: str) -> str | None:
-        """The capability that the component in ``slot`` needs."""
+        """Return the capability that the component in ``slot`` needs."""
         needed: str | None = {_ENGINE: self.engine, _MODEL: self.model, _OPTIMIZER: self.optimizer}[slot]
         return needed
 
@@ -63,7 +63,7 @@ class Asked:
 def find_undeclared(
     checked: Checked, components: Components, sections: Mapping[str, Any], registry: Registry
 ) -> Iterator[CapabilityMissing]:
-    """What the selected engine, model and optimizer do not declare and the configuration asks for.
+    """Yield what the selected engine, model and optimizer do not declare and the configuration asks for.
 
     Args:
         checked: the values.

@@ -19,21 +19,21 @@ class Checked:
     tree: Node
 
     def numbers(self, *keys: str) -> tuple[int, ...] | None:
-        """The values of ``keys``, or None where one of them is absent, ``null`` or no number."""
+        """Return the values of ``keys``, or None where one of them is absent, ``null`` or no number."""
         found = [self.values.get(key) for key in keys]
         if any(type(value) not in (int, float) for value in found):
             return None
         return tuple(value for value in found if value is not None)
 
     def origin(self, key: str) -> Origin:
-        """Where the value of ``key`` comes from."""
+        """Return where the value of ``key`` comes from."""
         node = self.tree.find(key)
         return node.origin if node is not None else self.tree.origin
 
     def place(self, *keys: str) -> Place:
-        """The place of a problem between ``keys``: the first that somebody wrote, by default the first.
+        """Return the place of a problem between ``keys``: the first that is written, by default the first.
 
-        An alias is told under the name that was written.
+        An alias is reported under the name that was written.
         """
         key = next((key for key in keys if self.origin(key).kind != "default"), keys[0])
         origin = self.origin(key)

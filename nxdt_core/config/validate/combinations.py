@@ -80,7 +80,7 @@ def one_dtype_of_state(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 def one_objective(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """A run has one loss."""
+    """Yield a second loss: a run has one."""
     keys = ("model_alignment_strategy.dpo", "model_alignment_strategy.orpo")
     if all(checked.tree.plain(key) is not None for key in keys):
         yield ImpossibleCombination(
@@ -91,7 +91,7 @@ def one_objective(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 def recompute_named(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Modules to recompute are named under ``selective``, and under nothing else."""
+    """Yield modules to recompute that are named under another granularity than ``selective``."""
     granularity, names = checked.values.get(_GRANULARITY), checked.values.get(_RECOMPUTE)
     if names and granularity == "full":
         yield ImpossibleCombination(
@@ -108,7 +108,7 @@ def recompute_named(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 def rate_falls(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """A schedule ends at ``min_lr``, below the rate that it starts from."""
+    """Yield a ``min_lr`` that is not below the peak learning rate."""
     floor, rate = "model.optim.sched.min_lr", "model.optim.lr"
     rates = checked.numbers(floor, rate)
     if rates is not None and rates[0] > rates[1]:
@@ -120,7 +120,7 @@ def rate_falls(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 def sequence_has_positions(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """A model with a declared number of positions takes no longer sequence."""
+    """Yield a model with a declared number of positions takes no longer sequence."""
     length, longest = "data.seq_length", "model.max_position_embeddings"
     sizes = checked.numbers(length, longest)
     if sizes is not None and sizes[0] > sizes[1]:

@@ -23,7 +23,7 @@ _ENGINE = "parallel_engine"
 def component_findings(
     checked: Checked, composition: Composition, instances: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Problems that the dataclasses of components report of themselves."""
+    """Yield the problems that the dataclasses of components report of themselves."""
     for slot in SLOTS:
         instance, component = instances.get(slot.section), composition.components.get(slot.name)
         if component is not None and isinstance(instance, ChecksItself):
@@ -31,7 +31,7 @@ def component_findings(
 
 
 def engine_findings(checked: Checked, composition: Composition) -> Iterator[ConfigProblem]:
-    """Problems that the rules of the selected engine report of the layout."""
+    """Yield the problems that the rules of the selected engine report of the layout."""
     component = composition.components.get(_ENGINE)
     if component is None:
         return
@@ -68,7 +68,7 @@ def _checked(
 
 
 def plugin_findings(tree: Node, composition: Composition, kernel: Kernel, checked: Checked) -> Iterator[ConfigProblem]:
-    """Problems that the hook ``nxdt_validate_config`` reports."""
+    """Yield the problems that the hook ``nxdt_validate_config`` reports."""
     context = ValidateConfigContext(config=to_plain(tree), components=names_by_slot(composition))
     try:
         for result in kernel.hooks.nxdt_validate_config(context):
@@ -80,7 +80,7 @@ def plugin_findings(tree: Node, composition: Composition, kernel: Kernel, checke
 
 
 def names_by_slot(composition: Composition) -> dict[str, str]:
-    """``plugin:name`` by slot, as hooks are told."""
+    """Return ``plugin:name`` by slot, as hooks receive it."""
     return {slot: found.qualified_name for slot, found in composition.components.items() if found is not None}
 
 

@@ -14,7 +14,7 @@ __all__ = ["find_conflicts"]
 
 
 def find_conflicts(tree: Node, pairs: Iterable[Pair]) -> Iterator[ConflictingKeys]:
-    """Pairs whose resolved values differ."""
+    """Yield the pairs whose resolved values differ."""
     for one, other in pairs:
         left, right = tree.find(one), tree.find(other)
         if left is None or right is None or UNRESOLVED in (left.value, right.value):

@@ -15,7 +15,7 @@ _KEYS = ("checkpoint.train_time_interval", "trainer.max_time")
 
 
 def find_wrong_durations(checked: Checked) -> Iterator[WrongValue]:
-    """Values that :func:`nxdt_core.config.fields.duration.seconds_of` does not read."""
+    """Yield the values that :func:`nxdt_core.config.fields.duration.seconds_of` does not read."""
     for key in _KEYS:
         value = checked.values.get(key)
         if value is None:

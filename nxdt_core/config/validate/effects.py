@@ -16,7 +16,7 @@ __all__ = ["find_notes"]
 
 
 def find_notes(checked: Checked, composition: Composition, legacy: Iterable[tuple[str, Key]]) -> tuple[str, ...]:
-    """Lines that name keys without an effect. ``legacy`` are keys that reading set aside."""
+    """Return the lines that name keys without an effect. ``legacy`` are keys that reading set aside."""
     engine = composition.components.get("parallel_engine")
     reads_xla = engine is not None and "xla" in engine.record.capabilities
     engine_name = engine.record.name if engine is not None else "this"

@@ -15,7 +15,7 @@ __all__ = ["LAYOUT_RULES"]
 
 
 def world_divides(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Processes must fill whole copies of the model."""
+    """Yield a number of processes that does not fill whole copies of the model."""
     numbers = checked.numbers(*WORLD, TP, PP, CP)
     if numbers is None:
         return
@@ -54,7 +54,7 @@ def replicas_divide(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 def batch_divides(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """A global batch is a whole number of micro-batches on each data parallel rank."""
+    """Yield a global batch that is not a whole number of micro-batches on each data parallel rank."""
     numbers, sizes = checked.numbers(BATCH, MICRO_BATCH), mesh_sizes(checked)
     if numbers is None or sizes is None:
         return

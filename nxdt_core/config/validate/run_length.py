@@ -49,7 +49,7 @@ def some_training(checked: Checked) -> Iterator[ImpossibleCombination]:
 
 
 def one_kind_of_log(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """One rank of each node, or one of all."""
+    """Yield one rank of each node, or one of all."""
     if checked.values.get(_LOCAL) and checked.values.get(_GLOBAL):
         yield ImpossibleCombination(
             **checked.place(_LOCAL, _GLOBAL),

@@ -1,4 +1,4 @@
-"""Parts of a learning-rate curve that do not fit into its steps."""
+"""Phases of a learning-rate schedule that do not fit into its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _WARMUP, _HORIZON = f"{_SECTION}.warmup_steps", f"{_SECTION}.max_steps"
 
 
 def find_overfull_curve(checked: Checked, instances: Mapping[str, object]) -> Iterator[ImpossibleCombination]:
-    """Steps at a constant rate or of decay that begin before the warm-up is done, or even before the first step.
+    """Yield the steps at a constant rate or of decay that begin before the warm-up is done, or even before the first
+    step.
 
     The rate would jump, or fall from less than its peak. A warm-up alone may be longer: such a run is the beginning
     of a longer one, and a note says so.

@@ -23,7 +23,7 @@ BATCH, MICRO_BATCH = "data.global_batch_size", "data.micro_batch_size"
 
 
 def mesh_sizes(settings: Settings) -> MeshSizes | None:
-    """The size of every dimension; None where they do not fit the processes or one is wrong."""
+    """Return the size of every dimension; None where they do not fit the processes or one is wrong."""
     world = settings.numbers(*WORLD)
     names = [field.name for field in fields(DistributedStrategyConfig)]
     if world is None or any(f"{_SECTION}.{name}" not in settings.values for name in names):
@@ -36,7 +36,7 @@ def mesh_sizes(settings: Settings) -> MeshSizes | None:
 
 
 def micro_batches(settings: Settings) -> int | None:
-    """Micro-batches of one step on each data parallel rank; None where the batch does not divide."""
+    """Return the micro-batches of one step on each data parallel rank; None where the batch does not divide."""
     batch, sizes = settings.numbers(BATCH, MICRO_BATCH), mesh_sizes(settings)
     if batch is None or sizes is None:
         return None

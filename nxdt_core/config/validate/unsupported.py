@@ -1,4 +1,4 @@
-"""Settings that are not carried out, each with what does its job here. Whoever builds one deletes its rule.
+"""Settings that are not implemented, each with its substitute here. Implementing one deletes its rule.
 
 A rule says which values ask for nothing; any other value is refused, never ignored.
 """
@@ -28,11 +28,11 @@ class Unsupported:
 
 
 _SAVING = "exp_manager.checkpoint_callback_params"
-_WHOLE = "a checkpoint is saved whole, so that a run can go on from it"
+_WHOLE = "a checkpoint is saved whole, so that a run can resume from it"
 _EXPORT = "`nxdt checkpoint export` writes a model alone, and checkpoint.hf_every_n_saves does so with saves"
 _NVIDIA = (
     "it is of NVIDIA's resiliency extension; here a rank that dies ends all ranks within seconds, and"
-    " checkpoint.resume_if_exists goes on"
+    " checkpoint.resume_if_exists resumes the run"
 )
 _SLOW = "slow ranks are not looked for; trainer.profiler: pytorch writes a trace of each rank to compare"
 
@@ -83,7 +83,7 @@ RULES: tuple[Unsupported, ...] = (
 
 
 def find_unsupported(checked: Checked) -> Iterator[NotSupported]:
-    """Keys with a value that this version would not carry out."""
+    """Yield the keys with a value that this version would not carry out."""
     for rule in RULES:
         value = checked.values.get(rule.key)
         if value in (None, ()) or any(type(value) is type(allowed) and value == allowed for allowed in rule.neutral):

@@ -40,12 +40,12 @@ class Message:
         return bool(self.calls)
 
     def is_contained_in(self, text: str) -> bool:
-        """Whether a rendering has its words, reasoning aside, and the functions that it calls."""
+        """Return whether a rendering has its words, reasoning aside, and the functions that it calls."""
         words = self.content.rpartition("</think>")[2].strip()
         return words in text and all(call["function"]["name"] in text for call in self.calls)
 
     def for_template(self, nothing: str | None) -> dict[str, Any]:
-        """As templates expect messages; ``nothing`` is the content of a turn that only calls tools."""
+        """Return the message as templates expect it; ``nothing`` is the content of a turn that only calls tools."""
         content = nothing if self.calls_tools and not self.content else self.content
         return {"role": self.role, "content": content, **self.fields}
 

@@ -24,9 +24,9 @@ class ChatKeys(RecordFiles):
     chat_template_file: Path | None = None
     """A Jinja file with a template, instead of a name."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """What the template is told beside the messages, such as ``enable_thinking: false``."""
+    """Variables for the template in addition to the messages, such as ``enable_thinking: false``."""
     template_date: str = "2024-07-26"
-    """What templates that ask for today's date are told, so that a run that goes on tomorrow sees the same tokens."""
+    """Date for templates that ask for today's, so that a run that is resumed tomorrow sees the same tokens."""
     unused_fields: UnusedMode = "report"
     """What to do with fields of records that neither their format nor the chat template uses: ``report`` counts them
     at the start of a run and in ``nxdt data preview``; ``refuse`` stops at the first one, with its place."""
@@ -34,11 +34,11 @@ class ChatKeys(RecordFiles):
     """Let a message's text spell special tokens, which then are those tokens; otherwise such a record is refused."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the files hold, as (key, message)."""
+        """Yield what cannot work with any files, as (key, message)."""
         yield from RecordFiles.check(self)
         if self.chat_template is not None and self.chat_template_file is not None:
             yield "chat_template_file", "chat_template is given too; keep one of the two"
         try:
             date.fromisoformat(self.template_date)
         except ValueError:
-            yield "template_date", f"{self.template_date!r} is no date; write it as 2024-07-26"
+            yield "template_date", f"{self.template_date!r} is not a date; write it as 2024-07-26"

@@ -31,9 +31,9 @@ _PAIR = ("instruction", "input", "output", "history")
 def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
     """Return the conversation of a record with ``messages``, ``conversations`` or ``input`` and ``output``.
 
-    An ``instruction`` beside an ``output`` is what the user says, before an ``input`` that is not blank (Alpaca); the
+    An ``instruction`` with an ``output`` is what the user says, before an ``input`` that is not blank (Alpaca); the
     questions and answers of ``history`` come before it.
-    A ``system`` text beside them comes first, ``tools`` beside them are the functions that may be called.
+    A ``system`` text comes first, ``tools`` are the functions that may be called.
 
     Raises:
         UnknownRecord: it has none of these keys.
@@ -108,7 +108,7 @@ def _entries(value: Any, key: str, place: Place) -> Iterator[tuple[int, Mapping[
 
 
 def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message:
-    """The message of an object with ``role`` and ``content``, the ``number``-th of its record.
+    """Return the message of an object with ``role`` and ``content``, the ``number``-th of its record.
 
     Raises:
         BadMessage, UnknownRole: each names the place and the message.

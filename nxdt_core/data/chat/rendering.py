@@ -37,8 +37,8 @@ class TemplateRunner:
     Args:
         template: the template.
         special_tokens: as it may call them (``eos_token``, …).
-        options: what else it is told.
-        day: what it is told of today; None tells the truth.
+        options: further variables.
+        day: the date that it sees as today; None: the real one.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TemplateRunner:
         prompts: bool = False,
         marks: bool = False,
     ) -> tuple[str, list[Span]]:
-        """The text of ``messages``, and where its generation blocks lie.
+        """Return the text of ``messages``, and where its generation blocks lie.
 
         Args:
             messages: of one conversation, each with ``role`` and ``content``.
@@ -132,7 +132,7 @@ def prompt_ids(
     place: str,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Tokens of ``messages`` and of the beginning of the assistant's answer, as in training by ``keys``.
+    """Return the tokens of ``messages`` and of the beginning of the assistant's answer, as in training by ``keys``.
 
     Raises:
         ChatTemplateMissing: there is no template.
@@ -148,8 +148,8 @@ def prompt_ids(
 
 
 def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that end what a model writes: the tokenizer's end of text and, where it is another one, what ends the
-    assistant's turn by the chat template. A template that cannot be read or run here adds none."""
+    """Return the tokens that end what a model writes: the tokenizer's end of text and, where it is another one, what
+    ends the assistant's turn by the chat template. A template that cannot be read or run here adds none."""
     found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     if isinstance(tokenizer, ChatTokenizer):
         try:

@@ -39,7 +39,7 @@ class ChatTemplate:
         return _GENERATION.search(self.text) is not None
 
     def on(self, day: date) -> str:
-        """The text with ``day`` as the current date in whatever form it asks for it."""
+        """Return the text with ``day`` as the current date in the form that it asks for."""
         forms = {form: day.strftime(form) for _, form in _TODAY.findall(self.text)}
         if not forms:
             return self.text
@@ -63,7 +63,7 @@ def template_names() -> tuple[str, ...]:
 
 
 def find_template(keys: ChatKeys, tokenizer: ChatTokenizer) -> ChatTemplate | None:
-    """The template that the configuration names, else the tokenizer's; None where it has none, either.
+    """Return the template that the configuration names, else the tokenizer's; None where it has none, either.
 
     Raises:
         NxdtError: as of :func:`named_template`.
@@ -76,7 +76,7 @@ def find_template(keys: ChatKeys, tokenizer: ChatTokenizer) -> ChatTemplate | No
 
 
 def named_template(keys: ChatKeys) -> ChatTemplate | None:
-    """The template that the configuration names.
+    """Return the template that the configuration names.
 
     Raises:
         TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.

@@ -41,7 +41,7 @@ def read_calls(value: Any, place: Place, number: int) -> list[dict[str, Any]]:
     """Return the calls of message ``number``, each with its arguments as an object, which is how templates expect them.
 
     Raises:
-        BadMessage: a call has no function, or its arguments are no object.
+        BadMessage: a call has no function, or its arguments are not an object.
     """
     return [_call(call, place, number) for call in _listed(value, place, number)]
 
@@ -60,7 +60,7 @@ def _call(call: Any, place: Place, number: int) -> dict[str, Any]:
     arguments = function.get("arguments")
     arguments = {} if arguments is None else parsed(arguments, place, number, f"arguments of {function['name']}")
     if not isinstance(arguments, dict):
-        raise BadMessage(place=str(place), number=number, reason=f"arguments of {function['name']} are no object")
+        raise BadMessage(place=str(place), number=number, reason=f"arguments of {function['name']} are not an object")
     named = {key: value for key, value in call.items() if key == "id" and value is not None}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -69,7 +69,7 @@ def _listed(value: Any, place: Place, number: int) -> Sequence[Any]:
     if isinstance(value, dict):
         return [value]
     if not isinstance(value, list):
-        raise BadMessage(place=str(place), number=number, reason="its tool calls are no list")
+        raise BadMessage(place=str(place), number=number, reason="its tool calls are not a list")
     return value
 
 

@@ -1,8 +1,8 @@
 """Arrays in files that all processes of a node map: the first one makes them, the others wait for it.
 
-They lie in a directory that is made under another name and renamed when it is whole, so that whoever dies while making
-leaves nothing that counts. The lock is the operating system's, which frees it with the process that held it. Where
-the file system has no locks that other machines see, each node makes its own.
+They are in a directory that is made under another name and renamed when it is complete, so that a process that dies
+while making it leaves nothing that counts. The lock is the operating system's, which frees it with the process that
+held it. Where the file system has no locks that other machines see, each node makes its own.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ T = TypeVar("T", bound="DataclassInstance")
 def cached_arrays(
     directory: Path, name: str, kind: type[T], make: Callable[[], T], unkept: Callable[[OSError], None]
 ) -> T:
-    """What ``directory`` keeps as ``name``, made where it is missing or damaged.
+    """Return what ``directory`` keeps as ``name``, made where it is missing or damaged.
 
     Args:
         directory: is made where it is missing.
         name: stands for all that decides the arrays.
         kind: a dataclass of arrays.
         make: is called by one process of a node.
-        unkept: is told why nothing can be kept. Where it returns, the arrays stay in the memory of this process.
+        unkept: receives the reason why nothing can be kept. Where it returns, the arrays stay in the memory of this
+            process.
     """
     place = directory / name
     found = _mapped(place, kind)

@@ -20,13 +20,13 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 def bare_name(path: Path) -> str:
-    """The name that the file would have were it not compressed, in lower case, as its end tells the format."""
+    """Return the name that the file would have were it not compressed, in lower case, as its end tells the format."""
     name = path.name.lower()
     return name.removesuffix(_ending(path)) if is_compressed(path) else name
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name of a file says that it is compressed."""
+    """Return whether the name of a file says that it is compressed."""
     return _ending(path) in COMPRESSED
 
 
@@ -36,7 +36,7 @@ def _ending(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The content of a file, decompressed.
+    """Open a file for reading, decompressed.
 
     Raises:
         UNREADABLE: no permission, an error of the disk, or damaged data; also while it is read.
@@ -46,7 +46,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    """The content of ``raw``, the bytes of ``path`` as they lie on the disk; itself where that is no other."""
+    """Return the content of ``raw``, the bytes of ``path`` on the disk; ``raw`` itself where they are not
+    compressed."""
     if _ending(path) == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if _ending(path) == ".zst":

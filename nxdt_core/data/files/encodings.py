@@ -121,7 +121,7 @@ def _shown(content: bytes, begin: int, at: int, encoding: str) -> str:
 
 
 def _command(path: Path, encoding: str) -> str:
-    """Return the command that writes the text as UTF-8 into a file with a name of its own beside ``path``."""
+    """Return the command that writes the text as UTF-8 into a new file next to ``path``."""
     stem, *endings = path.name.split(".")
     result = shlex.quote(str(path.with_name(".".join([stem, "utf-8", *endings]))))
     convert, source = f"iconv -f {encoding} -t UTF-8", shlex.quote(str(path))

@@ -38,7 +38,7 @@ class RecordFiles:
     """Use only so many records of each split's files, the first ones; ``null`` uses all."""
 
     def files(self, split: SplitName) -> tuple[Path, ...]:
-        """The paths of a split, by either spelling."""
+        """Return the paths of a split, by either spelling."""
         named, single = {
             "train": (self.train_files, self.train_dir),
             "validation": (self.validation_files, self.val_dir),
@@ -47,7 +47,7 @@ class RecordFiles:
         return named if single is None else (single,)
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the files hold, as (key, message)."""
+        """Yield what cannot work with any files, as (key, message)."""
         for named, single in _SPELLINGS:
             if getattr(self, named) and getattr(self, single) is not None:
                 yield single, f"{named} is given too; keep one of the two"

@@ -47,7 +47,7 @@ _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
-    """Files that ``patterns`` name, in their order, the matches of each sorted by name.
+    """Return the files that ``patterns`` name, in their order, the matches of each sorted by name.
 
     Args:
         patterns: paths, patterns (``corpus/*.txt``) and ``package://`` paths.
@@ -66,7 +66,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
         found = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
         found = [p for p in found if p.is_file()]
         if not found and path.exists() and not path.is_dir():
-            raise DataFileUnreadable(path=str(path), reason="it is no file, and files are read more than once")
+            raise DataFileUnreadable(path=str(path), reason="it is not a file, and files are read more than once")
         if not found:
             raise DataFileNotFound(key=key, path=str(pattern), candidates=near(path))
         files += found
@@ -119,7 +119,7 @@ def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
 
 
 def json_objects(path: Path, text: str, *, example: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
-    """The object of each line that is not blank, with the line's number.
+    """Yield the object of each line that is not blank, with the line's number.
 
     Args:
         path: named in errors.
@@ -127,7 +127,7 @@ def json_objects(path: Path, text: str, *, example: str = "") -> Iterator[tuple[
         example: an object as it is wanted, for errors.
 
     Raises:
-        BadJsonLine: a line is no JSON, or no object.
+        BadJsonLine: a line is not JSON, or not an object.
     """
     for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold U+2028
         if line.strip():
@@ -135,10 +135,10 @@ def json_objects(path: Path, text: str, *, example: str = "") -> Iterator[tuple[
 
 
 def json_object(path: Path, number: int, line: str | bytes, *, example: str = "") -> dict[str, Any]:
-    """The object of one line; ``example`` is one as it is wanted, for errors.
+    """Return the object of one line; ``example`` is one as it is wanted, for errors.
 
     Raises:
-        BadJsonLine: it is no JSON, or no object, or holds half a character, which no tokenizer has.
+        BadJsonLine: it is not JSON, or not an object, or holds half a character, which no tokenizer has.
         TextNotUtf8: its bytes are not UTF-8.
     """
     if isinstance(line, bytes):
@@ -168,7 +168,7 @@ def half_character(text: str, value: Any) -> str:
 
 
 def near(path: Path) -> tuple[str, ...]:
-    """Files with a similar name beside ``path``, or those in it where it is a directory."""
+    """Return files with a similar name next to ``path``, or those in it where it is a directory."""
     if path.is_dir():
         return tuple(sorted(str(path / p.name) for p in path.iterdir() if p.is_file()))
     if not path.parent.is_dir():

@@ -44,7 +44,7 @@ _BATCH = 1024
 
 
 def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tuple[list[Record], str]:
-    """The records of all files, in order, and a digest of the files' content.
+    """Return the records of all files, in order, and a digest of the files' content.
 
     Args:
         patterns: paths and patterns; a directory stands for its Arrow files.
@@ -89,7 +89,7 @@ def _listed(path: Path, text: str) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise BadJsonFile(path=str(path), reason=str(error)) from error
     if not all(isinstance(record, dict) for record in found):
-        raise BadJsonFile(path=str(path), reason="an entry is no object")
+        raise BadJsonFile(path=str(path), reason="an entry is not an object")
     if half := half_character(text, found):
         raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
     records: list[dict[str, Any]] = found

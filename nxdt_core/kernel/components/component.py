@@ -1,4 +1,4 @@
-"""A component in the registry: its record, who brought it, and its implementation once somebody asks."""
+"""A component in the registry: its record, its plugin, and its implementation on first use."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class RegisteredComponent:
         """Import the dataclass of the component's section, or None where it has none.
 
         Raises:
-            ComponentUnusable: as :meth:`load_target`, or what the record names is no dataclass.
+            ComponentUnusable: as :meth:`load_target`, or what the record names is not a dataclass.
         """
         if self.record.config is None:
             return None
         loaded = self._load("config", self.record.config)
         if not (isinstance(loaded, type) and is_dataclass(loaded)):
-            raise self._unusable("config", self.record.config, "it is no dataclass")
+            raise self._unusable("config", self.record.config, "it is not a dataclass")
         return loaded
 
     def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:

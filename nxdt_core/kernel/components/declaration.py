@@ -52,7 +52,7 @@ def declare(plugin: PluginInfo, hooks: Hooks) -> Declaration:
         if any(kind.name == own.name for own in KINDS):
             raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which the kernel defines")
         if not (isinstance(kind.record, type) and issubclass(kind.record, Component)):
-            raise PluginDefect(f"nxdt_kinds adds {kind.name!r} whose record {kind.record!r} is no Component class")
+            raise PluginDefect(f"nxdt_kinds adds {kind.name!r} whose record {kind.record!r} is not a Component class")
     components = [
         _registered(plugin, kind, record)
         for kind in KINDS
@@ -64,7 +64,7 @@ def declare(plugin: PluginInfo, hooks: Hooks) -> Declaration:
 
 
 def fill_added_kinds(declaration: Declaration, kinds: Mapping[str, Kind]) -> tuple[RegisteredComponent, ...]:
-    """The components for kinds that plugins add, checked against those kinds.
+    """Return the components for kinds that plugins add, checked against those kinds.
 
     Raises:
         PluginDefect: no plugin adds the kind, or a record is not of the kind's class.
@@ -143,7 +143,7 @@ def _registered(plugin: PluginInfo, kind: Kind, record: Component) -> Registered
 
 
 def _refuse_unknown(verb: str, kind: Kind, record: Component, names: Iterable[str], known: Mapping[str, str]) -> None:
-    """A capability with a wrong name would be declared to nobody."""
+    """Check the names of capabilities: one with a wrong name would have no effect."""
     for name in sorted(set(names) - known.keys()):
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {listing(sorted(known), 40)}"
@@ -155,7 +155,7 @@ def _refuse_unknown(verb: str, kind: Kind, record: Component, names: Iterable[st
 
 
 def _refuse_duplicates(components: Iterable[RegisteredComponent]) -> None:
-    """Within one plugin a name means one component; between plugins the registry decides."""
+    """Refuse a name that means two components of one plugin; between plugins the registry decides."""
     seen: set[tuple[str, str]] = set()
     for component in components:
         for name in (component.record.name, *component.record.aliases):

@@ -41,11 +41,11 @@ class Registry:
             self._components[component.kind].append(component)
 
     def kinds(self) -> tuple[Kind, ...]:
-        """The kernel's kinds in their order, then those that plugins add."""
+        """Return the kernel's kinds in their order, then those that plugins add."""
         return tuple(self._kinds.values())
 
     def kind(self, name: str) -> Kind:
-        """The kind of that name.
+        """Return the kind of that name.
 
         Raises:
             UnknownKind: there is none.
@@ -55,7 +55,7 @@ class Registry:
         return self._kinds[name]
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names that a configuration may write for ``kind``, sorted, without aliases.
+        """Return the names that a configuration may write for ``kind``, sorted, without aliases.
 
         Raises:
             UnknownKind: there is no such kind.
@@ -63,7 +63,7 @@ class Registry:
         return tuple(dict.fromkeys(component.record.name for component in self.all(kind)))
 
     def all(self, kind: str) -> tuple[RegisteredComponent, ...]:
-        """All components of ``kind``, sorted by name and distribution.
+        """Return all components of ``kind``, sorted by name and distribution.
 
         Raises:
             UnknownKind: there is no such kind.
@@ -71,11 +71,11 @@ class Registry:
         return tuple(self._components[self.kind(kind).name])
 
     def get(self, kind: str, name: str) -> RegisteredComponent:
-        """The component that ``name`` means: a name, an alias, or either as ``plugin:name``.
+        """Return the component that ``name`` means: a name, an alias, or either as ``plugin:name``.
 
         Raises:
             UnknownKind: there is no such kind.
-            UnknownComponent: nobody offers it; the error says what was close and what is installed but unusable.
+            UnknownComponent: no plugin offers it; the error says what was close and what is installed but unusable.
             AmbiguousComponent: several plugins offer it and ``plugins.prefer`` names none of them.
         """
         plugin, _, short = name.rpartition(":")
@@ -90,10 +90,10 @@ class Registry:
         return self.choose(kind, name, offers)
 
     def storage_for_scheme(self, scheme: str) -> RegisteredComponent:
-        """The store that serves ``scheme://`` locations (``s3``, without ``://``).
+        """Return the store that serves ``scheme://`` locations (``s3``, without ``://``).
 
         Raises:
-            UnknownScheme: nobody serves it.
+            UnknownScheme: no plugin serves it.
             AmbiguousComponent: several plugins do and ``plugins.prefer`` names none of them.
         """
         offers: list[RegisteredComponent] = []
@@ -129,8 +129,8 @@ class Registry:
         )
 
     def reading_dists(self, architectures: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-        """Where :meth:`readers` gives none: the distribution to install, and a sentence for each installed plugin that
-        cannot be used and might have read one."""
+        """Return where :meth:`readers` gives none: the distribution to install, and a sentence for each installed
+        plugin that cannot be used and might have read one."""
         models = [model for name in architectures if (model := reading_model(name)) is not None]
         dist = offering_dist("model_builder", models[0]) if models else None
         return self._missing(dist), self._unusable(dist)
@@ -140,8 +140,9 @@ class Registry:
         return self._missing(offering_dist(kind, name))
 
     def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Where no component of ``kind`` is the one that is sought: ``pip install DIST (names)`` for each distribution
-        that is known to offer some and is not installed, and a sentence for each that is installed and unusable."""
+        """Return where no component of ``kind`` is the one that is sought: ``pip install DIST (names)`` for each
+        distribution that is known to offer some and is not installed, and a sentence for each that is installed and
+        unusable."""
         known = known_offers(kind)
         missing = (f"pip install {dist} ({', '.join(names)})" for dist, names in known.items() if self._missing(dist))
         unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known)
@@ -189,7 +190,7 @@ class Registry:
         )
 
     def _missing(self, dist: str | None) -> str | None:
-        """``dist`` unless it is installed, in whatever state."""
+        """Return ``dist`` unless it is installed, in any state."""
         return None if dist is None or any(normalise(p.dist) == dist for p in self._plugins) else dist
 
     def _unusable(self, dist: str | None) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ __all__ = ["find_plugins"]
 
 
 def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> list[PluginInfo]:
-    """Every installed plugin, sorted by distribution and entry point, judged by its metadata alone.
+    """Return every installed plugin, sorted by distribution and entry point, judged by its metadata alone.
 
     Args:
         policy: What is blocked.

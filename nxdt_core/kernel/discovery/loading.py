@@ -1,4 +1,4 @@
-"""Imports a plugin's entry module, whatever that module does."""
+"""Imports a plugin's entry module, with any exception contained."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _missing(module: str, absent: str | None) -> str:
 
 
 def local_module_name(path: Path) -> str:
-    """Name under which a local plugin file is imported; the checksum keeps files of one stem apart."""
+    """Return the name under which a local plugin file is imported; the checksum keeps files of one stem apart."""
     return f"nxdt_local_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{zlib.crc32(str(path).encode()):08x}"
 
 
@@ -83,7 +83,7 @@ def import_local(plugin: PluginInfo) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PluginDefect(f"{path} is no Python file")
+        raise PluginDefect(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -15,10 +15,10 @@ __all__ = ["find_local_plugins"]
 
 
 def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
-    """The files of ``policy.local`` as plugins, sorted by name.
+    """Return the files of ``policy.local`` as plugins, sorted by name.
 
     Raises:
-        LocalPluginMissing: a path is no file.
+        LocalPluginMissing: a path is not a file.
     """
     paths = list(dict.fromkeys(path.resolve() for path in policy.local))
     for path in paths:

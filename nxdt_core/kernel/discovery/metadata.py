@@ -37,12 +37,13 @@ class CoreMetadata:
 
 
 def plugin_entries(text: str) -> list[tuple[str, str]]:
-    """Names and values of the group ``nxdt.plugins`` in an ``entry_points.txt``; other groups may be malformed.
+    """Return the names and values of the group ``nxdt.plugins`` in an ``entry_points.txt``; other groups may be
+    malformed.
 
     (:mod:`importlib.metadata` parses all groups at once and raises for everybody where one line is bad.)
 
     Raises:
-        MalformedMetadata: a line of this group is no ``name = package.module``.
+        MalformedMetadata: a line of this group is not ``name = package.module``.
     """
     entries: dict[str, str] = {}
     inside = False
@@ -94,5 +95,6 @@ def directory_name(dist: Distribution) -> str:
 
 
 def directory_stem(name: str) -> str:
-    """The distribution's name in such a directory's, normalised. It costs nothing beside reading METADATA."""
+    """Return the distribution's name in such a directory's, normalised. It costs nothing compared with reading
+    METADATA."""
     return normalise(name.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])

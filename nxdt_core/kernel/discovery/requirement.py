@@ -15,7 +15,7 @@ _PLAIN = re.compile(rf"[\w.-]+\s*(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
 
 
 def admits(requirement: str, version: str) -> bool:
-    """Whether ``requirement`` (``nxdt-core>=0.1,<0.2``) admits ``version``; a marker that is false admits all.
+    """Return whether ``requirement`` (``nxdt-core>=0.1,<0.2``) admits ``version``; a marker that is false admits all.
 
     Ranges of plain release numbers are compared here; everything else goes to ``packaging``, whose import
     alone costs a fifth of the time in which ``nxdt plugins list`` answers.

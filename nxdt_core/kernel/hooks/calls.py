@@ -49,7 +49,8 @@ class HookCalls:
         self._reported: set[tuple[str, str]] = set()
 
     def implementations(self, hook: str) -> tuple[Implementation, ...]:
-        """Of one hook, in calling order: ``tryfirst``, then by distribution and entry point, then ``trylast``."""
+        """Return the implementations of a hook, in calling order: ``tryfirst``, then by distribution and entry point,
+        then ``trylast``."""
         return self._by_hook.get(hook, ())
 
     def collect(self, hook: str, context: object = None) -> Iterator[HookResult[Any]]:
@@ -88,7 +89,7 @@ class HookCalls:
 
         log = logging.getLogger("nxdt.plugins")
         log.warning(
-            "plugin %r (%s): %s %s; training goes on, and further failures of it are not reported",
+            "plugin %r (%s): %s %s; training continues, and further failures of it are not reported",
             implementation.plugin,
             implementation.dist,
             hook,

@@ -1,6 +1,6 @@
 """Checks a plugin's hook implementations before pluggy sees them, so that every pluggy release behaves the same.
 
-Pluggy itself registers a misspelt hook in silence, keeps a plugin registered whose check failed (1.5, 1.6), never
+Pluggy itself registers a misspelt hook silently, keeps a plugin registered whose check failed (1.5, 1.6), never
 fills arguments that have defaults (1.5, 1.6) and triggers lazy ``__getattr__`` imports (1.5, 1.6).
 """
 

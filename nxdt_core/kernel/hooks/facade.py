@@ -35,7 +35,7 @@ class Hooks:
         self._calls = HookCalls(by_hook)
 
     def implementations(self, hook: str) -> tuple[Implementation, ...]:
-        """Who implements ``hook``, in calling order."""
+        """Return who implements ``hook``, in calling order."""
         return self._calls.implementations(hook)
 
     # Registration
@@ -45,15 +45,15 @@ class Hooks:
         return tuple(self._calls.collect(kind.hook))
 
     def nxdt_kinds(self) -> tuple[HookResult[Iterable[api.Kind]], ...]:
-        """Kinds that plugins add."""
+        """Return the kinds that plugins add."""
         return tuple(self._calls.collect("nxdt_kinds"))
 
     def nxdt_components(self) -> tuple[HookResult[Mapping[str, Iterable[api.Component]]], ...]:
-        """Records by name of a kind that a plugin added."""
+        """Return the records by name of a kind that a plugin added."""
         return tuple(self._calls.collect("nxdt_components"))
 
     def nxdt_cli(self) -> tuple[HookResult[Iterable[api.CliCommand]], ...]:
-        """Commands that plugins add."""
+        """Return the commands that plugins add."""
         return tuple(self._calls.collect("nxdt_cli"))
 
     # Configuration: a failure stops with PluginHookFailed
@@ -61,13 +61,13 @@ class Hooks:
     def nxdt_config_defaults(
         self, context: contexts.ConfigDefaultsContext
     ) -> tuple[HookResult[Mapping[str, Any]], ...]:
-        """Nested trees of defaults."""
+        """Return the nested trees of defaults."""
         return tuple(self._calls.collect("nxdt_config_defaults", context))
 
     def nxdt_validate_config(
         self, context: contexts.ValidateConfigContext
     ) -> tuple[HookResult[Iterable[api.ConfigFinding]], ...]:
-        """What plugins find wrong."""
+        """Return what plugins find wrong."""
         return tuple(self._calls.collect("nxdt_validate_config", context))
 
     def nxdt_configure(self, context: contexts.ConfigureContext) -> None:
@@ -77,11 +77,11 @@ class Hooks:
     # Resolution: the first answer; a failure stops with PluginHookFailed
 
     def nxdt_resolve_model(self, context: contexts.ResolveModelContext) -> HookResult[str] | None:
-        """Name of the model builder that is meant, or None where nobody knows."""
+        """Return the name of the model builder, or None where no plugin knows it."""
         return self._calls.first("nxdt_resolve_model", context)
 
     def nxdt_resolve_checkpoint_storage(self, context: contexts.ResolveStorageContext) -> HookResult[str] | None:
-        """Name of the store that is meant, or None where nobody knows."""
+        """Return the name of the storage backend, or None where no plugin knows it."""
         return self._calls.first("nxdt_resolve_checkpoint_storage", context)
 
     # Observers: a failure is logged and stops nothing

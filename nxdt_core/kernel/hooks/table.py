@@ -25,7 +25,7 @@ def specifications() -> dict[str, inspect.Signature]:
 
 
 def own_hooks(plugin: PluginInfo, hooks: HookSet) -> HookTable:
-    """The implementations of one plugin alone."""
+    """Return the implementations of one plugin alone."""
     table: dict[str, tuple[Implementation, ...]] = {}
     for name, function in vars(hooks).items():
         hook = getattr(function, MARK).get("specname") or name
@@ -34,7 +34,7 @@ def own_hooks(plugin: PluginInfo, hooks: HookSet) -> HookTable:
 
 
 def order_hooks(plugins: Sequence[tuple[PluginInfo, HookSet]]) -> HookTable:
-    """The implementations of all plugins: ``tryfirst`` ones, the others in the order given, ``trylast`` ones."""
+    """Return the implementations of all plugins: ``tryfirst`` ones, the others in the order given, ``trylast`` ones."""
     manager = pluggy.PluginManager(PROJECT)
     for phase in PHASES:
         manager.add_hookspecs(phase)

@@ -1,4 +1,4 @@
-"""Checkpoints: observers of saving and loading. A failure is logged with the plugin's name; the run goes on."""
+"""Checkpoints: observers of saving and loading. A failure is logged with the plugin's name; the run continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nxdt_checkpoint_saved(context: CheckpointContext) -> None:
 
 @hookspec
 def nxdt_checkpoint_loaded(context: CheckpointContext) -> None:
-    """A checkpoint was verified and loaded; training goes on from its step.
+    """A checkpoint was verified and loaded; training continues from its step.
 
     Example::
 

@@ -36,7 +36,7 @@ def nxdt_validate_config(context: ValidateConfigContext) -> Iterable[ConfigFindi
         def nxdt_validate_config(context):
             steps = context.config["trainer"]["max_steps"]
             if steps % 10:
-                return [ConfigFinding(key="trainer.max_steps", message=f"{steps} is no multiple of 10")]
+                return [ConfigFinding(key="trainer.max_steps", message=f"{steps} is not a multiple of 10")]
             return []
     """
 

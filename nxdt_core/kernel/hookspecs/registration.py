@@ -104,7 +104,7 @@ def nxdt_optimizers() -> Iterable[OptimizerComponent]:  # type: ignore[empty-bod
 
 @hookspec
 def nxdt_lr_schedulers() -> Iterable[LRSchedulerComponent]:  # type: ignore[empty-body]
-    """Offer learning-rate curves, selected by ``model.optim.sched.name``.
+    """Offer learning-rate schedules, selected by ``model.optim.sched.name``.
 
     Example::
 
@@ -168,7 +168,7 @@ def nxdt_config_migrations() -> Iterable[ConfigMigrationComponent]:  # type: ign
 
 @hookspec
 def nxdt_metrics() -> Iterable[MetricComponent]:  # type: ignore[empty-body]
-    """Offer figures of answers to held-out records, which ``nxdt evaluate`` reports beside the exact matches.
+    """Offer metrics of answers to held-out records, which ``nxdt evaluate`` reports with the exact matches.
 
     Example::
 

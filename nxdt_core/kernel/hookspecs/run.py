@@ -1,4 +1,4 @@
-"""The run: observers of moments of training. A failure is logged once with the plugin's name; the run goes on.
+"""The run: observers of moments of training. A failure is logged once with the plugin's name; the run continues.
 
 These are called once per optimizer step at the most, never per micro-batch or layer.
 """
@@ -42,7 +42,7 @@ def nxdt_step_end(context: StepContext) -> None:
 
 @hookspec
 def nxdt_fit_end(context: FitContext) -> None:
-    """Training ended, in whatever way; ``context.status`` says which.
+    """Training ended, with or without success; ``context.status`` says which.
 
     Example::
 

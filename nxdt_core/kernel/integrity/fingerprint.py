@@ -19,7 +19,7 @@ from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 __all__ = ["digest_plugin", "fingerprint_plugins"]
 
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
-"""In ``*.dist-info``, written by whoever installs and so different for equal wheels."""
+"""In ``*.dist-info``, written by the installer and so different for equal wheels."""
 
 
 def fingerprint_plugins(plugins: Iterable[PluginInfo]) -> str:
@@ -62,14 +62,14 @@ def _is_editable(dist: Distribution) -> bool:
 
 
 def _is_content(path: PurePosixPath) -> bool:
-    """Whether a file of ``RECORD`` comes from the wheel. (Scripts lie outside and name the interpreter's path.)"""
+    """Whether a file of ``RECORD`` comes from the wheel. (Scripts are outside and name the interpreter's path.)"""
     if path.is_absolute() or ".." in path.parts or path.suffix == ".pyc":
         return False
     return not (path.parts[0].endswith(".dist-info") and path.name in _INSTALLER_FILES)
 
 
 def _digest_files(module: str) -> str:
-    """Digest of the names and contents of the top-level package or module that an entry point lies in."""
+    """Digest of the names and contents of the top-level package or module of an entry point."""
     spec = importlib.util.find_spec(module.partition(":")[0].partition(".")[0])
     if spec is None:
         return _hex(b"")

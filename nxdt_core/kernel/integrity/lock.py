@@ -79,7 +79,7 @@ def _read(path: Path) -> Entries:
     except (OSError, ValueError, RecursionError) as error:
         raise PluginLockUnreadable(path=str(path), reason=str(error)) from error
     except (KeyError, TypeError) as error:
-        raise PluginLockUnreadable(path=str(path), reason=f"it is no lock file ({error!r})") from error
+        raise PluginLockUnreadable(path=str(path), reason=f"it is not a lock file ({error!r})") from error
 
 
 def _facts(row: dict[str, Any]) -> dict[str, str]:

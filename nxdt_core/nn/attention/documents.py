@@ -12,7 +12,8 @@ __all__ = ["DocumentMasks", "document_mask", "window_mask"]
 
 
 def document_mask(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [batch, 1, seq, seq] in ``dtype``: 0 where a token (row) may see another, −inf elsewhere.
+    """Return the additive mask [batch, 1, seq, seq] in ``dtype``: 0 where a token (row) may see another, −inf
+    elsewhere.
 
     Padding (−1) counts as a document of its own, so that no row is without a visible token.
     """
@@ -24,13 +25,15 @@ def document_mask(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 def window_mask(
     window: int, rows: int, dtype: torch.dtype, device: torch.device, document_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Additive masks of blocks of ``rows`` queries, each with the ``window`` keys before the block and its own.
+    """Return the additive masks of blocks of ``rows`` queries, each with the ``window`` keys before the block and its
+    own.
 
     A row sees itself and the ``window - 1`` tokens before it, as far as they belong to its document. Keys before the
     sequence's first and rows behind its last are there and mean nothing.
 
     Returns:
-        [1, 1, rows, window + rows] for all blocks alike, or [batch, blocks, rows, window + rows] of ``document_ids``.
+        [1, 1, rows, window + rows] for all blocks together, or [batch, blocks, rows, window + rows] of
+        ``document_ids``.
     """
     row, key = torch.arange(rows, device=device)[:, None], torch.arange(window + rows, device=device)
     visible = ((row < key) & (key <= row + window))[None, None]

@@ -47,7 +47,7 @@ class CausalAttention(nn.Module):
         self.window = window
 
     def semantics(self) -> AttentionSemantics:
-        """What ``forward`` computes; a subclass that overrides one of the two overrides the other as well."""
+        """Return what ``forward`` computes; a subclass that overrides one of the two overrides the other as well."""
         return AttentionSemantics(causal=True, window=self.window)
 
     def forward(

@@ -17,7 +17,7 @@ _LEAST_ROWS = 128
 
 
 def block_rows(window: int) -> int:
-    """Rows of a block: a quarter of the window, so that a fifth of the scores at most are hidden ones."""
+    """Return the rows of a block: a quarter of the window, so that a fifth of the scores at most are hidden ones."""
     return max(_LEAST_ROWS, window // 4)
 
 

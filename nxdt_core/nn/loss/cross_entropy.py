@@ -27,7 +27,7 @@ class VocabularyLoss(Protocol):
     """The slot: :func:`cross_entropies`, or what an engine puts there for logits that are sharded by vocabulary."""
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """As :func:`cross_entropies`."""
+        """Return the losses, as :func:`cross_entropies` does."""
         ...
 
 
@@ -35,15 +35,16 @@ _INSTALLED: Scoped[VocabularyLoss | None] = Scoped(None)
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The cross-entropy of each label, which is its negative log-probability; means nothing where the label is −100.
+    """Return the cross-entropy of each label, which is its negative log-probability; means nothing where the label is
+    −100.
 
     Computed in float32 (float64 for float64 logits), some rows at a time, and the gradient comes out in the logits'
-    dtype: beside the logits only their gradient is held whole, where ``F.cross_entropy`` holds full-precision
+    dtype: in addition to the logits only their gradient is held whole, where ``F.cross_entropy`` holds full-precision
     log-probabilities too. Differentiable once, in ``logits`` alone.
 
     Args:
-        logits: [..., vocab], any floating dtype; inside :func:`vocabulary_loss` whatever that loss takes; or the losses
-            of a head that computes these itself (:class:`~nxdt_core.nn.loss.token_losses.TokenLosses`).
+        logits: [..., vocab], any floating dtype; inside :func:`vocabulary_loss` the argument of that loss; or the
+            losses of a head that computes these itself (:class:`~nxdt_core.nn.loss.token_losses.TokenLosses`).
         labels: int64 [...]; −100 takes no part.
 
     Returns:
@@ -73,8 +74,8 @@ def cross_entropy_sum(
 
 
 def vocabulary_loss(loss: VocabularyLoss) -> AbstractContextManager[None]:
-    """Within the block :func:`cross_entropies` is ``loss``: an engine puts one for sharded logits around the
-    objective."""
+    """Make :func:`cross_entropies` call ``loss`` within a block: an engine puts one for sharded logits around
+    the objective."""
     return _INSTALLED.set(loss)
 
 
@@ -91,7 +92,7 @@ def whole_vocabulary_cross_entropies(logits: torch.Tensor, labels: torch.Tensor)
 def row_weights(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each row counts, in the dtype of accumulation, and its target; 0 and id 0 where the label is −100."""
+    """Return what each row counts, in the dtype of accumulation, and its target; 0 and id 0 where the label is −100."""
     targets = labels.reshape(-1)
     accumulation = torch.promote_types(logits.dtype, torch.float32)
     kept = targets != IGNORE_INDEX

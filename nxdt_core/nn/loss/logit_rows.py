@@ -30,7 +30,7 @@ class RowKernels:
             [rows] in ``dtype``.
         gradients: ``(rows, columns, log_sums, hits, scale, out)`` writes the gradient of the rows' cross-entropies,
             softmax less what is hit, times scale, to ``out``, which may be ``rows``. ``log_sums`` are those of the
-            whole rows, of which these may be a part; ``hits`` is −1 where the target lies in this part, else 0;
+            whole rows, of which these may be a part; ``hits`` is −1 where the target is in this part, else 0;
             ``scale`` is the gradient of the row's loss; each [rows].
     """
 
@@ -46,7 +46,7 @@ Combine = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 def row_cross_entropies(
     rows: torch.Tensor, columns: torch.Tensor, *, hits: torch.Tensor | None = None, combine: Combine | None = None
 ) -> torch.Tensor:
-    """Cross-entropies of rows by :func:`row_kernels`, [rows]; differentiable once, in ``rows``.
+    """Return the cross-entropies of rows by :func:`row_kernels`, [rows]; differentiable once, in ``rows``.
 
     Args:
         rows: logits [rows, columns]; other ranks may hold the rest of each row.
@@ -126,5 +126,5 @@ def row_kernels() -> RowKernels:
 
 
 def with_row_kernels(kernels: RowKernels) -> AbstractContextManager[None]:
-    """Within the block :func:`row_kernels` are ``kernels``: an engine puts compiled ones around the objective."""
+    """Make :func:`row_kernels` return ``kernels`` within a block: an engine puts compiled ones around the objective."""
     return _KERNELS.set(kernels)

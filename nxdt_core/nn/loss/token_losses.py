@@ -1,6 +1,6 @@
 """Losses in the place of logits: what a head returns that computes the cross-entropies of its tokens itself.
 
-Logits are the largest tensor of many a run. A head that is told the labels need not hold them all at once, and an
+Logits are the largest tensor of many a run. A head that receives the labels need not hold them all at once, and an
 objective that takes logits for nothing but their cross-entropy does not see the difference.
 """
 
@@ -29,24 +29,24 @@ _HARMLESS = frozenset(
 
 
 def losses_wanted() -> AbstractContextManager[None]:
-    """Around all that runs forward for the sake of a loss: an engine lets heads compute it."""
+    """Let heads compute the losses within the block, which an engine puts around all forward passes for a loss."""
     return _WANTED.set(True)
 
 
 def token_labels(labels: torch.Tensor) -> AbstractContextManager[None]:
-    """Around the forward of a micro-batch with these labels, int64 [batch, seq]."""
+    """Provide these labels, int64 [batch, seq], within the block: the forward pass of a micro-batch."""
     return _LABELS.set(labels)
 
 
 def wanted_labels() -> torch.Tensor | None:
-    """The labels of which a head should return the losses; None where it should return logits."""
+    """Return the labels of which a head should return the losses; None where it should return logits."""
     return _LABELS.value if _WANTED.value else None
 
 
 class TokenLosses(torch.Tensor):
     """Cross-entropies [batch, seq] of one micro-batch, which only :func:`~nxdt_core.nn.loss.cross_entropies` takes.
 
-    Any other use fails instead of being wrong in silence.
+    Any other use fails instead of being wrong silently.
     """
 
     labels: torch.Tensor
@@ -59,7 +59,7 @@ class TokenLosses(torch.Tensor):
         return wrapped
 
     def of(self, labels: torch.Tensor) -> torch.Tensor:
-        """The losses, as a plain tensor.
+        """Return the losses, as a plain tensor.
 
         Raises:
             LossesAreNotLogits: ``labels`` are not those that the losses are of.
@@ -71,7 +71,7 @@ class TokenLosses(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse whatever would read the values."""
+        """Refuse every operation that would read the values."""
         name = getattr(func, "__name__", str(func))
         if name not in _HARMLESS:
             raise LossesAreNotLogits(use=name)

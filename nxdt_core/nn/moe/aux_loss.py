@@ -25,7 +25,7 @@ def add_aux_loss(hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
 
 
 def aux_loss_scale(scale: float | torch.Tensor) -> AbstractContextManager[None]:
-    """Within the block, auxiliary losses count ``scale`` times; 1 outside of any."""
+    """Multiply auxiliary losses by ``scale`` within the block; outside, the factor is 1."""
     return _SCALE.set(scale)
 
 

@@ -15,7 +15,7 @@ __all__ = ["LocalDispatcher", "Placement", "collect", "spread"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Assignment i of token i // top_k lies in row ``row_of[i]``; the two vectors are each other's inverse.
+    """Assignment i of token i // top_k is in row ``row_of[i]``; the two vectors are each other's inverse.
 
     With both at hand, forward and backward only ever read by index: no sums over equal indices, which accelerators add
     up in an order that differs from run to run.
@@ -31,7 +31,7 @@ class Placement:
 
     @classmethod
     def ordered(cls, groups: torch.Tensor, top_k: int = 1) -> Placement:
-        """Rows in the order of ``groups`` int64 [assignments], equal ones in their own order."""
+        """Return the rows in the order of ``groups`` int64 [assignments], equal ones in their own order."""
         assignment_of = groups.argsort(stable=True)
         row_of = torch.empty_like(assignment_of)
         row_of[assignment_of] = torch.arange(len(groups), device=groups.device)
@@ -53,13 +53,13 @@ class Placement:
 
 
 def spread(tokens: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Each token in the rows of its assignments: [tokens, hidden] to [rows, hidden]; empty rows are zero."""
+    """Return each token in the rows of its assignments: [tokens, hidden] to [rows, hidden]; empty rows are zero."""
     rows: torch.Tensor = _Spread.apply(tokens, placement)  # type: ignore[no-untyped-call]
     return rows
 
 
 def collect(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """The row of each assignment: [rows, hidden] to [tokens, top_k, hidden]; zero for dropped ones."""
+    """Return the row of each assignment: [rows, hidden] to [tokens, top_k, hidden]; zero for dropped ones."""
     found: torch.Tensor = _Collect.apply(rows, placement)  # type: ignore[no-untyped-call]
     return found.view(-1, placement.top_k, rows.shape[1])
 
@@ -72,7 +72,7 @@ class LocalDispatcher(nn.Module):
     """
 
     def forward(self, hidden: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
-        """The weighted sum of the chosen experts' outputs for each token.
+        """Return the weighted sum of the chosen experts' outputs for each token.
 
         Args:
             hidden: [batch, seq, hidden].
@@ -85,7 +85,7 @@ class LocalDispatcher(nn.Module):
         return self.finish(self.mixed(hidden.flatten(0, 1), routing, experts).view_as(hidden))
 
     def mixed(self, tokens: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
-        """As forward, of ``tokens`` [tokens, hidden], and without :meth:`finish`."""
+        """Compute forward for ``tokens`` [tokens, hidden], without :meth:`finish`."""
         if routing.capacity is None:
             placement = Placement.ordered(routing.experts.flatten(), routing.experts.shape[1])
             outputs = self.run_ordered(spread(tokens, placement), routing.counts, experts)
@@ -97,17 +97,17 @@ class LocalDispatcher(nn.Module):
         return (found * routing.weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
     def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
-        """Outputs of ``rows`` [rows, hidden], ``counts`` [experts] of them for each expert."""
+        """Return the outputs of ``rows`` [rows, hidden], ``counts`` [experts] of them for each expert."""
         outputs: torch.Tensor = experts(rows, counts)
         return outputs
 
     def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
-        """Outputs of ``rows`` [experts, capacity, hidden]; shapes do not depend on the routing."""
+        """Return the outputs of ``rows`` [experts, capacity, hidden]; shapes do not depend on the routing."""
         outputs: torch.Tensor = experts(rows)
         return outputs
 
     def finish(self, mixed: torch.Tensor) -> torch.Tensor:
-        """The whole sum of which ``mixed`` [batch, seq, hidden] is this process's part."""
+        """Return the whole sum of which ``mixed`` [batch, seq, hidden] is this process's part."""
         return mixed
 
 

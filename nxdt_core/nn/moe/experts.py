@@ -17,7 +17,7 @@ __all__ = ["SwiGLUExperts", "grouped_linear"]
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TRACED_GROUPED_DTYPES = (torch.bfloat16,)
-"""Those for which ``torch.compile`` can trace it; the loop that stands in breaks the graph."""
+"""Those for which ``torch.compile`` can trace it; the loop in its place breaks the graph."""
 _GROUPED_ALIGNMENT_BYTES = 16
 """``F.grouped_mm`` refuses rows of any other multiple, and float64 (torch 2.13)."""
 
@@ -31,8 +31,8 @@ class SwiGLUExperts(nn.Module):
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, experts: int, *, dropout: float = 0.0) -> None:
-        """``dropout``: probability with which what lies between the matrices is zeroed while training (expert dropout,
-        Fedus et al. 2021, arXiv:2101.03961, section 2.4)."""
+        """``dropout``: probability with which the activations between the matrices are zeroed while training (expert
+        dropout, Fedus et al. 2021, arXiv:2101.03961, section 2.4)."""
         super().__init__()
         self.gate_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
@@ -45,7 +45,7 @@ class SwiGLUExperts(nn.Module):
         """A slot: this process's part of a parameter. Engines that shard the parameters put its counterpart here."""
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-        """Each expert over its rows.
+        """Return each expert over its rows.
 
         Args:
             rows: [rows, hidden], those of expert 0 first; or [experts, rows an expert, hidden].
@@ -63,7 +63,7 @@ class SwiGLUExperts(nn.Module):
         return self.updates[name](rows, product, matrix, counts) if name in self.updates else product
 
     def extra_repr(self) -> str:
-        """Number and widths, for ``print(model)``."""
+        """Return the number and widths, for ``print(model)``."""
         experts, ffn_hidden_size, hidden_size = self.gate_proj.shape
         return f"{experts} experts, {hidden_size} -> {ffn_hidden_size} -> {hidden_size}"
 

@@ -24,8 +24,8 @@ class MixtureOfExperts(nn.Module):
     """
 
     def __init__(self, *, router: TopKRouter, experts: SwiGLUExperts, shared: SwiGLU | None = None) -> None:
-        """``shared``: one block that all tokens pass beside their experts (Dai et al. 2024, arXiv:2401.06066); several
-        shared experts are one of their summed width."""
+        """``shared``: one block that all tokens pass in addition to their experts (Dai et al. 2024, arXiv:2401.06066);
+        several shared experts are one of their summed width."""
         super().__init__()
         self.router = router
         self.dispatcher = LocalDispatcher()

@@ -117,7 +117,7 @@ class TopKRouter(nn.Module):
 
     @property
     def statistics(self) -> RouterStatistics:
-        """Of the last forward, which the next one overwrites; the same once more where that is recomputed.
+        """Return the statistics of the last forward pass, which the next one overwrites; recomputation gives the same.
 
         Buffers, since a compiled graph that is recomputed can leave nothing else behind.
         """
@@ -201,5 +201,5 @@ class TopKRouter(nn.Module):
         self._entropy.copy_(entropy.sum())
 
     def extra_repr(self) -> str:
-        """What is chosen from how many, for ``print(model)``."""
+        """Return what is chosen from how many, for ``print(model)``."""
         return f"top {self.top_k} of {self.experts}, {self.order}, capacity_factor={self.capacity_factor}"

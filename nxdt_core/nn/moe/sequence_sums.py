@@ -1,4 +1,4 @@
-"""Sums over whole sequences, of which a rank may hold only some tokens, for losses that are no sums over tokens."""
+"""Sums over whole sequences, of which a rank may hold only some tokens, for losses that are not sums over tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SequenceShards", "sequence_shards", "shared_sequences"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceShards:
-    """How the tokens of each sequence lie on ranks; by default one rank has them all.
+    """How the tokens of each sequence are distributed over ranks; by default one rank has them all.
 
     A loss ``f(Σ over tokens)`` is computed on every rank from :attr:`total`, and each reports ``f × share``: the step
     adds the ranks up.
@@ -36,10 +36,10 @@ _SHARDS = Scoped(SequenceShards())
 
 
 def sequence_shards() -> SequenceShards:
-    """How the sequences of the batch at hand lie."""
+    """Return how the sequences of the batch at hand lie."""
     return _SHARDS.value
 
 
 def shared_sequences(shards: SequenceShards) -> AbstractContextManager[None]:
-    """Within the block :func:`sequence_shards` is ``shards``: an engine puts it around the objective."""
+    """Make :func:`sequence_shards` return ``shards`` within a block: an engine puts it around the objective."""
     return _SHARDS.set(shards)

@@ -60,8 +60,8 @@ class SinkhornRouter(TopKRouter):
 
 @torch.no_grad()
 def sinkhorn_offsets(logits: torch.Tensor, *, iterations: int, tolerance: float | None = None) -> torch.Tensor:
-    """What to add to each expert's logits so that ``exp`` of them, each token's scaled to one sum, has equal sums over
-    the tokens for all experts (Sinkhorn 1964; in logarithms, so that nothing overflows).
+    """Return what to add to each expert's logits so that ``exp`` of them, each token's scaled to one sum, has equal
+    sums over the tokens for all experts (Sinkhorn 1964; in logarithms, so that nothing overflows).
 
     Args:
         logits: [tokens, experts].

@@ -13,8 +13,8 @@ __all__ = ["TokenShards", "WholeMicroBatch", "exclusive_sum"]
 class TokenShards(Protocol):
     """Which part of the micro-batch this process has.
 
-    Capacity and load are defined over the whole micro-batch, whoever holds its tokens; this is what turns counts of
-    one process's tokens into those.
+    Capacity and load are defined over the whole micro-batch, independent of the ranks that hold its tokens; this is
+    what turns counts of one process's tokens into those.
     """
 
     @property
@@ -55,7 +55,7 @@ class WholeMicroBatch:
     segments: int = 1
 
     def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`TokenShards.count`, without asking anybody."""
+        """Return the counts of :meth:`TokenShards.count`, without communication."""
         return exclusive_sum(counts), counts.sum((0, 1))
 
 

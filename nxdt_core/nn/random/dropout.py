@@ -62,7 +62,7 @@ class Dropout(nn.Module):
         """A slot: engines say which part of the masks by position is this process's."""
         self._salt: torch.Tensor | None = None
         self.whole = False
-        """A slot: whether tensor parallel ranks hold the same values, though it lies in a tensor block."""
+        """A slot: whether tensor parallel ranks hold the same values, though it is in a tensor block."""
         self.features: tuple[int, int] | None = None
         """A slot: where this process's features begin, and how many the whole has, where an engine knows."""
 
@@ -100,7 +100,7 @@ class CausalAttentionWithDropout(CausalAttention):
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As :meth:`CausalAttention.forward`."""
+        """Return :meth:`CausalAttention.forward` with dropout while training."""
         if not self.training:
             return super().forward(query, key, value, document_ids)
         mask = None if document_ids is None else self.masks(document_ids, query.dtype)
@@ -111,7 +111,7 @@ class CausalAttentionWithDropout(CausalAttention):
 
 
 def causal_attention(p: float, masks: DocumentMasks | None = None) -> CausalAttention:
-    """The core with dropout of probability ``p``; at 0 the one that context parallelism can replace."""
+    """Return the core with dropout of probability ``p``; at 0 the one that context parallelism can replace."""
     return CausalAttentionWithDropout(p, masks) if p else CausalAttention(masks)
 
 
@@ -122,7 +122,7 @@ def _salted(salt: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _seeded(seed: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """Within the block, random numbers of ``device`` follow from ``seed``; behind it they go on as before."""
+    """Seed the random numbers of ``device`` within the block; after it the earlier sequence continues."""
     on_host = profile_of(device).host
     with torch.random.fork_rng([] if on_host else [device], device_type=HOST.type if on_host else device.type):
         torch.manual_seed(int(seed))

@@ -85,12 +85,13 @@ micro-batch's ids in this process, for their shape."""
 
 
 def draws_of_step(seed: int, step: int) -> AbstractContextManager[None]:
-    """Around all forward passes of a training step."""
+    """Set the step of the masks within the block, which contains all forward passes of a training step."""
     return _STEP.set((seed, step))
 
 
 def rows_of_batch(first: int | None, ids: torch.Tensor) -> AbstractContextManager[None]:
-    """Around the forward of a micro-batch: ``ids`` [rows, tokens] begin at row ``first`` of the global batch."""
+    """Set the rows of the masks within the block, the forward pass of a micro-batch: ``ids`` [rows, tokens] begin at
+    row ``first`` of the global batch."""
     if first is None or _STEP.value is None:
         return _DRAWS.set(None)
     return _DRAWS.set((torch.tensor((*_STEP.value, first), device=HOST), ids))
@@ -102,7 +103,7 @@ def same_draws() -> AbstractContextManager[None]:
 
 
 def encoded_name(name: str) -> torch.Tensor:
-    """The bytes of ``name`` and zeros behind them, on the host."""
+    """Return the bytes of ``name`` and zeros behind them, on the host."""
     encoded = name.encode()
     return torch.tensor([*encoded, *bytes(-len(encoded) % _NAME_BYTES)], dtype=torch.uint8, device=HOST)
 

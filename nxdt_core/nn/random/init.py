@@ -36,7 +36,7 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequ
 
 
 def rule_for(name: str, rules: Sequence[InitRule]) -> InitRule:
-    """The first of ``rules`` that matches a parameter's global name.
+    """Return the first of ``rules`` that matches a parameter's global name.
 
     Raises:
         NoInitRule: none does.
@@ -72,13 +72,13 @@ def draw(
         A tensor of ``local_shape`` on the CPU.
 
     Raises:
-        ValueError: the block does not lie within ``shape``.
+        ValueError: the block is not within ``shape``.
     """
     shape = tuple(shape)
     starts = tuple(offsets) if offsets is not None else (0,) * len(shape)
     sizes = tuple(local_shape) if local_shape is not None else tuple(n - o for n, o in zip(shape, starts, strict=True))
     if any(o < 0 or n < 0 or o + n > whole for whole, o, n in zip(shape, starts, sizes, strict=True)):
-        raise ValueError(f"{name}: a block of {sizes} at {starts} does not lie within {shape}")
+        raise ValueError(f"{name}: a block of {sizes} at {starts} is not within {shape}")
     block = torch.empty(sizes, dtype=dtype, device=HOST)
     if rule.distribution == "constant":
         return block.fill_(rule.mean)

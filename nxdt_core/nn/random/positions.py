@@ -1,4 +1,4 @@
-"""Where the elements of a block lie in the whole parameter, for random numbers by position."""
+"""Positions of a block's elements in the whole parameter, for random numbers by position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNK_ELEMENTS = 1 << 24
 def positions(
     shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], *, device: torch.device | str
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """For each chunk of a block's elements, row by row: where it lies in the block, and its elements' numbers in the
+    """Yield, for each chunk of a block's elements, row by row, its place in the block and its elements' numbers in the
     whole parameter, row-major (int64).
 
     Args:

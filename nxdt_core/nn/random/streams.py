@@ -27,7 +27,7 @@ class Stream:
 
     @classmethod
     def of(cls, seed: int, name: str) -> Stream:
-        """The stream of a parameter: 128 bits of BLAKE2b over both."""
+        """Return the stream of a parameter: 128 bits of BLAKE2b over both."""
         digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest()
         gamma = int.from_bytes(digest[8:], "little") | 1
         if (gamma ^ (gamma >> 1)).bit_count() < _MIXED_GAMMA_BITS:
@@ -42,7 +42,7 @@ class Stream:
         return mixed.bitwise_xor_(_shifted(mixed, 31))
 
     def uniform(self, indices: torch.Tensor) -> torch.Tensor:
-        """Numbers in (0, 1), both ends excluded, float64: midpoints of 2⁵² equal parts.
+        """Return the numbers in (0, 1), both ends excluded, float64: midpoints of 2⁵² equal parts.
 
         (With 53 bits the half would not fit: the largest would round to 1, whose normal quantile is infinite.)
         """

@@ -38,7 +38,7 @@ def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
     """This rank's tokens of ``batch``: every field [micro_batch, seq / cp], with ``position_ids`` filled in.
 
     Raises:
-        ContextSequenceDoesNotDivide: the sequence is no multiple of twice the context parallel ranks.
+        ContextSequenceDoesNotDivide: the sequence is not a multiple of twice the context parallel ranks.
     """
     rank, ranks = mesh.rank("cp"), mesh.size("cp")
     if ranks == 1:
@@ -53,7 +53,7 @@ def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
 
 
 def unshard_sequence(tensor: torch.Tensor, mesh: ParallelMesh, dim: int = 1) -> torch.Tensor:
-    """The whole sequence, in its own order, from every rank's shard along ``dim``. Collective.
+    """Return the whole sequence, in its own order, from every rank's shard along ``dim``. Collective.
 
     Differentiable: each rank's gradient is the sum over ranks for the tokens that it holds.
     """
@@ -149,7 +149,7 @@ def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
-    """What ``core`` computes, as its class says. A subclass that computes something else must say so anew."""
+    """What ``core`` computes, as its class says. A subclass that computes something else must say so itself."""
 
     def refusal(reason: str) -> AttentionCoreUnknown:
         return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)

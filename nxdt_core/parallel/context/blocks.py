@@ -35,7 +35,7 @@ class Sharing:
 def ring_blocks(
     rank: int, source: int, ranks: int, chunk: int, documents: DocumentChunks | None, window: int | None = None
 ) -> list[Block]:
-    """Blocks of ``rank``'s queries with the keys of ``source``, both in the order in which ranks hold them.
+    """Return the blocks of ``rank``'s queries with the keys of ``source``, both in the order in which ranks hold them.
 
     Args:
         rank: of the queries.
@@ -70,7 +70,7 @@ def ring_blocks(
 def local_blocks(
     rank: int, ranks: int, chunk: int, documents: DocumentChunks | None, window: int | None = None
 ) -> list[Block]:
-    """Both chunks of ``rank`` with themselves: what needs no other rank's keys."""
+    """Return both chunks of ``rank`` with themselves: what needs no other rank's keys."""
     return [
         Block(
             rows=half,
@@ -86,7 +86,7 @@ def local_blocks(
 def prefix_blocks(
     rank: int, ranks: int, chunk: int, documents: DocumentChunks | None, window: int | None = None
 ) -> list[Block]:
-    """Both chunks of ``rank`` with all keys before them; ``keys`` index the whole sequence in its own order.
+    """Return both chunks of ``rank`` with all keys before them; ``keys`` index the whole sequence in its own order.
 
     Documents and the window cut the prefix off before the first chunk of which something is seen.
     """
@@ -112,7 +112,7 @@ def _related(documents: DocumentChunks | None, window: int | None, chunk: int, r
 
 
 def _windowed(window: int | None, chunk: int, row: int, first: int) -> Window | None:
-    """Of chunk ``row`` and the keys from chunk ``first`` on, unless the window holds all of them."""
+    """Return the window of chunk ``row`` over the keys from chunk ``first`` on; None where it holds all of them."""
     distance = (row - first) * chunk
     return None if window is None or distance + chunk <= window else Window(length=window, distance=distance)
 

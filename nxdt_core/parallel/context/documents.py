@@ -29,7 +29,7 @@ class DocumentChunks:
     """By the numbers of two chunks."""
 
     def of(self, first: int, stop: int) -> torch.Tensor:
-        """Ids [batch, tokens] of the chunks ``first`` … ``stop - 1``."""
+        """Return the ids [batch, tokens] of the chunks ``first`` … ``stop - 1``."""
         chunk = self.ids.shape[1] // len(self.relations)
         return self.ids[:, first * chunk : stop * chunk]
 
@@ -66,7 +66,7 @@ _OVER: dict[str, DocumentsOfBatches] = {}
 
 
 def documents_over(group: dist.ProcessGroup) -> DocumentsOfBatches:
-    """The documents of all micro-batches that the ranks of ``group`` share."""
+    """Return the documents of all micro-batches that the ranks of ``group`` share."""
     known = _OVER.get(group.group_name)
     if known is None or known.group is not group:
         known = _OVER[group.group_name] = DocumentsOfBatches(group)
@@ -74,7 +74,7 @@ def documents_over(group: dist.ProcessGroup) -> DocumentsOfBatches:
 
 
 def documents_named(group_name: str) -> DocumentsOfBatches:
-    """As :func:`documents_over`, of a group that was asked for before: operators are given names, not groups."""
+    """Return the documents of a group that :func:`documents_over` saw before: operators are given names, not groups."""
     return _OVER[group_name]
 
 

@@ -1,7 +1,7 @@
 """Context parallel attention to gathered keys and values: each rank has all of them for a moment, and saves its own.
 
 One collective a direction where the ring has as many hops as ranks, at the price of a whole sequence of keys and values
-in memory while a layer runs. They are gathered anew in backward.
+in memory while a layer runs. They are gathered again in backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEQUENCE = 2
 def gathered_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sharing: Sharing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`~nxdt_core.parallel.context.ring.ring_forward`, by one all-gather."""
+    """Compute :func:`~nxdt_core.parallel.context.ring.ring_forward` by one all-gather."""
     layout = _layout(sharing, key)
     gathering = _Gathering(key, value, sharing.group)
     merged = Merged(query, value, sharing.scale)
@@ -47,7 +47,7 @@ def gathered_backward(
     lse: torch.Tensor,
     sharing: Sharing,
 ) -> Gradients:
-    """As :func:`~nxdt_core.parallel.context.ring.ring_backward`, by one all-gather and one reduce-scatter."""
+    """Compute :func:`~nxdt_core.parallel.context.ring.ring_backward` by one all-gather and one reduce-scatter."""
     layout, group = _layout(sharing, key), sharing.group
     gathering = _Gathering(key, value, group)
     sums = GradientSums(grad, query, value, output, lse, sharing.scale)
@@ -83,7 +83,8 @@ class _Gathering:
         self._work = all_gather_single(flat, self._own_key_value, group=group, async_op=True)
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait; keys and values [batch, kv_heads, seq, head_dim] of the whole sequence in its own order."""
+        """Wait for the keys and values and return them: [batch, kv_heads, seq, head_dim] of the whole sequence in its
+        own order."""
         assert self._work is not None
         self._work.wait()
         keys, values = in_order(self._all.unbind(0), _SEQUENCE).tensor_split((self._key_width,), -1)

@@ -167,7 +167,8 @@ def _gradients(
     method: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of query, key and value; contiguous, and none a view of another, as operators must give them."""
+    """Return the gradients of query, key and value; contiguous, and none a view of another, as operators must give
+    them."""
     sharing = _sharing(document_ids, scale, window, group_name)
     of_query, of_key, of_value = _METHODS[method].backward(grad, query, key, value, output, lse, sharing)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()

@@ -49,7 +49,7 @@ def ring_backward(
     lse: torch.Tensor,
     sharing: Sharing,
 ) -> Gradients:
-    """Gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
+    """Return the gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
     group = sharing.group
     sums = GradientSums(grad, query, value, output, lse, sharing.scale)
     own, travelling = _zero_gradients(key, value), None

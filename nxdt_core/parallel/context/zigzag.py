@@ -14,23 +14,24 @@ __all__ = ["chunks_of", "in_order", "runs_of", "shard_of"]
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Numbers of the two chunks of ``rank``, in the order in which it holds them."""
+    """Return the numbers of the two chunks of ``rank``, in the order in which it holds them."""
     return rank, 2 * ranks - 1 - rank
 
 
 def runs_of(rank: int, ranks: int, length: int) -> list[int]:
-    """Where the chunks of ``rank`` begin and end in a sequence of ``length``, as :attr:`MaskPart.runs` gives them."""
+    """Return where the chunks of ``rank`` begin and end in a sequence of ``length``, as :attr:`MaskPart.runs` gives
+    them."""
     chunk = length // (2 * ranks)
     return [at for number in chunks_of(rank, ranks) for at in (number * chunk, (number + 1) * chunk)]
 
 
 def shard_of(tensor: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:
-    """The part of ``tensor`` that ``rank`` holds; ``dim`` must divide by twice the ranks."""
+    """Return the part of ``tensor`` that ``rank`` holds; ``dim`` must divide by twice the ranks."""
     chunks = tensor.tensor_split(2 * ranks, dim)
     return torch.cat([chunks[chunk] for chunk in chunks_of(rank, ranks)], dim)
 
 
 def in_order(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The whole sequence from the parts of all ranks: the inverse of :func:`shard_of`."""
+    """Return the whole sequence from the parts of all ranks: the inverse of :func:`shard_of`."""
     early, late = zip(*(shard.tensor_split(2, dim) for shard in shards), strict=True)
     return torch.cat((*early, *reversed(late)), dim)

@@ -19,7 +19,7 @@ _FAKE = "fake"
 
 @contextmanager
 def fake_mesh(sizes: MeshSizes, *, rank: int = 0) -> Iterator[ParallelMesh]:
-    """The mesh of a run of ``sizes`` as its process ``rank`` sees it, for tensors of the meta device.
+    """Provide the mesh of a run of ``sizes`` as its process ``rank`` sees it, for tensors of the meta device.
 
     Raises:
         RuntimeError: this process is in a process group already.

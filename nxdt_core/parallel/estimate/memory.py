@@ -19,7 +19,7 @@ _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """How parameters, gradients and state lie on the ranks, and the dtypes of each."""
+    """Distribution of parameters, gradients and state over the ranks, and the dtypes of each."""
 
     policy: PrecisionPolicy
     zero_stage: int
@@ -36,22 +36,23 @@ class Storage:
 
     @property
     def compute_bytes(self) -> int:
-        """By element of a parameter as forward and backward use it."""
+        """Return the bytes per element of a parameter in forward and backward."""
         return _BYTES[self.policy.parameters]
 
     @property
     def stored_bytes(self) -> int:
-        """By element of a trained parameter as it is stored and saved; a frozen one is as it is computed with."""
+        """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
 
     def saved_bytes(self, *, bfloat16: bool, frozen: bool = False) -> int:
-        """By element of a parameter in a checkpoint; with ``bfloat16`` wider weights lie there in that, too."""
+        """Return the bytes per element of a parameter in a checkpoint; with ``bfloat16`` wider weights are saved in it
+        too."""
         stored = self.compute_bytes if frozen else self.stored_bytes
         return stored + (_BYTES["bfloat16"] if bfloat16 and stored > _BYTES["bfloat16"] else 0)
 
     @property
     def gradient_bytes(self) -> int:
-        """By element of an accumulated gradient."""
+        """Return the bytes per element of an accumulated gradient."""
         return _BYTES[self.policy.gradients]
 
     @property
@@ -69,8 +70,8 @@ def fullest_moment(
     traces: Mapping[int, MicroBatchTrace],
     received: int,
 ) -> Memory:
-    """The largest of three moments: the worst one of forward and backward, the reduction of the last gradients, and the
-    update where that works on float32 stand-ins of rounded weights.
+    """Return the largest of three moments: the worst one of forward and backward, the reduction of the last gradients,
+    and the update where that works on float32 stand-ins of rounded weights.
 
     Args:
         counts: parameters of all stages of the rank.
@@ -87,7 +88,7 @@ def fullest_moment(
 
 
 def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
-    """What lies there while micro-batches run."""
+    """Bytes in memory while micro-batches run."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
     largest = sum(counts.groups[:1])
     gradients, communication = counts.trained * storage.gradient_bytes, 0
@@ -105,7 +106,7 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
 
 
 def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool = False) -> tuple[int, int]:
-    """Stored weights, and optimizer state with masters; masters that are rounded where they lie have a copy beside
+    """Stored weights, and optimizer state with masters; masters that are rounded in place have a copy
     while the rank is ``computing``."""
     frozen = (counts.stored - counts.trained_stored) * storage.compute_bytes
     trained = counts.trained_stored * storage.stored_bytes

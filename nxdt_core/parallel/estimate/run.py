@@ -73,7 +73,7 @@ def _checkpoint_bytes(work: Workload, storage: Storage, *, frozen: int, trained:
 
 
 def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[object]:
-    """By place in the pipeline, what tells ranks apart that differ in their stages; only one of a kind is measured."""
+    """Return, by place in the pipeline, a key of ranks with equal stages; only one of a kind is measured."""
     sizes = work.sizes
     if sizes.stages == 1 or plan.pipeline is None:
         return [None] * sizes.pp

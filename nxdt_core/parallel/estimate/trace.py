@@ -22,7 +22,7 @@ from nxdt_core.parallel.estimate.live import LiveBytes, Phase, WireBytes
 __all__ = ["GradientUse", "MicroBatchTrace", "StageInput", "trace_micro_batch"]
 
 GradientUse = Literal["accumulated", "fresh", "sharded"]
-"""What becomes of a parameter's gradient in backward: added to one that is there, kept as the first one, or handed to a
+"""Use of a parameter's gradient in backward: added to an existing one, kept as the first one, or handed to a
 reduction that leaves the whole one behind."""
 
 

@@ -21,7 +21,8 @@ __all__ = ["sent_in_a_step"]
 def sent_in_a_step(
     measured: MeasuredRank, work: Workload, storage: Storage, stages: tuple[int, ...]
 ) -> Mapping[str, int]:
-    """Bytes by dimension (``tp``, ``cp``, ``ep``, ``token_shuffle``, ``pp``, ``dp``), without those that send none."""
+    """Return the bytes by dimension (``tp``, ``cp``, ``ep``, ``token_shuffle``, ``pp``, ``dp``), without those that
+    send none."""
     sent: Counter[str] = Counter()
     for trace in measured.traces:
         for dimension, size in trace.sent.items():

@@ -100,13 +100,13 @@ def count_parameters(
 
 
 def count_unique(module: nn.Module) -> tuple[int, int]:
-    """All elements of a whole model and those that are trained, tied parameters once."""
+    """Return all elements of a whole model and those that are trained, tied parameters once."""
     parameters = list(module.parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def optimizer_bytes_per_element(factory: OptimizerFactory, config: object, dtype: torch.dtype) -> float:
-    """State that the optimizer keeps for each element of a parameter, by stepping it once on a small one."""
+    """Return the state that the optimizer keeps for each element of a parameter, by stepping it once on a small one."""
     parameter = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = _over(parameter, factory, config)
@@ -117,7 +117,7 @@ def optimizer_bytes_per_element(factory: OptimizerFactory, config: object, dtype
 
 
 def needs_stand_ins(factory: OptimizerFactory, config: object) -> bool:
-    """Whether the optimizer works on float32 stand-ins of weights that are rounded stochastically."""
+    """Return whether the optimizer works on float32 stand-ins of weights that are rounded stochastically."""
     return not AdamUpdates.handles(_over(nn.Parameter(torch.zeros(16, 16)), factory, config))
 
 
@@ -133,7 +133,7 @@ def _shard(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def _group_of(name: str, plan: ParallelPlan) -> str:
-    """The innermost experts or layer that ``name`` lies in; empty for the root."""
+    """The innermost experts or layer that contains ``name``; empty for the root."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         path = ".".join(parts[:end])

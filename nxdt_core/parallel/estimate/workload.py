@@ -51,7 +51,7 @@ class Workload:
         return self.micro_batch_size * traits_of(self.objective).rows_per_sample
 
     def batch(self) -> Batch:
-        """One micro-batch as a rank sees it, on the meta device."""
+        """Return one micro-batch as a rank sees it, on the meta device."""
 
         def tokens() -> torch.Tensor:
             shape = self.rows, self.seq_length // self.sizes.cp
@@ -77,5 +77,5 @@ class Workload:
         return torch.empty(self.rows, sequence, size, dtype=dtype, device="meta")
 
     def hidden_bytes(self, size: int) -> int:
-        """Bytes of :meth:`hidden`; 0 where nothing travels."""
+        """Return the bytes of :meth:`hidden`; 0 where nothing travels."""
         return self.hidden(size).nbytes if self.sizes.pp > 1 else 0

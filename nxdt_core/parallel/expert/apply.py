@@ -1,7 +1,7 @@
-"""Expert parallelism by a model's plan: experts shared out over ``ep``, each cut over ``tp``, routers told of both.
+"""Expert parallelism by a model's plan: experts shared out over ``ep``, each cut over ``tp``, routers set up for both.
 
 An expert's gradient is a sum over the tokens of all ``ep`` ranks; the ranks of ``efsdp``, which hold the same experts,
-have the rest. A router lies in a tensor block: its gradient is a partial sum over ``tp``.
+have the rest. A router is in a tensor block: its gradient is a partial sum over ``tp``.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def apply_expert_parallel(
 
 
 def expert_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
-    """Paths of the modules whose parameters are experts."""
+    """Return the paths of the modules whose parameters are experts."""
     return tuple(_paths(module, plan.experts))
 
 
 def expert_parameters(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
-    """Names of the experts' parameters: their gradients are summed over ``efsdp`` rather than ``fsdp``."""
+    """Return the names of the experts' parameters: their gradients are summed over ``efsdp`` rather than ``fsdp``."""
     return frozenset(
         f"{path}.{name}"
         for path in expert_modules(module, plan)

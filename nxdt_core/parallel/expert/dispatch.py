@@ -18,7 +18,7 @@ class AllToAllDispatcher(LocalDispatcher):
 
     An expert sees the tokens of all ranks, and its gradient is their sum. All ranks of the group call it equally often,
     forward and backward. Without capacity the ranks may have any number of tokens; with it, equally many, since then
-    every size follows from that number and nobody needs to ask.
+    every size follows from that number and no rank needs to ask.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class AllToAllDispatcher(LocalDispatcher):
         self.sequence_parallel = sequence_parallel
 
     def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
-        """As :meth:`LocalDispatcher.run_ordered`. The host waits for the device once, to learn how much is coming."""
+        """Compute :meth:`LocalDispatcher.run_ordered` over the ranks of the group. The host waits for the device once,
+        to learn how much is coming."""
         if self.group is None:
             return super().run_ordered(rows, counts, experts)
         sent = counts.view(self.group.size(), -1)  # [ranks, experts of one rank]
@@ -50,7 +51,7 @@ class AllToAllDispatcher(LocalDispatcher):
         return all_to_all(collect(outputs, placement).squeeze(1), outgoing, incoming, self.group)
 
     def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
-        """As :meth:`LocalDispatcher.run_padded`; the host waits for nothing."""
+        """Compute :meth:`LocalDispatcher.run_padded` over the ranks of the group; the host waits for nothing."""
         if self.group is None:
             return super().run_padded(rows, experts)
         ranks = self.group.size()
@@ -63,14 +64,14 @@ class AllToAllDispatcher(LocalDispatcher):
         return returned.view(rows.shape)
 
     def finish(self, mixed: torch.Tensor) -> torch.Tensor:
-        """The sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
+        """Return the sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
         return sum_over_ranks(mixed, self.tensor_group, sequence_parallel=self.sequence_parallel)
 
 
 def _splits(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Rows that go to each rank and that come from each, on the host; ``sent`` and ``received`` [ranks, experts].
 
-    On the meta device, where a run is planned, nobody knows: ``rows`` are then shared out equally.
+    On the meta device, where a run is planned, the sizes are unknown: ``rows`` are then shared out equally.
     """
     if sent.is_meta:
         ranks = len(sent)

@@ -21,7 +21,7 @@ _BEHIND = 3
 
 
 def routers_of(whole: nn.Module, plan: ParallelPlan) -> dict[str, int]:
-    """Number of experts of each router that keeps statistics, by path, in the order of the whole model."""
+    """Return the number of experts of each router that keeps statistics, by path, in the order of the whole model."""
     return {
         path: int(part.experts)
         for path, part in whole.named_modules()

@@ -1,6 +1,6 @@
 """Tokens of several data parallel ranks mixed before their experts, and sorted out behind them.
 
-Experts of bounded capacity drop what a micro-batch has too many of. One whose documents are all alike has too many for
+Experts of bounded capacity drop what a micro-batch has too many of. One with very similar documents has too many for
 few experts; mixed with those of other ranks it asks for as much as they do on the average.
 
 Every n-th token goes to each of n ranks and keeps its place, to within n. No random numbers: recomputation and resumed
@@ -26,7 +26,7 @@ __all__ = ["TokenShuffle", "apply_token_shuffle", "dealt"]
 def apply_token_shuffle(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, ranks: int) -> None:
     """Let each mixture of experts see the tokens of ``ranks`` neighbouring data parallel ranks mixed, while it trains.
 
-    Collective: every rank calls it, whatever its pipeline stage. Call it after tensor parallelism, whose block entries
+    Collective: every rank of every pipeline stage calls it. Call it after tensor parallelism, whose block entries
     must see the tokens that were mixed already: under sequence parallelism each rank exchanges its part alone.
 
     Args:
@@ -64,7 +64,7 @@ class TokenShuffle:
 
 
 def dealt(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tokens that this rank is dealt, of ``hidden`` [batch, seq, hidden] on each of n ranks; the same shape.
+    """Return the tokens that this rank is dealt, of ``hidden`` [batch, seq, hidden] on each of n ranks; the same shape.
 
     Token ``n · i + j`` of rank r becomes token ``n · i + r`` of rank j. Dealing twice undoes it.
 

@@ -30,7 +30,8 @@ class ZigZagTokens:
         return self.group.size()
 
     def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`TokenShards.count`, by one all-gather of 16 bytes for each expert, row and rank."""
+        """Return the counts of :meth:`TokenShards.count` by one all-gather of 16 bytes for each expert, row and
+        rank."""
         ranks = self.group.size()
         by_rank = gather_along(counts, 0, self.group).chunk(ranks)
         chunks = in_order(by_rank, 1)  # [batch, 2 * ranks, experts]
@@ -39,7 +40,7 @@ class ZigZagTokens:
 
 
 def token_shards(mesh: ParallelMesh) -> TokenShards:
-    """What routers need to know of ``mesh``. Tensor parallel ranks route the same tokens each for itself."""
+    """Return what routers need to know of ``mesh``. Tensor parallel ranks route the same tokens each for itself."""
     group = mesh.group("cp")
     if group is None:
         return WholeMicroBatch(copies=mesh.size("tp"))

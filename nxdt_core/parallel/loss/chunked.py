@@ -82,7 +82,7 @@ def linear_cross_entropies(
     tokens: int,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Cross-entropies of a linear layer's outputs, in float32 (float64 for float64); differentiable once.
+    """Return the cross-entropies of a linear layer's outputs, in float32 (float64 for float64); differentiable once.
 
     Args:
         hidden: [..., hidden].

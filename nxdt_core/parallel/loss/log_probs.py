@@ -20,7 +20,7 @@ class LabelLogProbs:
         """Of each micro-batch that came by here, float [rows, seq / cp]; 0 where there is no label."""
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Of the tokens: nothing is divided by it."""
+        """Return the weight of the tokens: nothing is divided by it."""
         return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:

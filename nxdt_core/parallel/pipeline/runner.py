@@ -85,7 +85,7 @@ class PipelineRunner:
 
     @property
     def holds_last(self) -> bool:
-        """Whether the model's last stage, which gives logits and losses, lies on this rank."""
+        """Whether the model's last stage, which gives logits and losses, is on this rank."""
         return self._settings.stages - 1 in self.stages
 
     def train(
@@ -154,12 +154,12 @@ class PipelineRunner:
             )
 
     def broadcast_from_last(self, value: torch.Tensor | None) -> torch.Tensor:
-        """The last stage's tensor on all pipeline ranks, whatever its shape; the others give None."""
+        """Return the last stage's tensor, of any shape, on all pipeline ranks; the others pass None."""
         source = rank_of_stage(self._settings.stages - 1, self._pp, self._schedule)
         return broadcast_from(value, source, self._group, self._settings.device)
 
     def _stock_schedule(self, micro_batches: int) -> tuple[list[StreamedStage], StockSchedule]:
-        """Built anew where the number or shape of micro-batches changes, which costs milliseconds."""
+        """Built again where the number or shape of micro-batches changes, which costs milliseconds."""
         key = micro_batches, self._stream.hidden_like(0)
         if self._prepared is None or self._prepared[0] != key:
             top = max(self.stages)

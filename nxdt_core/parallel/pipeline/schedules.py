@@ -33,7 +33,7 @@ def make_schedule(
     *,
     gather_at_start: bool = True,
 ) -> StockSchedule:
-    """The stock schedule over this rank's ``stages``.
+    """Return the stock schedule over this rank's ``stages``.
 
     Gradients are summed over micro-batches, never divided: losses are shares of one global mean already, and stock's
     ``scale_grads=True`` divides twice where stages share a parameter.
@@ -78,7 +78,7 @@ class Operation:
 
 
 def schedule_operations(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> list[list[Operation]]:
-    """What each pipeline rank computes in a step, in order; communication left out.
+    """Return what each pipeline rank computes in a step, in order; communication left out.
 
     From the list that the stock schedule itself executes. Its 1F1B has no such list (its ``pipeline_order`` is a
     drawing, whose last rank starts at micro-batch 1), but a loop, which is followed here.

@@ -91,7 +91,7 @@ class StreamedStage(StockStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, in the context that the run wants around it (autocast)."""
+        """Return the module's forward, in the context that the run wants around it (autocast)."""
         with self._settings.forward_context():
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -110,13 +110,13 @@ class StreamedStage(StockStage):
         return infos
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receive of a micro-batch's hidden states, into a buffer made now."""
+        """Return the receive of a micro-batch's hidden states, into a buffer made now."""
         if not self.is_first:
             self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receive of the gradient of a micro-batch's output, into a buffer made now."""
+        """Return the receive of the gradient of a micro-batch's output, into a buffer made now."""
         if self.has_backward and not self.is_last:
             self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
@@ -126,11 +126,11 @@ class StreamedStage(StockStage):
             info.buffer = self._settings.stream.buffer(chunk)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The send of a micro-batch's output; none where it is under way already."""
+        """Return the send of a micro-batch's output; none where it is under way already."""
         return self._sent(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The send of the gradient of a micro-batch's input; none where it is under way already."""
+        """Return the send of the gradient of a micro-batch's input; none where it is under way already."""
         return self._sent(super().get_bwd_send_ops(bwd_chunk_id))
 
     def finish_sends(self) -> None:
@@ -164,7 +164,7 @@ class StreamedStage(StockStage):
         _release(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Gradients of parameters for a micro-batch whose inputs' gradients are done.
+        """Compute the gradients of parameters for a micro-batch whose inputs' gradients are done.
 
         Stock adds them to ``.grad`` itself, past the hooks of FSDP2, so what those do is done here.
         """
@@ -178,7 +178,8 @@ class StreamedStage(StockStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
-        """As stock, except for whole backward passes under ZeRO-2 and -3, where FSDP2 reduces within the pass."""
+        """Run backward as torch's stage does, except whole passes under ZeRO-2 and -3, where FSDP2 reduces within the
+        pass."""
         if not self._reduces_each or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         self._reduce_from_now(last_backward)
@@ -204,7 +205,7 @@ class StreamedStage(StockStage):
 
     def _unshard(self) -> None:
         """Gather the parameters, before a split backward looks for them in the module: it would not find those that
-        ZeRO-3 has freed, and leave out their gradients without a word."""
+        ZeRO-3 has freed, and leave out their gradients silently."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()

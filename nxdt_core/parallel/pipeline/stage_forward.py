@@ -107,7 +107,8 @@ def forward_stages(
 def broadcast_from(
     value: torch.Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """The tensor of group rank ``source`` on all ranks of ``group``; the others give None. Its shape travels first."""
+    """Return the tensor of group rank ``source`` on all ranks of ``group``; the others give None. Its shape travels
+    first."""
     header = [None if value is None else (value.shape, value.dtype)]
     dist.broadcast_object_list(header, group=group, group_src=source, device=device)
     assert header[0] is not None

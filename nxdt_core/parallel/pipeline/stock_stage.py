@@ -29,7 +29,8 @@ class StockStage(PipelineStage):
         return output
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receive of a micro-batch's inputs, which require gradients (up to 2.11 stock sets that at the start)."""
+        """Return the receive of a micro-batch's inputs, which require gradients (up to 2.11 stock sets that at the
+        start)."""
         ops: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
         for op in ops:
             op.tensor.requires_grad_(self.has_backward)
@@ -51,7 +52,7 @@ class StockStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
-        """One of stock's kinds of backward. Up to 2.11 the pass for inputs alone takes nothing but tensors."""
+        """Return one of stock's kinds of backward. Up to 2.11 the pass for inputs alone takes nothing but tensors."""
         if backward_type == "input":
             tensors = [value for value in bwd_kwargs["input_values"] if isinstance(value, torch.Tensor)]
             bwd_kwargs = {**bwd_kwargs, "input_values": tensors}

@@ -51,16 +51,17 @@ class MicroBatchStream:
         return self.on_device[index]
 
     def inputs(self, index: int, *, first: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        """What a stage's forward takes from outside the pipeline: token ids on the first stage, arguments on all."""
+        """Return what a stage's forward takes from outside the pipeline: token ids on the first stage, arguments on
+        all."""
         batch = self[index]
         return ((batch.input_ids,) if first else ()), dict(self._arguments(batch))
 
     def hidden_like(self, index: int) -> HiddenLike:
-        """The hidden states between stages for micro-batch ``index``."""
+        """Return the hidden states between stages for micro-batch ``index``."""
         return self._hidden_like(self._host[index])
 
     def buffer(self, index: int) -> torch.Tensor:
-        """Memory for those hidden states."""
+        """Return the memory for those hidden states."""
         shape, dtype = self.hidden_like(index)
         return torch.empty(shape, dtype=dtype, device=self._device)
 

@@ -1,4 +1,4 @@
-"""Tied parameters whose two copies lie on the first and the last pipeline stage.
+"""Tied parameters whose two copies are on the first and the last pipeline stage.
 
 Both start from one draw (the owner's name) and get the same gradient, the sum of both, so that equal updates keep them
 equal. On which rank a copy counts in norms and checkpoints is the business of who counts: the owner's alone.
@@ -27,11 +27,11 @@ class TiedCopies:
     owner: str
     user: str
     parameters: tuple[nn.Parameter, ...]
-    """Those of the two that lie on this rank: none, one, or both (``zbv`` ends where it begins)."""
+    """Those of the two that are on this rank: none, one, or both (``zbv`` ends where it begins)."""
 
 
 def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_count: int) -> list[TiedCopies]:
-    """The separated pairs, the same list on every rank.
+    """Return the separated pairs, the same list on every rank.
 
     Args:
         stages: this rank's modules by stage number, of :func:`~nxdt_core.engines.stages.cut_stage`, which
@@ -50,7 +50,8 @@ def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_co
 
 
 def tied_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
-    """The group of the first and the last pipeline rank of this rank's column: same tensor, data and context shard.
+    """Return the group of the first and the last pipeline rank of this rank's column: same tensor, data and context
+    shard.
 
     Its members alone call this (the others may). None on ranks between, and where one rank has both copies.
     """
@@ -67,8 +68,8 @@ def tied_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
 def sum_tied_gradients(copies: Sequence[TiedCopies], group: dist.ProcessGroup | None) -> None:
     """Give both copies of each pair the sum of their gradients.
 
-    After data parallel reduction and before the norm, on the local shards: both copies are sharded alike. A copy
-    without a gradient counts as zero; frozen parameters are left alone.
+    After data parallel reduction and before the norm, on the local shards: both copies are sharded in the same way. A
+    copy without a gradient counts as zero; frozen parameters are left alone.
 
     Args:
         copies: of :func:`tied_copies`.
@@ -89,7 +90,7 @@ def _present(modules: Iterable[nn.Module], names: tuple[str, str]) -> tuple[nn.P
 
 
 def _end_of(parameter: str, ends: tuple[tuple[str, ...], tuple[str, ...]]) -> int | None:
-    """0: with the modules before the layers, 1: with those after, None: within the layers."""
+    """Return 0 for the modules before the layers, 1 for those after, None within the layers."""
     for end, modules in enumerate(ends):
         if any(parameter.startswith(f"{name}.") for name in modules):
             return end

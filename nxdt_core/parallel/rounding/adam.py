@@ -59,7 +59,7 @@ class AdamUpdates:
 
     @staticmethod
     def handles(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``optimizer`` is torch's own Adam or AdamW, of which nothing is overridden."""
+        """Return whether ``optimizer`` is torch's own Adam or AdamW, of which nothing is overridden."""
         return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
             group.get(option) for group in optimizer.param_groups for option in _OTHER_UPDATES
         )
@@ -93,7 +93,7 @@ class AdamUpdates:
         return found
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
-        """As torch's, in the run's dtype; one that was loaded may lie in another, or the step on another device."""
+        """Return torch's state in the run's dtype; a loaded one may have another, or the step be on another device."""
         weight = self._weights[name]
         state: dict[str, torch.Tensor] = self._optimizer.state[self._stand_ins[name]]
         if not state:
@@ -126,14 +126,14 @@ def _count(steps: list[torch.Tensor], taken: float | torch.Tensor) -> None:
 
 
 def _decoupled(weight: torch.Tensor, grad: torch.Tensor, *rest: Any) -> None:
-    """AdamW: the decay is taken from the weight."""
+    """Update as AdamW: the decay is taken from the weight."""
     factors = rest[4]
     value = weight.float()
     _update(weight, value, value * factors[4], grad.float(), *rest)
 
 
 def _coupled(weight: torch.Tensor, grad: torch.Tensor, *rest: Any) -> None:
-    """Adam: the decay is a part of the gradient."""
+    """Update as Adam: the decay is a part of the gradient."""
     factors = rest[4]
     value = weight.float()
     _update(weight, value, value, grad.float() + value * factors[3], *rest)

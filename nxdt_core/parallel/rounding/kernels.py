@@ -77,7 +77,7 @@ class BlockKernel:
         """Run the kernel over one rank's shard, in place.
 
         Args:
-            place: of the shard; zeros that fill up a padded one get numbers that nobody sees.
+            place: of the shard; zeros that fill up a padded one get numbers that are not used.
             tensors: of the shard's shape, all on one device; the function gets them flat.
             others: what all elements share; tensors are rows of :func:`apart`, or scalars.
         """

@@ -22,9 +22,9 @@ __all__ = ["rounded_weights"]
 def rounded_weights(
     parameters: Iterable[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding | None, step: int
 ) -> Iterator[None]:
-    """Within the block float32 shards have values of bfloat16, which whoever gathers them casts without a loss.
+    """Round float32 shards to values of bfloat16 within the block, so that the cast when they are gathered is exact.
 
-    However often a layer is gathered in a step, its copy is the same. The masters are kept beside: 4 bytes an element
+    However often a layer is gathered in a step, its copy is the same. The masters are kept too: 4 bytes per element
     of this rank's shards.
 
     Args:

@@ -21,7 +21,7 @@ class StochasticRounding:
 
     seed: int
     state: Literal["float32", "bfloat16"] = "float32"
-    """What the optimizer's state lies in between steps."""
+    """Dtype of the optimizer's state between steps."""
 
     def keys(self, step: int, names: Sequence[str], device: torch.device) -> torch.Tensor:
         """Return the keys of tensors in one step, int32 [names, KEY_WORDS], in one copy to the device."""
@@ -30,12 +30,13 @@ class StochasticRounding:
 
 
 def updates_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | None:
-    """How a policy rounds what the optimizer makes of the weights; None where it has masters, or rounds to nearest."""
+    """Return how a policy rounds what the optimizer makes of the weights; None where it has masters, or rounds to
+    nearest."""
     if not policy.stochastic_rounding or policy.master_weights:
         return None
     return StochasticRounding(seed=seed, state="bfloat16" if policy.optimizer_state == "bfloat16" else "float32")
 
 
 def masters_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | None:
-    """How a policy rounds masters to what is computed with; None where it rounds to nearest, or has none."""
+    """Return how a policy rounds masters to what is computed with; None where it rounds to nearest, or has none."""
     return StochasticRounding(seed=seed) if policy.stochastic_rounding and policy.master_weights else None

@@ -36,7 +36,7 @@ class StochasticUpdates:
         *,
         compiled: bool = False,
     ) -> None:
-        """``weights``: this rank's shards by global name; ``places``: where each lies in its whole; ``compiled`` as for
+        """``weights``: this rank's shards by global name; ``places``: where each is in its whole; ``compiled`` as for
         :class:`BlockKernel`."""
         self._weights = weights
         self._places = places
@@ -107,7 +107,7 @@ class StochasticUpdates:
 
 
 def in_buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names by bucket, in their order; ``sizes`` are elements of whole parameters."""
+    """Yield the names by bucket, in their order; ``sizes`` are elements of whole parameters."""
     bucket: list[str] = []
     filled = 0
     for name, elements in sizes.items():

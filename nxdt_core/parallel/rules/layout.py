@@ -29,7 +29,7 @@ def find_impossible_layouts(settings: Settings) -> Iterator[ConfigProblem]:
 
 
 def heads_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """Each tensor parallel device takes whole query heads; ``pad_heads`` adds what is missing."""
+    """Yield query heads that do not divide by the tensor parallel devices; ``pad_heads`` adds what is missing."""
     numbers = settings.numbers(_HEADS, TP)
     if numbers is None or settings.values.get(_PAD_HEADS):
         return
@@ -78,7 +78,7 @@ def columns_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 
 def experts_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """Each expert parallel device takes whole experts, of a model that has some."""
+    """Yield expert parallelism over a number of experts that does not divide, or without experts."""
     sizes, experts = settings.numbers(EP), settings.numbers(_EXPERTS)
     if sizes is None or sizes[0] == 1 or settings.values.get(_FOREIGN):
         return

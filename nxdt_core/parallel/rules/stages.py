@@ -43,7 +43,7 @@ def cuts_match_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 
 def schedule_knows_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """Each schedule has its own number of stages a device."""
+    """Yield a number of stages per device that the schedule does not have."""
     schedule, vpp, pp = settings.values.get(_SCHEDULE), settings.values.get(VPP) or 1, settings.values.get(PP)
     if schedule is None or pp == 1:
         return
@@ -59,7 +59,7 @@ def schedule_knows_stages(settings: Settings) -> Iterator[ImpossibleCombination]
 
 
 def schedule_has_micro_batches(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """What ``torch.distributed.pipelining`` (2.13) asks of the number of micro-batches.
+    """Yield what ``torch.distributed.pipelining`` (2.13) asks of the number of micro-batches.
 
     1F1B takes at least as many as stages. The interleaved one works in rounds of at least PP micro-batches, all of
     one size. ZBV takes any number; with fewer than 2 PP - 1 its devices only wait longer.
@@ -97,7 +97,7 @@ def schedule_compiles(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 
 def schedule_recomputes(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """ZBV looks at a layer's graph twice, and each look would compute the layer anew."""
+    """ZBV looks at a layer's graph twice, and each time would compute the layer again."""
     sizes = mesh_sizes(settings)
     if sizes is not None and sizes.schedule == "zbv" and settings.values.get(_RECOMPUTE):
         yield ImpossibleCombination(

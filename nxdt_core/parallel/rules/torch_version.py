@@ -17,7 +17,7 @@ _NEEDED = "torch>=2.10"
 
 
 def torch_runs_zbv(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """In torch 2.9 the stock schedule has a rank send to itself where two of its stages follow each other."""
+    """Yield ZBV on torch 2.9, whose schedule has a rank send to itself between two consecutive stages."""
     sizes, installed = mesh_sizes(settings), _older()
     if installed and sizes is not None and sizes.schedule == "zbv" and sizes.pp > 1:
         yield ImpossibleCombination(
@@ -28,7 +28,8 @@ def torch_runs_zbv(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 
 def torch_shards_copied_heads(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """In torch 2.9 a mesh cannot be split, and FSDP2 takes only parameters whose mesh has the root of its own."""
+    """Yield layouts that torch 2.9 cannot run: a mesh cannot be split, and FSDP2 takes only parameters whose mesh has
+    the root of its own."""
     numbers, installed = settings.numbers(_KV_HEADS, TP), _older()
     if installed and numbers is not None and numbers[0] < numbers[1]:
         heads, tp = numbers

@@ -32,7 +32,7 @@ def apply_tensor_parallel(
 ) -> None:
     """Replace, in place, the modules that ``plan.tensor`` names by sharded ones under the same names.
 
-    Collective: every rank calls it, whatever its pipeline stage. With one tensor-parallel rank nothing changes.
+    Collective: every rank of every pipeline stage calls it. With one tensor-parallel rank nothing changes.
 
     Args:
         module: one pipeline stage, mostly on the meta device; values of a real one are kept.
@@ -44,7 +44,7 @@ def apply_tensor_parallel(
 
     Raises:
         HeadsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.
-        TensorPlanUnusable: a module that its style cannot shard, or one that lies in no tensor block.
+        TensorPlanUnusable: a module that its style cannot shard, or one in no tensor block.
     """
     group = mesh.group("tp")
     if group is None:
@@ -68,9 +68,9 @@ def apply_tensor_parallel(
 
 
 def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parallel: bool) -> frozenset[str]:
-    """Names of parameters whose gradients are partial sums over ``tp``, after :func:`apply_tensor_parallel`.
+    """Return the names of parameters whose gradients are partial sums over ``tp``, after :func:`apply_tensor_parallel`.
 
-    Those that tensor parallelism does not shard, where they lie in a tensor block or are of the update of a vocabulary
+    Those that tensor parallelism does not shard, where they are in a tensor block or are of the update of a vocabulary
     embedding (except what comes after a ``row``'s sum: its bias, and ``replicate`` modules), or anywhere under sequence
     parallelism.
     """
@@ -94,8 +94,8 @@ def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parall
 
 
 def replicated_partials(module: nn.Module) -> frozenset[str]:
-    """Names of key and value parameters whose gradients are partial sums over ``tp_kv_replica``: each copy serves
-    other query heads."""
+    """Return the names of key and value parameters whose gradients are partial sums over ``tp_kv_replica``: each copy
+    serves other query heads."""
     return frozenset(
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -134,7 +134,7 @@ def _blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
     for block in blocks:
         outer = next((other for other in blocks if other != block and _inside(block, other)), None)
         if outer is not None:
-            raise TensorPlanUnusable(problem=f"the tensor block '{block}' lies in the tensor block '{outer}'")
+            raise TensorPlanUnusable(problem=f"the tensor block '{block}' is inside the tensor block '{outer}'")
     return blocks
 
 

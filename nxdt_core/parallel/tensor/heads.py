@@ -1,4 +1,4 @@
-"""How attention heads are shared out over tensor-parallel ranks: as wholes, each query head beside its key's.
+"""How attention heads are shared out over tensor-parallel ranks: as wholes, each query head with its key's.
 
 Rank r computes query heads r·n … r·n + n−1 and the key and value heads that those attend with. Where there are more
 ranks than key and value heads, neighbouring ranks hold copies of one. Where the numbers do not divide, heads of zeros
@@ -57,7 +57,7 @@ class HeadLayout:
         return self.padded_kv_heads * self.padded_group != self.query_heads
 
     def query(self, dim: int, head_dim: int) -> PaddedDim:
-        """How the dimension ``dim`` of query heads lies over the ranks."""
+        """Return how the dimension ``dim`` of query heads lies over the ranks."""
         group = self.query_heads // self.kv_heads
         block = self.padded_kv_heads * self.padded_group // self.tp
         # Groups side by side on a rank, or a group over several: in both cases what is real comes first on each rank.
@@ -71,7 +71,7 @@ class HeadLayout:
         return PaddedDim.of(dim, block=block, starts=starts, counts=counts, unit=head_dim)
 
     def key_value(self, dim: int, head_dim: int) -> PaddedDim:
-        """The same of key and value heads, over the groups of ranks that hold different ones."""
+        """Return the same of key and value heads, over the groups of ranks that hold different ones."""
         parts = min(self.tp, self.padded_kv_heads)
         block = self.padded_kv_heads // parts
         starts = [min(part * block, self.kv_heads) for part in range(parts)]

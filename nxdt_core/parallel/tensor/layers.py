@@ -155,7 +155,7 @@ class RowLinear(nn.Module):
         return total if self.bias is None else total + self.bias
 
     def total(self, product: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' products."""
+        """Return the sum of the ranks' products."""
         return sum_over_ranks(product, self.group, sequence_parallel=self.sequence_parallel)
 
 
@@ -190,7 +190,7 @@ class OfHeads(nn.Module):
         """Parameters with zeros at the end."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module computes, with this rank's part of each parameter."""
+        """Compute what the module computes, with this rank's part of each parameter."""
         own = {name: local_part(getattr(self, name)) for name in self._parameters}
         return functional_call(self._inner[0], own, args, kwargs)
 

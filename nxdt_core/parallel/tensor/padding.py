@@ -27,7 +27,7 @@ class PaddedDim:
     dim: int
     block: int
     starts: tuple[int, ...]
-    """Where each part's real elements lie in the dimension without padding."""
+    """Positions of each part's real elements in the dimension without padding."""
     counts: tuple[int, ...]
 
     @classmethod
@@ -51,8 +51,8 @@ class PaddedDim:
         return sum(self.counts) != self.block * self.parts
 
     def real(self, offset: int, size: int) -> tuple[int, int]:
-        """Where the real elements of ``size`` padded ones at ``offset``, all in one part, begin without padding, and
-        how many these are; they come first."""
+        """Return where the real elements of ``size`` padded ones at ``offset``, all in one part, begin without padding,
+        and how many these are; they come first."""
         part = min(offset // self.block, self.parts - 1)
         within = offset - part * self.block
         count = max(0, min(size, self.counts[part] - within))
@@ -60,7 +60,7 @@ class PaddedDim:
 
 
 def padded_parameters(module: nn.Module) -> dict[str, PaddedDim]:
-    """The padded parameters of a pipeline stage by name, after tensor parallelism was applied."""
+    """Return the padded parameters of a pipeline stage by name, after tensor parallelism was applied."""
     padded: dict[str, PaddedDim] = {}
     for path, part in module.named_modules():
         for leaf, dim in getattr(part, "padded", {}).items():
@@ -69,7 +69,7 @@ def padded_parameters(module: nn.Module) -> dict[str, PaddedDim]:
 
 
 def real_part(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
-    """The real elements of this rank's part of a padded parameter, or of its optimizer's state.
+    """Return the real elements of this rank's part of a padded parameter, or of its optimizer's state.
 
     Args:
         tensor: of the padded shape; FSDP2 may have sharded it further.

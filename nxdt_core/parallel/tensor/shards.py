@@ -82,7 +82,7 @@ class TensorSharder:
         self._sharded: dict[torch.Tensor, nn.Parameter] = {}
 
     def replacement(self, path: str, module: nn.Module, style: TensorStyle) -> nn.Module | None:
-        """The module to put at ``path``; None where the one that is there may stay."""
+        """Return the module to put at ``path``; None where the existing one may stay."""
         if style == "replicate":
             if not self._sequence_parallel or not isinstance(module, nn.Embedding):
                 return None

@@ -21,7 +21,7 @@ __all__ = ["over_ranks", "vocabulary_parallel_cross_entropies"]
 
 
 def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies`, and equal on all ranks.
+    """Return :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies`, equal on all ranks.
 
     Args:
         logits: [..., vocab], a DTensor with ``Shard(-1)`` on a one-dimensional mesh, cut evenly; whole logits (a plain
@@ -51,7 +51,7 @@ def over_ranks(
     Args:
         sums: log-sum-exp of this rank's part, [rows].
         at: the element in the target's column, of which the value matters where ``elsewhere`` is false.
-        elsewhere: where the target lies in another rank's part.
+        elsewhere: where the target is in another rank's part.
         group: the ranks that share the vocabulary.
     """
     parts = torch.stack((sums, at.masked_fill(elsewhere, 0)))

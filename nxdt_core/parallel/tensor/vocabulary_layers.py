@@ -102,17 +102,17 @@ class VocabularyHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> DTensor:
         """[..., hidden] to logits [..., vocab], a DTensor with ``Shard(-1)``: an objective that takes them for whole
-        fails instead of being wrong in silence."""
+        fails instead of being wrong silently."""
         bias = None if self.bias is None else local_part(self.bias)
         logits = updated_linear(hidden, local_part(self.weight), bias, self.update)
         return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
 
 
 def rows_here(ids: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of the vocabulary as row numbers of this rank's part, which has ``rows`` rows.
+    """Return the ids of the vocabulary as row numbers of this rank's part, which has ``rows`` rows.
 
     Returns:
-        Row numbers, 0 for ids that lie on other ranks, and a mask of those. Ids that lie nowhere stay out of range,
+        Row numbers, 0 for ids on other ranks, and a mask of those. Ids on no rank stay out of range,
         so that the lookup fails on them.
     """
     local = ids - group.rank() * rows

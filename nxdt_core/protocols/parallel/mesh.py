@@ -54,6 +54,6 @@ class MeshSizes:
         return self.pp * self.dp * self.cp * self.tp
 
     def as_dict(self) -> dict[str, int]:
-        """Size by dimension name, as checkpoints record it."""
+        """Return the size by dimension name, as checkpoints record it."""
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
         return {name: getattr(self, name) for name in names}

@@ -67,13 +67,13 @@ class ParallelModel(Protocol):
         ...
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Log-probability of each label of these micro-batches, [rows, seq], 0 where there is none; in evaluation
-        mode, without gradients. Collective; equal on all ranks that read the same samples."""
+        """Return the log-probability of each label of these micro-batches, [rows, seq], 0 where there is none; in
+        evaluation mode, without gradients. Collective; equal on all ranks that read the same samples."""
         ...
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` [batch, seq], of the whole vocabulary; without gradients, in
-        evaluation mode. Collective; equal on all ranks that read the same samples."""
+        """Return the logits [batch, seq, vocab] of ``input_ids`` [batch, seq], of the whole vocabulary; without
+        gradients, in evaluation mode. Collective; equal on all ranks that read the same samples."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -81,8 +81,8 @@ class ParallelModel(Protocol):
         ...
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
-        """Parameters and saved buffers under their global names (DTensor or piece where sharded); a tied parameter
-        once."""
+        """Return parameters and saved buffers under their global names (DTensor or piece where sharded); a tied
+        parameter once."""
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
@@ -90,12 +90,12 @@ class ParallelModel(Protocol):
         ...
 
     def parameter_norm(self) -> torch.Tensor:
-        """2-norm of the whole model's weights (masters where there are some), each element counted once; a device
-        scalar, equal on all ranks. Collective."""
+        """Return the 2-norm of the whole model's weights (masters where there are some), each element counted once; a
+        device scalar, equal on all ranks. Collective."""
         ...
 
     def local_modules(self) -> Sequence[torch.nn.Module]:
-        """The plain modules of this rank: one a pipeline stage."""
+        """Return the plain modules of this rank: one a pipeline stage."""
         ...
 
 
@@ -114,7 +114,7 @@ class ParallelOptimizer(Protocol):
 
     def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Let the coming :meth:`step` leave the weights alone, and count it, unless both scalars are finite. They are
-        equal on all ranks, so all of them decide alike."""
+        equal on all ranks, so all of them decide in the same way."""
         ...
 
     def step(self) -> None:

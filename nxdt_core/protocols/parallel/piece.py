@@ -22,7 +22,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor of ``shape``."""
+        """Return all of a tensor of ``shape``."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -31,7 +31,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """What lies in both, or None where nothing does."""
+        """Return the intersection, or None where it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = (
             min(start + size, other_start + other_size)
@@ -43,7 +43,7 @@ class Box:
         return Box(starts, shape) if all(size > 0 for size in shape) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in a tensor that holds ``outer``, of which it is a part."""
+        """Return its position in a tensor that holds ``outer``, of which it is a part."""
         return tuple(
             slice(start - outer_start, start - outer_start + size)
             for start, size, outer_start in zip(self.offsets, self.shape, outer.offsets, strict=True)
@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements of one tensor that lie on this rank."""
+    """The elements of one tensor on this rank."""
 
     tensor: torch.Tensor
     """Plain; shares its memory with the tensor that it is a piece of."""

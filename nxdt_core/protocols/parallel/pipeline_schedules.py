@@ -22,7 +22,7 @@ __all__ = [
 
 
 def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
-    """Whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
+    """Return whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
 
     The stock 1F1B takes one a stage at least; the interleaved one works in rounds of one size, of ``pp`` or more; ZBV
     takes any number. With few, ranks mostly wait: :func:`~nxdt_core.parallel.pipeline.schedules.bubble_fraction` tells.
@@ -51,7 +51,7 @@ def check_micro_batches(schedule: Schedule, *, pp: int, micro_batches: int) -> N
 def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool) -> None:
     """Refuse what needs backward in one piece where the schedule runs it in two.
 
-    Recomputation would stay right, but every weight's gradient asks for it anew: a Llama layer was recomputed up to
+    Recomputation would stay right, but every weight's gradient requests it again: a Llama layer was recomputed up to
     ten times a micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
 
     Raises:
@@ -68,7 +68,7 @@ def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool)
 
 
 def stages_of_rank(pp_rank: int, pp: int, vpp: int, schedule: Schedule) -> tuple[int, ...]:
-    """Stages, ascending, of the rank ``pp_rank`` of ``pp``; under ``zbv`` it has two whatever ``vpp`` says."""
+    """Stages, ascending, of the rank ``pp_rank`` of ``pp``; under ``zbv`` it has two with any ``vpp``."""
     if schedule == "zbv":
         return pp_rank, 2 * pp - 1 - pp_rank
     return tuple(range(pp_rank, pp * vpp, pp))

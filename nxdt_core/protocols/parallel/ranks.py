@@ -37,19 +37,20 @@ class RankAgreement(Protocol):
         ...
 
     def broadcast_object(self, value: _T, source: int = 0) -> _T:
-        """The value of rank ``source`` on every rank."""
+        """Return the value of rank ``source`` on every rank."""
         ...
 
     def all_gather_object(self, value: _T) -> list[_T]:
-        """The values of all ranks in their order, on every rank."""
+        """Return the values of all ranks in their order, on every rank."""
         ...
 
     def on_rank_zero(self, function: Callable[[], _T]) -> _T:
-        """What ``function`` returns on rank 0, where alone it is called; its ``NxdtError`` is raised on every rank."""
+        """Return what ``function`` returns on rank 0, where alone it is called; its ``NxdtError`` is raised on every
+        rank."""
         ...
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank."""
+        """Return whether ``flag`` is true on any rank."""
         ...
 
     def largest_before(self, value: int, *, topic: str = "") -> int:
@@ -64,7 +65,8 @@ class RankAgreement(Protocol):
         ...
 
     def sibling(self, *, timeout_s: float) -> RankAgreement:
-        """The same processes over a connection of its own, for a thread that agrees beside this one.
+        """Return the same processes over a connection of its own, for a thread that communicates in parallel with this
+        one.
 
         Args:
             timeout_s: longest wait within one of its methods.

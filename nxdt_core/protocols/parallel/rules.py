@@ -34,11 +34,11 @@ class Settings(Protocol):
         ...
 
     def numbers(self, *keys: str) -> tuple[int, ...] | None:
-        """The values of ``keys``, or None where one of them is absent, ``null`` or not a number."""
+        """Return the values of ``keys``, or None where one of them is absent, ``null`` or not a number."""
         ...
 
     def place(self, *keys: str) -> Any:
-        """The place of a problem between ``keys``: keywords of every :class:`ConfigProblem`."""
+        """Return the place of a problem between ``keys``: keywords of every :class:`ConfigProblem`."""
         ...
 
 

@@ -47,7 +47,7 @@ class MoEDecoder(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq]."""
+        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq]."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         rotary = self.rotary(position_ids)

@@ -30,7 +30,7 @@ class MoEConfig:
     router_z_loss_coef: NonNegativeFloat = 0.001
     """Coefficient of the z-loss."""
     shared_ffn_hidden_size: int = 0
-    """Width of the block that all tokens pass beside their experts; 0: none."""
+    """Width of the block that all tokens pass in addition to their experts; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

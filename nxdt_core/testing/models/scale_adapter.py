@@ -53,7 +53,7 @@ class ScaleAdapter:
         return replace(plan, norms=(*plan.norms, ADDED))
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Ones."""
+        """Initialise the scale to one."""
         return (InitRule(pattern=ADDED, distribution="constant", mean=1.0),)
 
     def begin(self, model: ParallelModel, config: Any, engine: ParallelEngine) -> None:

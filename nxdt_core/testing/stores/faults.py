@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def disk_full() -> Exception:
-    """What the operating system says when a disk is full."""
+    """Return what the operating system says when a disk is full."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -32,7 +32,7 @@ class FaultyStorage:
         when: ``before`` the call takes effect; ``during`` it, so that of what it writes only the first half arrives;
             or ``after`` it, as a store does whose answer is lost.
         forever: later calls fail as well.
-        error: makes the exception. It may take its time; where it returns None, the call goes on as if all were well.
+        error: makes the exception. It may take its time; where it returns None, the call continues normally.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FaultyStorage:
     ) -> None:
         """Count from 0 again, and from now on fail as the arguments say; they are those of the class."""
         self.history: list[str] = []
-        """The calls so far, in words, so that a test knows how many there are to fail, and which."""
+        """Descriptions of the calls so far, so that a test knows how many there are to fail, and which."""
         self._fail_at = fail_at
         self._when = when
         self._forever = forever

@@ -1,4 +1,4 @@
-"""Lets the adapter leave what it leaves beside the last checkpoint of a run."""
+"""Lets the adapter write its files next to the last checkpoint of a run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _TIME_TOPIC = "checkpoint time"
 _NOT_OF_THE_RUN = ("step", "consumed_", "checkpoint_", "data_wait_s", "step_time_s", "tokens_per_s", "max_memory_bytes")
-"""What the names of logged figures begin with that stand in a manifest anyway, or tell of the machine."""
+"""Prefixes of logged metrics that a manifest has anyway, or that describe the machine."""
 _BREAKING_S = 60.0
 """How long a run that breaks waits for a save in flight."""
 

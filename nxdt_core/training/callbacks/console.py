@@ -36,7 +36,7 @@ class Console:
         self._bar: Any = None
 
     def expect(self, max_steps: int) -> None:
-        """The run ends at another step."""
+        """Set another last step of the run."""
         self._total = max_steps
 
     def say(self, line: str) -> None:
@@ -93,7 +93,7 @@ def _values(row: Mapping[str, Any]) -> str:
 
 
 def human(number: float) -> str:
-    """A count in three digits: ``12.3k``."""
+    """Return a count in three digits: ``12.3k``."""
     for bound, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= bound:
             return f"{number / bound:.3g}{suffix}"

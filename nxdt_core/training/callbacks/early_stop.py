@@ -1,4 +1,4 @@
-"""Early stopping: Lightning's, with the run's words, and going on after a resume as it was."""
+"""Early stopping: Lightning's, with messages of the run, and state that survives a resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EarlyStop(EarlyStopping):
 
     Args:
         params: what is judged, and how.
-        console: where a person is told why the run stops.
+        console: where the reason of the stop is printed.
         min_steps: steps before which it does not stop the run.
     """
 
@@ -46,7 +46,7 @@ class EarlyStop(EarlyStopping):
         super().load_state_dict({**state_dict, "patience": self.patience})
 
     def on_train_start(self, trainer: Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Stop a run that goes on from where it was stopped."""
+        """Stop a run that is resumed after it was stopped."""
         if self.wait_count >= self.patience and pl_module.train_state.step >= self._min_steps:
             self._console.say(f"early stopping: {self.monitor} had not improved in {self.wait_count} validations")
             trainer.should_stop = True

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: no weight ever sees them; here a run that shall stop for one does."""
+"""Losses and gradients that are not finite: no weight ever sees them; a run stops here if it is configured to."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["NonFiniteGuard"]
 
 
 class NonFiniteGuard(pl.Callback):
-    """Ends a run in words after a step that was left out.
+    """Ends a run with an error after a step that was left out.
 
-    The count of such steps lies on the device. It is read every ``every`` steps, when the metrics wait for the device
+    The count of such steps is on the device. It is read every ``every`` steps, when the metrics wait for the device
     anyway, and after each step where that costs no wait. Until then such steps change nothing.
 
     Args:
@@ -34,7 +34,7 @@ class NonFiniteGuard(pl.Callback):
         """Look, where it is time to.
 
         Raises:
-            StepNotFinite: on all ranks alike.
+            StepNotFinite: on all ranks.
         """
         step = pl_module.train_state.step
         if step % self._every == 0 or step == trainer.max_steps or profile_of(pl_module.engine.device).host:

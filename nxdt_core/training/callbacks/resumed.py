@@ -1,4 +1,4 @@
-"""What a resumed run does otherwise than the one that it goes on from, in a line each."""
+"""Differences between a resumed run and the one that it resumes, one line each."""
 
 from __future__ import annotations
 

@@ -66,11 +66,11 @@ class SaveFigures:
         return {f"checkpoint_{name}": value for name, value in named.items()}
 
     def resumed(self, manifest: Manifest) -> None:
-        """The run goes on from a checkpoint: its age counts."""
+        """Take the age of the checkpoint from which the run resumes."""
         self._captured_at = datetime.fromisoformat(manifest.created).timestamp()
 
     def step_ended(self) -> None:
-        """The time since the last call of :meth:`step_began` or of this was a step's."""
+        """Count the time since the last call of this or of :meth:`step_began` as a step's."""
         now = time.perf_counter()
         if self._step_began_at is not None:
             self._times.step(now - self._step_began_at)
@@ -79,11 +79,11 @@ class SaveFigures:
         self._step_began_at = now
 
     def step_began(self) -> None:
-        """What came since the last step was none: a save, a validation."""
+        """Leave out the time since the last step: it was a save's or a validation's."""
         self._step_began_at = time.perf_counter()
 
     def begun(self, step: int) -> None:
-        """The save of ``step`` has begun: the steps from here on are compared with those before."""
+        """Note that the save of ``step`` has begun: the steps from here on are compared with those before."""
         self._close_mark()
         self._marked = self._pending[step] = _Save(step)
         self._times.mark()
@@ -96,7 +96,7 @@ class SaveFigures:
         self._write_complete()
 
     def close(self) -> None:
-        """The run ends: no steps follow."""
+        """Note the end of the run: no steps follow."""
         self._close_mark()
 
     def _close_mark(self) -> None:

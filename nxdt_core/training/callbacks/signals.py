@@ -40,7 +40,7 @@ class Supervisor(Protocol):
 class StopSignals(pl.Callback):
     """Turns signals into a clean stop; ``received`` tells the caller which one came.
 
-    A signal may reach each rank at another step, or one rank only. All ranks stop at the same step: each tells of its
+    A signal may reach each rank at another step, or one rank only. All ranks stop at the same step: each reports its
     signal at the end of a step and learns at the end of the next whether any did.
 
     Lightning installs handlers of its own that would raise in the middle of a step: ours are set after its and

@@ -1,4 +1,4 @@
-"""``trainer.max_time``: a run that ends itself before a scheduler does, and goes on when it is started again."""
+"""``trainer.max_time``: a run that ends itself before a scheduler does, and resumes when it is started again."""
 
 from __future__ import annotations
 

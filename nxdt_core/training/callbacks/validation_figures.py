@@ -29,7 +29,7 @@ class ValidationFigures:
         self._sums: dict[int, torch.Tensor] = {}
 
     def add(self, number: int, found: StepLoss) -> None:
-        """A global batch of the ``number``-th set."""
+        """Add a global batch of the ``number``-th set."""
         self._names = tuple(found.metrics)
         values = torch.stack([found.loss, *(found.metrics[name].to(found.loss) for name in self._names)]).double()
         weight = found.weight.to(values)
@@ -56,7 +56,7 @@ class ValidationFigures:
 
 
 def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, float | None]:
-    """The figures of a row under the names that loggers have for them: ``val_loss``, ``val_loss/<set>``, …"""
+    """Return the figures of a row under the names that loggers have for them: ``val_loss``, ``val_loss/<set>``, …"""
     found: dict[str, float | None] = {}
     for suffix, figures in (("", row), *((f"/{name}", part) for name, part in row.get("sets", {}).items())):
         named = {key: value for key, value in figures.items() if key not in ("step", "sets", unit)}

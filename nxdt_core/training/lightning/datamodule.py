@@ -27,7 +27,7 @@ class NxdtDataModule(pl.LightningDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Of the run; None before :meth:`prepare`, or where the configuration names none."""
+        """Return the tokenizer of the run; None before :meth:`prepare`, or where the configuration names none."""
         return self.data.tokenizer
 
     @property
@@ -54,12 +54,12 @@ class NxdtDataModule(pl.LightningDataModule):
         self.prepare()
 
     def train_dataloader(self) -> TrainLoader:
-        """Endless; the trainer's ``max_steps`` ends it."""
+        """Return an endless loader; the trainer's ``max_steps`` ends it."""
         self.train_loader = self._session.train_loader()
         return self.train_loader
 
     def val_dataloader(self) -> list[TrainLoader]:
-        """One pass over each set; empty where the configuration names no validation data."""
+        """Return one pass over each set; empty where the configuration names no validation data."""
         return self._session.validation_loaders()
 
     def test_dataloader(self) -> list[TrainLoader]:

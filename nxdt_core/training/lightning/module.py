@@ -71,7 +71,7 @@ class NxdtModule(pl.LightningModule):
 
     @property
     def model(self) -> ParallelModel:
-        """In its layout; an AttributeError before :meth:`configure_model`."""
+        """Return the model in its layout; an AttributeError before :meth:`configure_model`."""
         return self.session.model
 
     @property
@@ -162,7 +162,7 @@ class NxdtModule(pl.LightningModule):
     def validation_step(  # type: ignore[override]
         self, batch: StepInput, batch_idx: int, dataloader_idx: int = 0
     ) -> StepLoss:
-        """Loss of one global batch.
+        """Return the loss of one global batch.
 
         Raises:
             NotOurBatch: the batch is of another dataloader.

@@ -79,7 +79,7 @@ class NxdtStrategy(Strategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: model and optimizer exist before anything is loaded."""
+        """Return True: model and optimizer exist before anything is loaded."""
         return True
 
     def start(self) -> None:
@@ -176,7 +176,7 @@ class NxdtStrategy(Strategy):
                 checkpoint.delete_step(storage, number)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean (or ``reduce_op``: ``sum``, ``min``, ``max``, ``product``) of a tensor over all ranks.
+        """Return the mean (or ``reduce_op``: ``sum``, ``min``, ``max``, ``product``) of a tensor over all ranks.
 
         For figures that a user's callbacks log; what the engine returns is reduced already.
         """
@@ -189,7 +189,7 @@ class NxdtStrategy(Strategy):
         return reduced / dist.get_world_size(group) if mean else reduced
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all ranks, stacked along a new first dimension; of equal shapes."""
+        """Return the tensors of all ranks, stacked along a new first dimension; of equal shapes."""
         if self.engine.ranks.world_size == 1:
             return tensor
         if sync_grads:
@@ -204,11 +204,11 @@ class NxdtStrategy(Strategy):
         self.engine.ranks.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank ``src`` on every rank."""
+        """Return the object of rank ``src`` on every rank."""
         return self.engine.ranks.broadcast_object(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks decide so, or any."""
+        """Return whether all ranks decide so, or any."""
         return not self.engine.ranks.any_rank(not decision) if all else self.engine.ranks.any_rank(decision)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -32,7 +32,8 @@ def run_callbacks(
     figures: SaveFigures,
     signals: StopSignals,
 ) -> list[pl.Callback]:
-    """Figures first, then what acts on them, then saving; what stops the run on request comes after all of them."""
+    """Return the figures first, then what acts on them, then saving; what stops the run on request comes after all of
+    them."""
     trainer = config.run.trainer
     compiles = config.run.model.compile or build.precision(config).stochastic_rounding
     compiling = [CompileTime(console)] if compiles else []

@@ -18,8 +18,8 @@ def counts_passes(config: ResolvedConfig) -> bool:
 
 
 def in_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
-    """The configuration with ``max_epochs``, ``min_epochs``, ``check_val_every_n_epoch`` and ``every_n_epochs`` as
-    steps.
+    """Return the configuration with ``max_epochs``, ``min_epochs``, ``check_val_every_n_epoch`` and ``every_n_epochs``
+    as steps.
 
     Passes follow each other without a gap, so that one may end within a step; n passes are the whole steps in them.
 

@@ -10,7 +10,7 @@ __all__ = ["as_trial"]
 
 
 def as_trial(config: ResolvedConfig) -> ResolvedConfig:
-    """The configuration of the trial where it asks for one, else itself. Learning rates are those of the run."""
+    """Return the configuration of the trial where it asks for one, else itself. Learning rates are those of the run."""
     run, steps = config.run, int(config.run.trainer.fast_dev_run)
     if not steps:
         return config

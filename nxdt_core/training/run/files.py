@@ -1,4 +1,4 @@
-"""The run's directory: where it is, and what lies in it of what the run was started with."""
+"""The run's directory: where it is, and its copies of what the run was started with."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _source_place(label: str, run_dir: Path) -> str | None:
 
 
 def keep_inputs(config: ResolvedConfig) -> None:
-    """Write the configuration, the command line and the files to copy beside what they produce.
+    """Write the configuration, the command line and the files to copy next to what they produce.
 
     Raises:
         CannotWriteRunDirectory: the directory cannot be written.

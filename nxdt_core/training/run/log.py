@@ -41,7 +41,7 @@ class _File(logging.FileHandler):
             self._fail(error)
 
     def _open(self) -> TextIOWrapper:
-        """Open the file as a regular one: what stands in its place may be a link or a pipe."""
+        """Open the file as a regular one: a link or a pipe may be in its place."""
         file = open(self.baseFilename, self.mode, encoding=self.encoding, opener=regular_opener)  # noqa: SIM115
         return cast(TextIOWrapper, file)
 
@@ -106,7 +106,7 @@ def _keeps_log(config: ResolvedConfig, info: RankInfo) -> bool:
 
 
 def _printing(info: RankInfo) -> list[logging.Handler]:
-    """What Python prints by itself, as long as nobody handles it: warnings, which most often all ranks find, of one of
+    """What Python prints by itself where no handler is set: warnings, which most often all ranks find, of one of
     them; errors of each."""
     if logging.lastResort is None or logging.getLogger().handlers:
         return []
@@ -133,7 +133,7 @@ def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
 
 
 def _log_failure(files: list[_File], error: Exception) -> None:
-    """To the files alone: the command line prints it."""
+    """Write a failure to the files alone: the command line prints it."""
     known = isinstance(error, NxdtError)
     trace = None if known else (type(error), error, error.__traceback__)
     record = _OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, str(error), (), trace)

@@ -1,8 +1,8 @@
 """The files of figures in a run's directory (``metrics.jsonl`` and its like): one row per step that counts.
 
-A run that resumes repeats the steps that a crash lost, and one that starts afresh in a directory that was used repeats
-all of them. Rows of steps that are about to be repeated move to a file of their own: none is lost, and whoever reads
-the figures meets each step once.
+A run that resumes repeats the steps that a crash lost, and one that starts from step 0 in a used directory repeats
+all of them. Rows of steps that are about to be repeated move to a separate file: none is lost, and a reader of
+the metrics sees each step once.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def set_later_rows_aside(run_dir: Path, step: int) -> None:
 
     Args:
         run_dir: directory of the ``.jsonl`` files.
-        step: the last one that is not repeated; 0 for a run that starts afresh.
+        step: the last one that is not repeated; 0 for a run without a checkpoint.
     """
     for path in sorted(run_dir.glob("*.jsonl")):
         if not path.name.endswith(_ASIDE) and _has_steps(path):

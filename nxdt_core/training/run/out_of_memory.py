@@ -45,7 +45,7 @@ def memory_errors_explained(config: ResolvedConfig, module: NxdtModule) -> Itera
     """Turn what allocators raise into an :class:`nxdt_core.errors.ranks.OutOfMemory` of this rank.
 
     Args:
-        config: of the run; what it should need is estimated anew.
+        config: of the run; its memory is estimated again.
         module: whose trainer runs inside.
 
     Raises:
@@ -107,7 +107,8 @@ def _estimated(config: ResolvedConfig, pp_rank: int) -> MemoryUse | None:
 
 
 def compare(found: MemoryUse, estimated: MemoryUse | None) -> str:
-    """A sentence on what was taken for what, and which part is more than was expected; empty without an estimate."""
+    """Return a sentence on what was taken for what, and which part is more than was expected; empty without an
+    estimate."""
     if estimated is None:
         return ""
     parts = (

@@ -1,4 +1,4 @@
-"""The command that goes on with a run, as a person would type it."""
+"""The command that resumes a run, as a person would type it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _RESUME = ("exp_manager.resume_if_exists", "checkpoint.resume_if_exists")
 
 
 def resume_command(config: ResolvedConfig, step: int) -> str:
-    """The same command, told to resume, and with a later end where this one is reached; of a trial, the run itself."""
+    """Return the same command, told to resume, and with a later end where this one is reached; of a trial, the run
+    itself."""
     overrides = {word.partition("=")[0]: word for word in config.overrides}
     manager, trainer = config.run.exp_manager, config.run.trainer
 

@@ -1,4 +1,4 @@
-"""Where a run begins: afresh, from the newest good checkpoint, or from one that the configuration names."""
+"""Where a run begins: at step 0, from the newest good checkpoint, or from one that the configuration names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ForeignStart:
 def decide_start(
     config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None], ranks: RankAgreement | None = None
 ) -> Start | ForeignStart | None:
-    """Decide what to load; None starts afresh.
+    """Decide what to load; None starts at step 0.
 
     Collective, with one answer: what one rank finds damaged or missing, no other may begin with.
 
@@ -55,8 +55,8 @@ def decide_start(
 
     Raises:
         RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
-        NoCheckpointToResume: told to resume, and there is nothing good to resume from.
-        ForeignHasWeightsOnly: told to go on from a checkpoint of another program.
+        NoCheckpointToResume: a resume was requested, and there is nothing good to resume from.
+        ForeignHasWeightsOnly: a resume from a checkpoint of another program was requested.
         CheckpointNotTrusted: it lacks a valid signature of one of ``checkpoint.sign.trusted``.
     """
     wanted = config.run.checkpoint
@@ -91,8 +91,8 @@ def check_adapter(config: ResolvedConfig, start: Start) -> None:
 def decide_base(
     config: ResolvedConfig, start: Start, say: Callable[[str], None], ranks: RankAgreement | None = None
 ) -> Start | ForeignStart | None:
-    """Where the weights are that the checkpoint of ``start`` leaves out; None where it has all, or they were drawn.
-    Of a store, the step that the run began with. Collective."""
+    """Return where the weights are that the checkpoint of ``start`` leaves out; None where it has all, or they were
+    drawn. Of a store, the step that the run began with. Collective."""
     wanted = config.run.checkpoint
     if not start.manifest.facts.without_base or wanted.resume_from is None or not wanted.weight_init_only:
         return None
@@ -103,8 +103,8 @@ def decide_base(
 
 
 def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> ResolvedConfig:
-    """The configuration that the run's checkpoints keep: with the step of ``began`` in ``checkpoint.resume_from``,
-    where that names the root of a store, whose newest step is another one later."""
+    """Return the configuration that the run's checkpoints keep: with the step of ``began`` in
+    ``checkpoint.resume_from``, where that names the root of a store, whose newest step is another one later."""
     wanted = config.run.checkpoint
     if not isinstance(began, Start) or not began.weights_only or wanted.resume_from is None:
         return config

@@ -1,4 +1,4 @@
-"""What a run leaves to say: the last figures, where the checkpoint lies, how to go on."""
+"""The summary of a run: the last metrics, the checkpoint's address, the command to resume."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
         supervisor: watches this rank and asks it to stop; None in a run of one process.
 
     Raises:
-        NxdtError: something that the user can mend; what was committed before stays.
+        NxdtError: something that the user can fix; what was committed before stays.
     """
     _quieten_lightning()
     if supervisor is not None:
@@ -169,7 +169,7 @@ def _names(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
-    """Whether the run goes on with everything, and not with weights alone."""
+    """Return whether the run resumes with everything, and not with weights alone."""
     return isinstance(start, Start) and not start.weights_only
 
 
@@ -270,14 +270,14 @@ def _finished(config: ResolvedConfig, start: Start) -> RunSummary:
 
 
 def _last_checkpoint(own: CheckpointStorage, module: NxdtModule, start: Start | ForeignStart | None) -> str | None:
-    """The checkpoint that holds what was trained: the newest of this process, else the one that it went on from."""
+    """The checkpoint that holds what was trained: the newest of this process, else the one that it resumed from."""
     if module.saved is not None:
         return build.step_uri(own, module.saved.step)
     return build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
 
 
 def _within_store(own: CheckpointStorage, uri: str | None) -> str | None:
-    """``uri``, where it lies in the run's own store and not where the run began."""
+    """``uri``, where it is in the run's own store and not where the run began."""
     return uri if uri is not None and uri.startswith(f"{own.uri}/") else None
 
 

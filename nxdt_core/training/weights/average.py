@@ -1,6 +1,6 @@
 """An exponential moving average of the weights (``exp_manager.ema``), laid out as the weights are.
 
-It is kept in float32 whatever the weights are in: at a decay of 0.999 an update is a thousandth of a difference, which
+It is kept in float32 for weights of any dtype: at a decay of 0.999 an update is a thousandth of a difference, which
 bfloat16 would round away. In a checkpoint it is optimizer state, ``<parameter name>/ema``, so that it moves between
 layouts as that does.
 """
@@ -32,7 +32,7 @@ class WeightAverage:
     """The average of what a run trains; each rank holds that of its shards, 4 bytes an element.
 
     As in ``torch.optim.swa_utils`` it begins as the weights after its first update, and then moves by
-    ``1 - decay`` of the difference. An element is computed alike in every layout.
+    ``1 - decay`` of the difference. An element is computed identically in every layout.
 
     Example::
 
@@ -69,7 +69,7 @@ class WeightAverage:
         return kept
 
     def put_back(self, model: ParallelModel, weights: Mapping[str, Piece]) -> None:
-        """Undo :meth:`put_into`, to the bit."""
+        """Undo :meth:`put_into`; the weights are bitwise identical."""
         model.load_state_dict(weights, strict=False)
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
@@ -77,7 +77,7 @@ class WeightAverage:
         return {f"{name}{_SUFFIX}": piece for name, piece in self._pieces.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
-        """Go on with what :func:`take_average` returned; parameters that it lacks begin with the next update."""
+        """Continue with what :func:`take_average` returned; parameters that it lacks begin with the next update."""
         self._pieces = {name: piece_of(tensor, name) for name, tensor in state.items()}
 
     def _weights_of(self, model: ParallelModel) -> dict[str, torch.Tensor]:

@@ -60,7 +60,7 @@ def export_hf(
     """Write the model of a checkpoint as a directory that ``AutoModelForCausalLM.from_pretrained`` loads.
 
     Each rank holds about ``max_shard_bytes`` for each worker, never the model. What is read is verified. The same call
-    goes on where an interrupted one stopped. Collective: it succeeds on all ranks or fails on all.
+    resumes where an interrupted one stopped. Collective: it succeeds on all ranks or fails on all.
 
     Args:
         source: a checkpoint, or the root of a run's checkpoints (the newest committed one is taken).
@@ -114,7 +114,7 @@ def plan_export(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[HFPlan, tuple[str, ...]]:
-    """The files of an export, and what they will lack.
+    """Return the files of an export, and what they will lack.
 
     Args:
         config: of the run that wrote the checkpoint.
@@ -152,7 +152,7 @@ def plan_export(
 
 
 def _find(storage: CheckpointStorage, step: int | None) -> Manifest:
-    """That of ``step``, or of the newest committed one; what is wrong in its files shows when they are read."""
+    """Return the manifest of ``step``, or of the newest committed one; damage in its files shows when they are read."""
     if step is None:
         steps = [status.step for status in checkpoint.list_checkpoints(storage) if status.state == "committed"]
         if not steps:

@@ -28,7 +28,7 @@ _digests: WeakKeyDictionary[ParallelModel, str] = WeakKeyDictionary()
 
 
 def trained_parameters(model: ParallelModel) -> frozenset[str]:
-    """Names of this rank's parameters that are not frozen."""
+    """Return the names of this rank's parameters that are not frozen."""
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
@@ -57,7 +57,7 @@ def digest_of(samples: Iterable[Sample]) -> str:
 
 
 def samples_of(weights: Iterable[tuple[str, torch.Tensor | Piece]]) -> Iterable[Sample]:
-    """Those samples that lie in this rank's pieces; the host waits for the device once."""
+    """Return the samples in this rank's pieces; the host waits for the device once."""
     places: list[tuple[str, int]] = []
     found: list[torch.Tensor] = []
     for name, weight in weights:

@@ -23,7 +23,7 @@ class HFForm:
     """Writes, into every ``every``-th save, a directory that transformers loads; ranks divide its files.
 
     Given to a :class:`~nxdt_core.checkpoint.CheckpointManager` as ``add_files``. The tensors are read back from the
-    save's own files, verified: no rank holds more than one file of weights, whatever the layout.
+    save's own files, verified: no rank holds more than one file of weights, in any layout.
 
     Raises:
         HFExchangeUnsupported: the run's model has no counterpart at Hugging Face.
@@ -39,7 +39,7 @@ class HFForm:
         """The same on all ranks: each of them is asked once a save."""
 
     def __call__(self, manifest: Manifest) -> Mapping[str, FileEntry]:
-        """Write this rank's files beside those of the save that ``manifest`` is about to commit."""
+        """Write this rank's files next to those of the save that ``manifest`` is about to commit."""
         self._saves += 1
         if self._saves % self._every:
             return {}

@@ -34,7 +34,7 @@ from nxdt_core.training.state import TrainState
 __all__ = ["Imported", "check_empty", "import_checkpoint"]
 
 _LONGEST = 4096
-"""Tokens of a sequence in a configuration that nobody wrote, where the model has no smaller bound."""
+"""Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def import_checkpoint(
         ArchitectureUnread, ConfigError: no plugin builds its model.
         WeightsDoNotFit: its weights are not those of the model.
         ImportPlaceTaken: ``target`` holds a checkpoint.
-        ForeignSourceIsAddress: ``source`` is no path.
+        ForeignSourceIsAddress: ``source`` is not a path.
     """
     if "://" in source:
         raise ForeignSourceIsAddress(path=source)

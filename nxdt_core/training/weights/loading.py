@@ -1,4 +1,4 @@
-"""The weights of a checkpoint into a model, whatever layout either has."""
+"""The weights of a checkpoint into a model, each in any layout."""
 
 from __future__ import annotations
 

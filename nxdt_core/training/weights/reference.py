@@ -55,10 +55,10 @@ def with_reference(
         config: of the run.
         engine: of ``model``.
         model: with the weights that the run begins with.
-        weights: digest of where those come from; None in a run that goes on, whose weights are others by now.
+        weights: digest of where those come from; None in a resumed run, whose weights are others by now.
 
     Raises:
-        ReferenceLost: the run goes on, and the file is not there, or damaged.
+        ReferenceLost: the run is resumed, and the file is missing or damaged.
         CannotWriteRunDirectory: the file cannot be written.
     """
     weights = engine.ranks.broadcast_object(weights)  # files of several machines may differ in what they are told by
@@ -87,7 +87,7 @@ def with_reference(
 def compute_log_probs(
     dataset: MapDataset, *, config: ResolvedConfig, engine: ParallelEngine, model: ParallelModel
 ) -> LogProbs:
-    """Log-probabilities of the labels that count, of every sample; equal on all ranks. Collective."""
+    """Return the log-probabilities of the labels that count, of every sample; equal on all ranks. Collective."""
     place, data = engine.rank_info, config.run.data
     loader = build.batches(config, engine, dataset, repeat=False)
     own = data.global_batch_size // place.dp_size
@@ -115,7 +115,8 @@ def check_base_frozen(model: ParallelModel, objective: str) -> None:
 
 
 def with_base(micro_batches: Sequence[Batch], model: ParallelModel) -> list[Batch]:
-    """The batches with the log-probabilities of their labels under the model without its adapters. Collective."""
+    """Return the batches with the log-probabilities of their labels under the model without its adapters.
+    Collective."""
     with updates_off():
         found = model.log_probs(micro_batches)
     return [

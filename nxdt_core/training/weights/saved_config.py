@@ -1,4 +1,4 @@
-"""The configuration that a checkpoint keeps, read back on one process, whatever layout its run had."""
+"""The configuration that a checkpoint keeps, read back on one process, for a run in any layout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _NEEDED = (
 
 
 def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
-    """The run that wrote the checkpoint, as it would be on one process, without what only training needs.
+    """Return the run that wrote the checkpoint, as it would be on one process, without what only training needs.
 
     Data, callbacks, loggers, optimizer and store are left out: their plugins, files and variables need not be here.
     References to the environment are resolved, so this configuration is not to be written.
@@ -119,7 +119,8 @@ def _unusable(problems: Sequence[ConfigProblem], where: str) -> SavedConfigUnusa
 
 
 def saved_chat_keys(manifest: Manifest) -> ChatKeys:
-    """How the data of the run that wrote the checkpoint made text of messages; the defaults where they held none."""
+    """Return how the data of the run that wrote the checkpoint made text of messages; the defaults where they held
+    none."""
     names = {each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}
     wanted = [f"data.{name}" for name in sorted(names)]
     data = saved_values(manifest, wanted, where=f"step {manifest.step}").get("data", {})

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in bfloat16 (``checkpoint.save_bf16``), and the wider ones that a resume needs beside.
+"""The weights of a checkpoint in bfloat16 (``checkpoint.save_bf16``), and the wider ones that a resume also needs.
 
 Where a run updates wider weights than bfloat16 (masters, or float32 weights themselves), the section ``model`` gets
 them rounded to the nearest, for those who only want a model; the section ``optim`` gets them as they are, under

@@ -103,7 +103,7 @@ def test_what_nothing_recognises_is_told_with_what_is_installed_and_what_could_b
     directory(work, "model.onnx")
     done = nxdt("checkpoint", "import", "theirs", "store")
     assert done.returncode == 2
-    assert "[NXDT-S070] 'theirs' is no checkpoint that can be imported" in done.stderr
+    assert "[NXDT-S070] 'theirs' is not a checkpoint that can be imported" in done.stderr
     assert "hf: a Hugging Face directory with config.json" in done.stderr
     assert "The checkpoint format 'acme' of nxdt_acme is skipped" in done.stderr
     assert not (work / "store").exists()

@@ -78,7 +78,7 @@ def test_copy_says_nothing_on_standard_error_where_no_terminal_is(nxdt, good, tm
 def test_copy_mends_what_the_destination_lost(nxdt, good, tmp_path, shard_of):
     nxdt("checkpoint", "copy", good, str(tmp_path / "to"))
     shard_of(tmp_path / "to", 10).unlink()
-    assert nxdt("checkpoint", "copy", good, str(tmp_path / "to")).stdout.splitlines()[1].startswith("Mended step 10")
+    assert nxdt("checkpoint", "copy", good, str(tmp_path / "to")).stdout.splitlines()[1].startswith("Repaired step 10")
     assert tree(tmp_path / "to") == tree(good)
 
 

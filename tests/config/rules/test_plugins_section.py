@@ -60,7 +60,7 @@ def test_a_missing_local_file_and_lock_are_rows(write):
     [
         ("boom.py", "1 / 0\n", ("boom.py is broken: ", "raised ZeroDivisionError")),
         ("needs.py", "import not_installed_anywhere\n", ("needs.py is broken: ", "not_installed_anywhere")),
-        ("notes.txt", "from pathlib import Path\n", ("notes.txt is broken: ", "is no Python file")),
+        ("notes.txt", "from pathlib import Path\n", ("notes.txt is broken: ", "is not a Python file")),
         ("sub/parts.py", "", ("parts.py is shadowed: ", "has the same name")),
     ],
 )

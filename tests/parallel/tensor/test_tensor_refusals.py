@@ -144,7 +144,7 @@ def test_sharded_modules_must_lie_in_a_block_and_blocks_in_none(mesh_of: Meshes)
     with pytest.raises(TensorPlanUnusable, match=r"'mlp\.up' is column, and no pattern of tensor_blocks is around it"):
         apply_tensor_parallel(model, replace(plan, tensor_blocks=("attention", "head")), mesh, sequence_parallel=False)
     model, plan = biased()
-    with pytest.raises(TensorPlanUnusable, match=r"'mlp\.up' lies in the tensor block 'mlp'"):
+    with pytest.raises(TensorPlanUnusable, match=r"'mlp\.up' is inside the tensor block 'mlp'"):
         apply_tensor_parallel(
             model, replace(plan, tensor_blocks=(*plan.tensor_blocks, "mlp.up")), mesh, sequence_parallel=False
         )

@@ -123,7 +123,7 @@ def test_a_death_is_the_cause_even_if_others_came_first():
 def test_a_mistake_of_all_needs_no_name_and_one_of_some_does():
     alike = [failure(rank, "mistake", "[X] wrong", 2) for rank in (1, 0)]
     assert decide(alike, 2).text == "[X] wrong"
-    assert decide(alike, 3).text == "Rank 1 on host1 failed (and 1 more alike):\n[X] wrong"
+    assert decide(alike, 3).text == "Rank 1 on host1 failed (and 1 more like it):\n[X] wrong"
     assert decide(alike, 3).status == 2
 
 

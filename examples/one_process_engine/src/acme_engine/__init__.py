@@ -5,7 +5,7 @@ from nxdt_core.api import EngineComponent, hookimpl
 
 @hookimpl
 def nxdt_parallel_engines() -> list[EngineComponent]:
-    """An engine of one process."""
+    """Declare an engine of one process."""
     return [
         EngineComponent(
             name="solo",

@@ -106,7 +106,7 @@ class SoloModel:
         return torch.nn.utils.get_total_norm([parameter.detach() for _, parameter in self.named_parameters()])
 
     def local_modules(self) -> Sequence[torch.nn.Module]:
-        """The whole module."""
+        """Return the whole module."""
         return [self.module]
 
 
@@ -119,7 +119,7 @@ class SoloOptimizer:
         self._peaks = [group["lr"] for group in inner.param_groups]
 
     def begin_step(self, step: int) -> None:
-        """Nothing here draws random numbers by the step."""
+        """Do nothing: this engine draws no random numbers by the step."""
 
     def set_lr_factor(self, factor: float) -> None:
         """Scale the learning rate of every group."""

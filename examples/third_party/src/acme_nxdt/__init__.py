@@ -14,7 +14,7 @@ from nxdt_core.api import (
 
 @hookimpl
 def nxdt_model_builders() -> list[ModelComponent]:
-    """A model from scratch, and one that is made of parts of the core."""
+    """Declare a model from scratch, and one that is made of parts of the core."""
     return [
         ModelComponent(
             name="bigram",
@@ -33,7 +33,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
 
 @hookimpl
 def nxdt_optimizers() -> list[OptimizerComponent]:
-    """An optimizer."""
+    """Declare an optimizer."""
     config = "acme_nxdt.config:LionConfig"
     target, can = "acme_nxdt.optimizer:Lion", frozenset({"sharded"})  # its update is made element by element
     return [OptimizerComponent(name="acme-lion", target=target, config=config, capabilities=can)]
@@ -41,26 +41,26 @@ def nxdt_optimizers() -> list[OptimizerComponent]:
 
 @hookimpl
 def nxdt_checkpoint_storages() -> list[StorageComponent]:
-    """A store of checkpoints: ``checkpoint.uri: sqlite://path/to/file.db``."""
+    """Declare a storage backend: ``checkpoint.uri: sqlite://path/to/file.db``."""
     return [StorageComponent(name="sqlite", target="acme_nxdt.store:SQLiteStore", uri_schemes=("sqlite",))]
 
 
 @hookimpl
 def nxdt_dataloaders() -> list[DataloaderComponent]:
-    """A source of samples."""
+    """Declare a dataset."""
     config = "acme_nxdt.config:SumsConfig"
     return [DataloaderComponent(name="sums", target="acme_nxdt.data:Sums", config=config)]
 
 
 @hookimpl
 def nxdt_tokenizers() -> list[TokenizerComponent]:
-    """A tokenizer."""
+    """Declare a tokenizer."""
     return [TokenizerComponent(name="digits", target="acme_nxdt.tokenizer:DigitTokenizer")]
 
 
 @hookimpl
 def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
-    """A curve of the learning rate."""
+    """Declare a learning-rate schedule."""
     config = "acme_nxdt.config:InverseSqrtConfig"
     target = "acme_nxdt.schedule:inverse_sqrt"
     return [LRSchedulerComponent(name="inverse_sqrt", target=target, config=config)]
@@ -68,6 +68,6 @@ def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
 
 @hookimpl
 def nxdt_precision_policies() -> list[PrecisionComponent]:
-    """A choice of dtypes."""
+    """Declare a precision policy."""
     needs = frozenset({"dtype:float64"})
     return [PrecisionComponent(name="fp64", target="acme_nxdt.precision:fp64", requires=needs)]

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class BigramConfig:
-    """Keys beside ``model.name: bigram``."""
+    """Keys in addition to ``model.name: bigram``."""
 
     vocab_size: int = 512
     """Rows of the embedding."""
@@ -22,7 +22,7 @@ class BigramConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LionConfig:
-    """Keys beside ``model.optim.name: acme-lion``."""
+    """Keys in addition to ``model.optim.name: acme-lion``."""
 
     lr: float = 1e-4
     """Peak learning rate."""
@@ -34,7 +34,7 @@ class LionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SumsConfig:
-    """Keys beside ``data.name: sums``."""
+    """Keys in addition to ``data.name: sums``."""
 
     count: int = 1000
     """Samples of the training split."""
@@ -42,7 +42,7 @@ class SumsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrtConfig:
-    """Keys beside ``model.optim.sched.name: inverse_sqrt``."""
+    """Keys in addition to ``model.optim.sched.name: inverse_sqrt``."""
 
     warmup_steps: int = 10
     """Steps of linear warm-up."""

@@ -32,7 +32,7 @@ class DecoderBuilder(RotaryDecoderBuilder[DecoderConfig]):
     hf_architectures: ClassVar[tuple[str, ...]] = ("AcmeForCausalLM",)
 
     def build(self) -> torch.nn.Module:
-        """The module; called on the meta device."""
+        """Return the module; called on the meta device."""
         masks = DocumentMasks()
         blocks = (SquaredReLU(self.config) for _ in range(self.config.num_layers))
         return RotaryDecoder(self.config, (RotaryDecoderLayer(self.config, masks, block) for block in blocks))

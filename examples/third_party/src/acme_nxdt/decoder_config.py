@@ -21,7 +21,7 @@ ACME = HFFamily(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(RotaryDecoderConfig):
-    """Keys beside ``model.name: acme-decoder``; the others are inherited."""
+    """Keys in addition to ``model.name: acme-decoder``; the others are inherited."""
 
     hf_family: ClassVar[HFFamily] = ACME
 

@@ -39,7 +39,7 @@ class BigramBuilder:
         self.vocab_size = config.vocab_size
 
     def build(self) -> torch.nn.Module:
-        """The module; called on the meta device."""
+        """Return the module; called on the meta device."""
         return Bigram(self.config)
 
     def plan(self) -> ParallelPlan:
@@ -62,10 +62,10 @@ class BigramBuilder:
     hf_ignored = ()
 
     def config_to_hf(self) -> dict[str, Any]:
-        """The ``config.json``: the inverse of ``BigramConfig.from_hf``."""
+        """Return the ``config.json``: the inverse of ``BigramConfig.from_hf``."""
         return {"architectures": ["BigramForCausalLM"], "model_type": "bigram", **asdict(self.config)}
 
     def hf_key_map(self) -> list[KeyMap]:
-        """Names of the tensors there."""
+        """Return the names of the tensors in Hugging Face files."""
         names = ("embed_tokens.weight", "lm_head.weight")
         return [KeyMap(name=name, hf_names=(f"bigram.{name}",)) for name in names]

@@ -4,5 +4,5 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 
 
 def fp64(config: None = None) -> PrecisionPolicy:
-    """The dtypes."""
+    """Return the dtypes."""
     return PrecisionPolicy(name="fp64", parameters="float64", gradients="float64", optimizer_state="float64")

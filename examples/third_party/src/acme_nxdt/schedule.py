@@ -5,6 +5,6 @@ from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
 
 
 def inverse_sqrt(config: InverseSqrtConfig, horizon: ScheduleHorizon) -> LRSchedule:
-    """The factor on the peak learning rate, a pure function of the step."""
+    """Return the factor on the peak learning rate, a pure function of the step."""
     warmup = max(1, config.warmup_steps)
     return lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)

@@ -68,13 +68,13 @@ class SQLiteStore:
             session.executemany("DELETE FROM objects WHERE key = ?", [(_check(key),) for key in keys])
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """The primary key decides who was first."""
+        """Insert unless the key exists; the primary key decides which writer was first."""
         with self._session() as session:
             row = (_check(key), data, time.time())
             return session.execute("INSERT OR IGNORE INTO objects VALUES (?, ?, ?)", row).rowcount == 1
 
     def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
-        """One statement, so nobody comes between the comparison and the replacement."""
+        """One statement, so no other writer comes between the comparison and the replacement."""
         with self._session() as session:
             row = (data, time.time(), _check(key), expected)
             return (
@@ -83,7 +83,7 @@ class SQLiteStore:
             )
 
     def after_commit(self, prefix: str) -> None:
-        """Nothing to do."""
+        """Do nothing after a commit."""
 
 
 def _check(key: str) -> str:

@@ -21,7 +21,7 @@ class DigitTokenizer:
         return [self._ids[symbol] for symbol in text if symbol in self._ids]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many texts."""
+        """Return the same for many texts."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -29,5 +29,5 @@ class DigitTokenizer:
         return "".join(_SYMBOLS[index] for index in ids if index < len(_SYMBOLS))
 
     def fingerprint(self) -> str:
-        """The symbols are all that there is."""
+        """Return the name of the vocabulary, which is the symbols."""
         return f"digits-{len(_SYMBOLS)}"

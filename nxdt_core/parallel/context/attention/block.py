@@ -39,7 +39,7 @@ class Window:
     """By how many tokens the block's first row lies behind its first key."""
 
     def first_key(self, row: int) -> int:
-        """Number of the first key that row number ``row`` sees; below 0 where that lies before the block."""
+        """Return the number of the first key that row number ``row`` sees; below 0 where that lies before the block."""
         return row + self.distance - self.length + 1
 
 
@@ -59,7 +59,7 @@ class Block:
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
-    """The kernel that the device's profile names where it takes these tensors, else the composed one.
+    """Return the kernel that the device's profile names where it takes these tensors, else the composed one.
 
     Estimates on the meta device meet a fused kernel, since real ones mostly do.
     """

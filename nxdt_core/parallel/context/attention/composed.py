@@ -28,7 +28,7 @@ class ComposedKernel:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`AttentionKernel.forward`; not causal."""
+        """Return what :meth:`AttentionKernel.forward` defines; not causal."""
         with _without_autocast(query.device.type):
             scores = _scores(query, key, scoring)
             lse = scores.logsumexp(-1)
@@ -46,7 +46,7 @@ class ComposedKernel:
         lse: torch.Tensor,
         scoring: Scoring,
     ) -> Gradients:
-        """As :meth:`AttentionKernel.backward`; not causal."""
+        """Return what :meth:`AttentionKernel.backward` defines; not causal."""
         with _without_autocast(query.device.type):
             scores = _scores(query, key, scoring)
             weights = _grouped(scores.sub_(lse.unsqueeze(-1)).exp_(), key)

@@ -26,7 +26,7 @@ class MaskedFlashKernel:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`AttentionKernel.forward`."""
+        """Return what :meth:`AttentionKernel.forward` defines."""
         attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, scoring.causal, attn_mask=scoring.additive_mask(query.dtype), scale=scoring.scale
         )
@@ -42,7 +42,7 @@ class MaskedFlashKernel:
         lse: torch.Tensor,
         scoring: Scoring,
     ) -> Gradients:
-        """As :meth:`AttentionKernel.backward`."""
+        """Return what :meth:`AttentionKernel.backward` defines."""
         mask, scale = scoring.additive_mask(query.dtype), scoring.scale
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, output, lse, 0.0, scoring.causal, attn_mask=mask, scale=scale
@@ -72,7 +72,7 @@ class FlashOrEfficientKernel:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`AttentionKernel.forward`."""
+        """Return what :meth:`AttentionKernel.forward` defines."""
         if _flash(query, scoring):
             output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, scoring.causal, scale=scoring.scale
@@ -95,7 +95,7 @@ class FlashOrEfficientKernel:
         lse: torch.Tensor,
         scoring: Scoring,
     ) -> Gradients:
-        """As :meth:`AttentionKernel.backward`."""
+        """Return what :meth:`AttentionKernel.backward` defines."""
         # State of the generator for dropout, of which there is none.
         seed = offset = torch.zeros((), dtype=torch.int64, device=query.device)
         if _flash(query, scoring):

@@ -42,7 +42,7 @@ class AttentionKernel(Protocol):
     """Whether it never holds the block's scores, so that an unmasked block of any size is one call."""
 
     def takes(self, query: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether it computes in this dtype and in heads of these widths."""
+        """Return whether it computes in this dtype and in heads of these widths."""
         ...
 
     def forward(
@@ -61,8 +61,8 @@ class AttentionKernel(Protocol):
         lse: torch.Tensor,
         scoring: Scoring,
     ) -> Gradients:
-        """What this block adds to the gradients. ``output`` and ``lse`` are those over all keys of the rows, and with
-        them a row that sees no key of this block adds nothing."""
+        """Return what this block adds to the gradients. ``output`` and ``lse`` are those over all keys of the rows, and
+        with them a row that sees no key of this block adds nothing."""
         ...
 
 
@@ -72,5 +72,5 @@ def dense_heads(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where parts of ``dtype`` are added up: float32 for halves, else the dtype itself."""
+    """Return where parts of ``dtype`` are added up: float32 for halves, else the dtype itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

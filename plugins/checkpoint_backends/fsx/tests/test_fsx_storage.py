@@ -118,7 +118,7 @@ def test_another_file_system_is_told_once_and_works(
         own(storage, run="a", say=pytest.fail).release()
         save(storage, step)
     assert len(warnings(caplog)) == 1
-    assert f"[NXDT-S120] {uri} does not lie on a Lustre file system: {point} is xfs." in warnings(caplog)[0]
+    assert f"[NXDT-S120] {uri} is not on a Lustre file system: {point} is xfs." in warnings(caplog)[0]
     assert [status.state for status in list_checkpoints(FsxStorage(uri))] == ["committed", "committed"]
     assert lfs.calls("setstripe") == lfs.calls("hsm_archive") == []
     assert storage.archive_state("step-00000001/") == ""
@@ -227,7 +227,7 @@ def test_names_that_look_like_states_are_names(lustre: Path, lfs: Any) -> None:
 def test_an_answer_that_is_none_is_not_taken_for_one(store: FsxStorage, lfs: Any) -> None:
     store.put_if_absent("step-00000001/a", b"")
     lfs.behave(states={"a": "in another language"})
-    assert store.archive_state("step-00000001/") == "unknown: it told of 0 of 1 files"
+    assert store.archive_state("step-00000001/") == "unknown: it reported 0 of 1 files"
 
 
 def test_an_export_that_fails_is_a_warning_with_the_command_that_repeats_it(
@@ -270,8 +270,8 @@ def test_locks_that_other_nodes_do_not_see_are_replaced_by_a_lease(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("stripe_size_bytes=100000", "no multiple of 64 KiB"),
-        ("stripe_above_bytes=65536", "no multiple of stripe_size_bytes"),
+        ("stripe_size_bytes=100000", "not a multiple of 64 KiB"),
+        ("stripe_above_bytes=65536", "not a multiple of stripe_size_bytes"),
         ("stripe_all_above_bytes=67108864", "must be greater than stripe_above_bytes"),
         ("stripe_count=0", "-1 takes all"),
         ("stripes=1", "stripe"),

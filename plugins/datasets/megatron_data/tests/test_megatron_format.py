@@ -110,7 +110,7 @@ def test_every_cut_of_an_index_is_refused(by_hand):
     whole = idx_path(prefix).read_bytes()
     for size in range(len(whole)):
         idx_path(prefix).write_bytes(whole[:size])
-        with pytest.raises(BadIndexFile, match=r"cut\.idx is no whole index"):
+        with pytest.raises(BadIndexFile, match=r"cut\.idx is not a complete Megatron index"):
             IndexedTokens(prefix)
 
 

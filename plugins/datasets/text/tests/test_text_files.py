@@ -151,7 +151,7 @@ def test_a_missing_file_is_named_with_its_key_and_what_lies_nearby(tmp_path):
 
 def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataFileUnreadable, match="it is no file"):
+    with pytest.raises(DataFileUnreadable, match="it is not a file"):
         expand([tmp_path / "pipe"], "data.train_files")
 
 

@@ -159,7 +159,7 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("llama", "model.encoder_seq_length", "renamed", "data.seq_length", ""),
         ("llama", "compiler_flags", "mapped", "", "XLA runtime"),
         ("llama", "model.do_layer_norm_weight_decay", "mapped", "", "the wrong way round"),
-        ("llama", "model.optim.weight_decay", "mapped", "", "0.01 whatever it says"),
+        ("llama", "model.optim.weight_decay", "mapped", "", "0.01 and ignores this key"),
         ("llama", "data.name", "added", "", "model_source: hf"),
         ("llama", "data.shuffle", "added", "", "in their order"),
         ("lora", "model_alignment_strategy.peft.lora_rank", "renamed", "adapter.lora_rank", ""),

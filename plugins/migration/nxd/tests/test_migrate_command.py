@@ -17,7 +17,7 @@ def test_it_writes_the_file_and_the_report_and_says_what_is_left_to_do(nxdt, tmp
     done = nxdt("config", "migrate", str(given), "--from", "nemo", *where, without=HEAVY)
     assert (done.returncode, done.stderr) == (0, "")
     assert out.read_text().startswith("# From nemo_gpt.yaml of NeMo 1.x")
-    for title in ("Not carried over:", "Still to be set:", "nxdt config check says beside that:"):
+    for title in ("Not carried over:", "Still to be set:", "nxdt config check also reports:"):
         assert title in done.stdout
     assert "model.optim.name: No optimizer is called 'my_own_adam'" in done.stdout
     assert "  model.fp8 (line 131): nothing computes in 8 bits here\n" in done.stdout

@@ -47,7 +47,7 @@ def chat_tokenizer():
         ({**GOOD, "rejected": "b"}, "NXDT-A003", "are the same"),
         ({"chosen": "b", "rejected": "c"}, "NXDT-A004", "the key is not there"),
         ({**GOOD, "prompt": ""}, "NXDT-A004", "it is empty"),
-        ({"chosen": [YES], "rejected": [USER, NO]}, "NXDT-A004", "do not begin alike"),
+        ({"chosen": [YES], "rejected": [USER, NO]}, "NXDT-A004", "do not begin with the same messages"),
         ({**GOOD, "chosen": 3}, "NXDT-A005", "it is a int"),
         ({"chosen": [USER, {"content": "yes"}], "rejected": [USER, NO]}, "NXDT-D301", "2, 'chosen', message 2"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [NO]}, "NXDT-A007", "begins with a turn of 'user'"),

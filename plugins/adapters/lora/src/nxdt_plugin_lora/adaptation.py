@@ -1,6 +1,6 @@
 """Changes a model for LoRA: freezes it, gives layers their updates, and says how these start.
 
-Runs train such a model (:mod:`nxdt_plugin_lora.adapter`); whoever opens their checkpoints builds it again
+Runs train such a model (:mod:`nxdt_plugin_lora.adapter`); a reader of their checkpoints builds it again
 (:mod:`nxdt_plugin_lora.saved_run`).
 """
 
@@ -102,7 +102,8 @@ class _Updates:
         self._add_rules(f"{owner}.updates.{matrix}", grows=each.grows, other=self._drawn("lora_A", inputs))
 
     def _drawn(self, leaf: str, inputs: int) -> InitRule:
-        """As peft does: uniform as of a linear layer of torch (He et al. 2015 with a = sqrt 5), or normal."""
+        """Return the initialisation that peft uses: uniform as of a linear layer of torch (He et al. 2015 with a = sqrt
+        5), or normal."""
         if self._config.init_lora_weights == "gaussian":
             return InitRule(pattern=leaf, distribution="normal", std=1 / self._config.lora_rank)
         return InitRule(pattern=leaf, distribution="uniform", std=1 / math.sqrt(inputs))

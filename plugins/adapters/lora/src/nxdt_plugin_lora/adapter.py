@@ -69,7 +69,7 @@ class LoraAdapter:
         check_reference(model, config, ranks)
 
     def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
-        """As the protocol says: other scales and forms of the updates are refused."""
+        """Refuse other scales and forms of the updates, as the protocol says."""
         if self.config.enable_lora and saved.get("name") == "lora" and saved.get("enable_lora"):
             check_options(self.config, saved, where)
 
@@ -83,6 +83,6 @@ class LoraAdapter:
         merge_last(checkpoint, config, ranks)
 
     def init_rules(self) -> Sequence[InitRule]:
-        """For the parameters that :meth:`apply` has added: an update starts at zero. DoRA's norms are the weights' own,
-        and are set once those are there."""
+        """Return rules for the parameters that :meth:`apply` has added: an update starts at zero. DoRA's norms are the
+        weights' own, and are set once those are there."""
         return self._rules

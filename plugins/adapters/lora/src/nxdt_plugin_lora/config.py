@@ -34,7 +34,7 @@ class LoraConfig:
     lora_dropout: Fraction = 0.05
     """Dropout of what the update is given; 0 saves its memory."""
     lora_bias: Biases = "none"
-    """Biases that train beside: none, all of the model, or those of layers with an update."""
+    """Biases that train too: none, all of the model, or those of layers with an update."""
     bias: Biases | None = None
     """``lora_bias`` under the name that NxD Core gives it."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
@@ -53,9 +53,9 @@ class LoraConfig:
     save_lora_base: bool = True
     """Checkpoints hold the frozen weights too; ``false``: what trains, alone."""
     merge_lora: bool = False
-    """At the end of the run, once its last step is saved, commit the merged model beside the checkpoints: their address
-    with ``-merged`` behind it, where it replaces an older one. Checkpoints stay as they are, so that the run can go on.
-    Needs ``save_lora_base``."""
+    """At the end of the run, once its last step is saved, commit the merged model next to the checkpoints: their
+    address with the suffix ``-merged``, where it replaces an older one. Checkpoints stay as they are, so that the run
+    can be resumed. Needs ``save_lora_base``."""
     save_lora_config_adapter: bool = True
     """Keep these options in the checkpoints alone, which always have them; ``false``: also write them into the run's
     directory, as ``lora_adapter/adapter_config.json``."""

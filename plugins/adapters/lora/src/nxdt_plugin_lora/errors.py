@@ -60,7 +60,7 @@ class AdapterFileDamaged(NxdtError):
     """A file of a peft directory cannot be used."""
 
     code = "NXDT-L004"
-    happened = "'{path}' is no adapter that can be read: {reason}."
+    happened = "'{path}' is not a readable adapter: {reason}."
     remedy = "Name a directory with adapter_config.json and adapter_model.safetensors; pickles (.bin) are never read."
     path: str
     reason: str

@@ -25,7 +25,7 @@ def check_reference(model: ParallelModel, config: ResolvedConfig, ranks: RankAgr
 
 
 def changes_base(model: ParallelModel, ranks: RankAgreement) -> bool:
-    """Whether an update of ``model`` has left its start. Collective."""
+    """Return whether an update of ``model`` has left its start. Collective."""
     grown = {
         f"{path}.{part.grows}"
         for module in model.local_modules()

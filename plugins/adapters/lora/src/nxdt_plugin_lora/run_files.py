@@ -1,4 +1,4 @@
-"""What a LoRA run writes beside its checkpoints, where its section asks for it."""
+"""Files that a LoRA run writes next to its checkpoints, where its section requests them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_options(section: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
-    """Merge the checkpoint at ``uri`` into the store beside its own, unless it was already; an older merged step
+    """Merge the checkpoint at ``uri`` into the store next to its own, unless it was already; an older merged step
     goes. Both are reached as ``checkpoint.storage`` of ``config`` says. Collective."""
     storage, step = build.locate(config, uri)
     assert step is not None

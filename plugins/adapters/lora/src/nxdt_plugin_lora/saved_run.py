@@ -44,7 +44,7 @@ class SavedLora:
 
     @property
     def updated(self) -> Mapping[str, Mapping[str, str]]:
-        """By name of a matrix: the parameters of its update by kind (``lora_A``, …)."""
+        """Return, by the name of a matrix, the parameters of its update by kind (``lora_A``, …)."""
         found: dict[str, dict[str, str]] = {}
         for name in self.trained:
             leaf = base_of(name)
@@ -53,7 +53,7 @@ class SavedLora:
         return found
 
     def read(self, name: str) -> torch.Tensor:
-        """A trained parameter, whole."""
+        """Return a trained parameter, whole."""
         return checkpoint.load_model(self.storage, self.manifest, [name])[name]
 
     def check_base(self) -> None:
@@ -69,7 +69,7 @@ class SavedLora:
 def open_saved(
     storage: CheckpointStorage, step: int | None, *, base: str | None = None, trusted: TrustedKeys | None = None
 ) -> SavedLora:
-    """One checkpoint of a run.
+    """Return one checkpoint of a run.
 
     Args:
         storage: where they lie.

@@ -28,8 +28,8 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 def adaptable(module: nn.Module) -> dict[str, nn.Module]:
-    """What can get an update, in the order of the model: paths of linear layers, embeddings and experts' matrices, with
-    the module that has the weight."""
+    """Return what can get an update, in the order of the model: paths of linear layers, embeddings and experts'
+    matrices, with the module that has the weight."""
     found: dict[str, nn.Module] = {}
     for path, part in module.named_modules():
         if isinstance(part, SwiGLUExperts):
@@ -42,7 +42,7 @@ def adaptable(module: nn.Module) -> dict[str, nn.Module]:
 def chosen_targets(
     module: nn.Module, plan: ParallelPlan, names: Sequence[str], whole: Sequence[str] = ()
 ) -> dict[str, nn.Module]:
-    """Those of :func:`adaptable` that ``names`` mean, without those that lie within ``whole``, as in peft.
+    """Return those of :func:`adaptable` that ``names`` mean, without those inside ``whole``, as in peft.
 
     Args:
         module: the model.
@@ -72,7 +72,7 @@ def chosen_targets(
 
 
 def chosen_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """Paths of the modules with parameters that ``names`` mean.
+    """Return the paths of the modules with parameters that ``names`` mean.
 
     Raises:
         TargetNotFound: one of ``names`` means nothing.
@@ -82,14 +82,14 @@ def chosen_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def adaptable_names(builder: ModelBuilder) -> set[str]:
-    """Names of the matrices of the builder's model that can get an update."""
+    """Return the names of the matrices of the builder's model that can get an update."""
     with torch.device("meta"):
         found = adaptable(builder.build())
     return {path if isinstance(part, SwiGLUExperts) else f"{path}.weight" for path, part in found.items()}
 
 
 def tables_of(builder: ModelBuilder) -> list[str]:
-    """Names of the weights of the builder's model that are looked up row by row."""
+    """Return the names of the weights of the builder's model that are looked up row by row."""
     with torch.device("meta"):
         module = builder.build()
     return [f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
@@ -106,7 +106,7 @@ def _meant(name: str, candidates: Iterable[str], key: str, kind: str) -> list[st
 
 
 def _matching(name: str, paths: Sequence[str]) -> list[str]:
-    """A pattern matches whole paths; a name whole components, or parts of them where it is no component anywhere."""
+    """A pattern matches whole paths; a name whole components, or parts of them where it is not a component anywhere."""
     if any(sign in name for sign in "*?["):
         return [path for path in paths if fnmatch.fnmatchcase(path, name)]
     return [path for path in paths if f".{name}." in f".{path}."] or [path for path in paths if name in path]

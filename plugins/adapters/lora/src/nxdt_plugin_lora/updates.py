@@ -49,8 +49,8 @@ class DoraUpdate(LowRankUpdate):
         self.lora_magnitude = nn.Parameter(torch.empty(outputs))
 
     def forward(self, hidden: torch.Tensor, product: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """As its base's. Under dropout the frozen product keeps its inputs whole, and what is trained of it does
-        not, as in peft."""
+        """Return the base's product with the update. Under dropout the frozen product keeps its inputs whole, and what
+        is trained of it does not, as in peft."""
         down, up = self.local(self.lora_A), self.local(self.lora_B)
         factor = self.local(self.lora_magnitude) / self._norms(weight, down, up)
         dropped = self.dropout(hidden)
@@ -101,7 +101,7 @@ class DoraEmbeddingUpdate(EmbeddingUpdate):
         self.lora_magnitude = nn.Parameter(torch.empty(width))
 
     def forward(self, ids: torch.Tensor, product: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """As its base's."""
+        """Return the base's embedding with the update, scaled by the magnitudes."""
         norms = self._norms(weight, self.local(self.lora_A), self.local(self.lora_B))
         return self.local(self.lora_magnitude) / norms * super().forward(ids, product, weight)
 

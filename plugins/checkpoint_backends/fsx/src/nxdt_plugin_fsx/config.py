@@ -17,9 +17,9 @@ _GRAIN_BYTES = 64 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsxStorageConfig(LocalStorageConfig):
-    """How shards lie on the targets of a Lustre file system, and whether they are exported.
+    """Striping of shards over the targets of a Lustre file system, and their export.
 
-    A file grows over its targets: its first bytes lie on one, what follows on several, the end of a very large one on
+    A file grows over its targets: its first bytes are on one, what follows on several, the end of a very large one on
     all. (Many ranks that write a file each keep all targets busy with one target a file; a large file needs several to
     be read fast.)
     """
@@ -27,9 +27,9 @@ class FsxStorageConfig(LocalStorageConfig):
     stripe: bool = True
     """Lay out the directories of shards; ``false`` leaves the layout to the directory above."""
     stripe_size_bytes: PositiveInt = 4 * 2**20
-    """Bytes that lie on one target before the next one's turn."""
+    """Bytes on one target before the next one's turn."""
     stripe_above_bytes: PositiveInt = 64 * 2**20
-    """Bytes of a file that lie on one target, before it is striped."""
+    """Bytes of a file on one target, before it is striped."""
     stripe_count: Annotated[int, Range(-1)] = 8
     """Targets of the bytes above that; -1 takes all."""
     stripe_all_above_bytes: PositiveInt = 100 * 2**30
@@ -41,12 +41,12 @@ class FsxStorageConfig(LocalStorageConfig):
     """Longest that one call of ``lfs`` may take."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What Lustre refuses, as (key, message)."""
+        """Yield what Lustre refuses, as (key, message)."""
         if self.stripe_size_bytes % _GRAIN_BYTES:
-            yield "stripe_size_bytes", f"{self.stripe_size_bytes} is no multiple of 64 KiB"
+            yield "stripe_size_bytes", f"{self.stripe_size_bytes} is not a multiple of 64 KiB"
         for key in ("stripe_above_bytes", "stripe_all_above_bytes"):
             if getattr(self, key) % self.stripe_size_bytes:
-                yield key, f"{getattr(self, key)} is no multiple of stripe_size_bytes, {self.stripe_size_bytes}"
+                yield key, f"{getattr(self, key)} is not a multiple of stripe_size_bytes, {self.stripe_size_bytes}"
         if self.stripe_above_bytes >= self.stripe_all_above_bytes:
             yield "stripe_all_above_bytes", f"it must be greater than stripe_above_bytes, {self.stripe_above_bytes}"
         if self.stripe_count == 0:

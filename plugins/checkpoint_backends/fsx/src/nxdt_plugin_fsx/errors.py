@@ -1,6 +1,6 @@
 """What is worth telling of a Lustre file system: codes ``NXDT-S120`` to ``NXDT-S129``.
 
-All are told as warnings: none of them keeps a checkpoint from being whole.
+All are reported as warnings: with each of them, checkpoints are still complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class NotLustre(StorageError):
     """An ``fsx://`` address on another file system."""
 
     code = "NXDT-S120"
-    happened = "{where} does not lie on a Lustre file system: {reason}."
+    happened = "{where} is not on a Lustre file system: {reason}."
     remedy = (
         "Checkpoints are saved there all the same, as in any directory; see that the file system is mounted on every "
         "node ('mount -t lustre' lists them), or write checkpoint.uri as a plain path."
@@ -25,7 +25,7 @@ class LfsMissing(StorageError):
     """A Lustre file system without its command."""
 
     code = "NXDT-S121"
-    happened = "{where} lies on Lustre, and its shards are neither striped nor exported: {reason}."
+    happened = "{where} is on Lustre, and its shards are neither striped nor exported: {reason}."
     remedy = "Install the Lustre client's tools on the nodes, or set checkpoint.storage.stripe=false."
 
 

@@ -63,11 +63,11 @@ class Lfs:
             self._run("hsm_archive", *batch)
 
     def states(self, files: Sequence[Path]) -> list[HsmState]:
-        """What is known of the copies of ``files``, in any order, lfs-hsm_state(1)."""
+        """Return what is known of the copies of ``files``, in any order, lfs-hsm_state(1)."""
         lines = [line for batch in _batches(files) for line in self._run("hsm_state", *batch).splitlines()]
         found = [HsmState(int(match[-1], 16)) for line in lines if (match := _STATE.findall(line))]
         if len(found) != len(files):
-            raise LfsFailed(where=f"{self._path} hsm_state", reason=f"it told of {len(found)} of {len(files)} files")
+            raise LfsFailed(where=f"{self._path} hsm_state", reason=f"it reported {len(found)} of {len(files)} files")
         return found
 
     def _run(self, *words: str) -> str:

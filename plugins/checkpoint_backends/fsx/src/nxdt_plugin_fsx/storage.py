@@ -1,7 +1,7 @@
 """A directory of FSx for Lustre: the local store, whose shards are striped and, if asked for, exported.
 
 Where the directory is not on Lustre, or ``lfs`` is missing, it is the local store and says so once. What ``lfs`` fails
-with is told and costs no checkpoint: striping is about speed, and the export about a second copy.
+with is reported and costs no checkpoint: striping is about speed, and the export about a second copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["FsxStorage"]
 
 _log = logging.getLogger(__name__)
 _reported: set[tuple[str, str]] = set()
-"""Root and code of what this process was told already: a run opens its store anew for every save."""
+"""Root and code of what this process has reported already: a run opens its store again for every save."""
 _STRIPED = SECTIONS[:2]
 """Directories of shards; the others hold small files."""
 

@@ -54,11 +54,11 @@ class Address:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def where(self, key: str) -> str:
-        """An object's address for messages."""
+        """Return an object's address for messages."""
         return f"{self.uri}/{key}"
 
     def name_of(self, key: str) -> str:
-        """The object of a key.
+        """Return the object of a key.
 
         Raises:
             BadStorageKey: it leaves the prefix, or S3 cannot hold it.
@@ -72,7 +72,7 @@ class Address:
         return name
 
     def key_of(self, name: str) -> str:
-        """The inverse of :meth:`name_of`."""
+        """Return the inverse of :meth:`name_of`."""
         return name.removeprefix(self.prefix)
 
 

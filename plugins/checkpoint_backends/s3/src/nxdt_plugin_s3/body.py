@@ -20,15 +20,15 @@ class Body(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True: uploads read it."""
         return True
 
     def seekable(self) -> bool:
-        """Always: the SDK measures it, and goes back to send it once more."""
+        """Return True: the SDK measures it, and seeks back to send it once more."""
         return True
 
     def tell(self) -> int:
-        """Bytes before the next one to be read."""
+        """Return the bytes before the next one to be read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
@@ -38,7 +38,7 @@ class Body(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1, /) -> Any:
-        """All that is left, as a view and whatever ``size`` is: sockets take a part at once, not by 16 KiB."""
+        """Return all that is left as a view, with any ``size``: sockets take a part at once, not by 16 KiB."""
         rest = self._data[self._position :]
         self._position += len(rest)
         return rest

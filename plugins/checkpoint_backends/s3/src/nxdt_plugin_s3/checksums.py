@@ -23,13 +23,13 @@ class Checksum:
     size_bytes: int
 
     def arguments(self, data: bytes | memoryview) -> dict[str, str]:
-        """What a request that carries ``data`` says of it."""
+        """Return what a request that carries ``data`` says of it."""
         digest = self.compute(data).to_bytes(self.size_bytes, "big")
         return {f"Checksum{self.algorithm}": base64.b64encode(digest).decode()}
 
 
 def choose(name: str) -> Checksum:
-    """The algorithm of ``checkpoint.storage.checksum``.
+    """Return the algorithm of ``checkpoint.storage.checksum``.
 
     Raises:
         ModuleNotFoundError: it needs awscrt, which is not installed.

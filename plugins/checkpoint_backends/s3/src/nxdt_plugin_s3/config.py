@@ -21,7 +21,7 @@ _LARGEST_PART = 5 * 2**30
 class S3StorageConfig:
     """How objects are written to and read from S3.
 
-    Credentials are no keys of it: they come from the SDK's own chain (environment, shared files, container or instance
+    Credentials are not keys of it: they come from the SDK's own chain (environment, shared files, container or instance
     role), which also reads ``AWS_PROFILE``, ``AWS_REGION`` and ``AWS_ENDPOINT_URL_S3``.
     """
 
@@ -61,7 +61,7 @@ class S3StorageConfig:
     after each commit."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the store is, as (key, message)."""
+        """Yield what cannot work with any store, as (key, message)."""
         if not _SMALLEST_PART <= self.part_bytes <= _LARGEST_PART:
             yield "part_bytes", f"{self.part_bytes} is outside of what S3 takes: {_SMALLEST_PART} (5 MiB) to 5 GiB"
         if self.kms_key_id and (self.server_side_encryption or "").partition(":")[0] != "aws":

@@ -57,7 +57,7 @@ class Connection:
             raise self.place.explain(error, where, action) from error
 
     def object_arguments(self) -> dict[str, str]:
-        """What each new object is given: encryption and storage class."""
+        """Return what each new object is given: encryption and storage class."""
         given = {
             "ServerSideEncryption": self.config.server_side_encryption,
             "SSEKMSKeyId": self.config.kms_key_id,
@@ -66,7 +66,7 @@ class Connection:
         return {name: value for name, value in given.items() if value is not None}
 
     def take_buffer(self) -> bytearray:
-        """One of ``part_bytes``, with anything in it."""
+        """Return one of ``part_bytes``, with anything in it."""
         try:
             return self._spare.pop()
         except IndexError:

@@ -1,6 +1,6 @@
 """Reading one object as a stream: in ranges, some of which are fetched ahead, in parallel.
 
-All ranges are of one version of the object. A range whose transfer breaks off goes on from the byte where it stopped.
+All ranges are of one version of the object. A range whose transfer breaks off resumes at the byte where it stopped.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Download(io.RawIOBase):
             self._fetch_ahead()
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any, /) -> int:

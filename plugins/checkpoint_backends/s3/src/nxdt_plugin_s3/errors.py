@@ -1,4 +1,4 @@
-"""What the S3 store can fail with, in words: codes ``NXDT-S100`` to ``NXDT-S119``.
+"""Errors of the S3 storage backend: codes ``NXDT-S100`` to ``NXDT-S119``.
 
 Each is a kind of the core's error that it is closest to. None of them carries a credential.
 """
@@ -69,10 +69,10 @@ class S3AccessDenied(StorageDenied):
 
 
 class S3WrongRegion(StorageError):
-    """The bucket lies in another region than the one that was asked."""
+    """The bucket is in another region than the request's."""
 
     code = "NXDT-S104"
-    happened = "{where} lies in another region than {asked!r}: {reason}."
+    happened = "{where} is in another region than {asked!r}: {reason}."
     remedy = "Set checkpoint.storage.region to {right}."
     asked: str
     right: str

@@ -75,23 +75,24 @@ _FULL = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioSto
 
 
 def code_of(error: BaseException) -> str:
-    """The server's code (``NoSuchKey``), its status as text where an answer has no body, "" where it gave none."""
+    """Return the server's code (``NoSuchKey``), its status as text where an answer has no body, "" where it gave
+    none."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, sdk.ClientError) else ""
 
 
 def status_of(error: BaseException) -> int:
-    """The status of the server's answer, 0 where there was none."""
+    """Return the status of the server's answer, 0 where there was none."""
     metadata = error.response.get("ResponseMetadata", {}) if isinstance(error, sdk.ClientError) else {}
     return int(metadata.get("HTTPStatusCode", 0))
 
 
 def no_such_key(error: BaseException) -> bool:
-    """Whether the object is missing, and not the whole bucket."""
+    """Return whether the object is missing, and not the whole bucket."""
     return status_of(error) == 404 and code_of(error) != "NoSuchBucket"
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later."""
+    """Return whether the same request may succeed a little later."""
     if isinstance(error, sdk.ClientError):
         status = status_of(error)
         return code_of(error) in _TRANSIENT or status in (408, 429) or (status >= 500 and status not in (501, 507))
@@ -109,7 +110,7 @@ class Place:
     region: str
 
     def explain(self, error: Exception, where: str, action: str) -> Exception:
-        """The error for a user that ``error`` means.
+        """Return the error for a user that ``error`` means.
 
         Args:
             error: one of :data:`FAILURES`.

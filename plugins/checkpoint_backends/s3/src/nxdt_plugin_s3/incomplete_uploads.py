@@ -1,4 +1,4 @@
-"""Multipart uploads that nobody will complete: a killed writer leaves parts that do not show and are paid for."""
+"""Multipart uploads that no process will complete: a killed writer leaves parts that do not show and are paid for."""
 
 from __future__ import annotations
 

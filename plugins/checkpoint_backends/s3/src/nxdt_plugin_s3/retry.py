@@ -56,7 +56,8 @@ class RetryBudget:
         self._lock = threading.Lock()
 
     def begin(self, group: str, since: float) -> bool:
-        """A request of ``group``, sent at ``since``, has failed for the first time; True where it is the only one."""
+        """Record that a request of ``group``, sent at ``since``, has failed for the first time; True where it is the
+        only one."""
         with self._lock:
             failures = self._failures[group]
             if not failures.failing:
@@ -77,7 +78,7 @@ class RetryBudget:
                 failures.since = now
 
     def left_s(self, group: str) -> float:
-        """What is left of the deadline while a request of ``group`` is failing."""
+        """Return what is left of the deadline while a request of ``group`` is failing."""
         with self._lock:
             failures = self._failures[group]
             return self._deadline_s - failures.lost_s - (time.monotonic() - failures.since)

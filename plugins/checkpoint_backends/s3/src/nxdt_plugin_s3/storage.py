@@ -45,7 +45,7 @@ class S3Storage:
         self.uri = self._address.uri
         self._connections: dict[int, Connection] = {}
         self._locks: dict[int, threading.Lock] = {}
-        """By process: a forked one makes its own, whatever state its parent's are in."""
+        """By process: a forked one makes its own, in any state of its parent's."""
 
     @contextmanager
     def open_write(self, key: str) -> Iterator[BinaryIO]:
@@ -208,5 +208,5 @@ def _of_one_object(error: dict[str, str], count: int) -> ClientError:
 
 
 def _worst(errors: Sequence[ClientError]) -> ClientError:
-    """One that trying again does not mend, where there is one."""
+    """Return the error that trying again does not fix, where there is one."""
     return next((error for error in errors if not is_transient(error)), errors[0])

@@ -54,7 +54,7 @@ class Upload(io.RawIOBase):
         self._parts: list[Future[dict[str, Any]]] = []
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def write(self, data: Any, /) -> int:
@@ -178,7 +178,7 @@ class Upload(io.RawIOBase):
 
 
 def is_ours(connection: Connection, target: dict[str, str], token: str) -> bool:
-    """Whether the object that exists was written with ``token``."""
+    """Return whether the object that exists was written with ``token``."""
     try:
         found = connection.client.head_object(**target)
     except FAILURES as error:

@@ -45,7 +45,7 @@ class Chunks:
         return np.concatenate([head, *self._arrays[first + 1 : last], tail])
 
     def all(self) -> bool:
-        """Whether none of the values is 0."""
+        """Return whether none of the values is 0."""
         return all(array.all() for array in self._arrays if len(array))
 
 
@@ -63,12 +63,12 @@ class TokenColumn:
 
     @classmethod
     def of_stream(cls, stream: TokenStream) -> TokenColumn:
-        """The documents of a stream as rows."""
+        """Return the documents of a stream as rows."""
         tokens = stream.tokens[:]
         return cls(values=Chunks([tokens]), offsets=np.append(stream.starts, len(tokens)))
 
     def row(self, index: int) -> NDArray[np.integer]:
-        """The values of one row."""
+        """Return the values of one row."""
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
 
@@ -87,7 +87,7 @@ class TokenColumns:
     """1 for a token, 0 for padding. None: there is no padding."""
 
     def learnt(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """[tokens] of the rows from ``begin`` to ``end``, whether each has a label and is no padding."""
+        """Return, for each token of the rows from ``begin`` to ``end``, whether it has a label and is not padding."""
         places = slice(*self.input_ids.offsets[[begin, end]].tolist())
         learnt = np.ones(places.stop - places.start, bool)
         if self.labels is not None:
@@ -97,7 +97,8 @@ class TokenColumns:
         return learnt
 
     def teach(self) -> bool:
-        """Whether anything is learnt of the rows. The label of a row's first token does not count: nothing tells it."""
+        """Return whether anything is learnt of the rows. The label of a row's first token does not count: nothing tells
+        it."""
         offsets = self.input_ids.offsets
         if self.labels is None and self.attention_mask is None:
             return bool(offsets[-1])
@@ -112,7 +113,7 @@ class TokenColumns:
 
 
 def chosen(names: Sequence[str], text_key: str, path: str) -> list[str]:
-    """The columns that are read: those of tokens, or where there are none, the text.
+    """Return the columns that are read: those of tokens, or where there are none, the text.
 
     Raises:
         ColumnMissing: there is no text either.
@@ -126,12 +127,12 @@ def chosen(names: Sequence[str], text_key: str, path: str) -> list[str]:
 
 
 def is_tokenised(table: pa.Table) -> bool:
-    """Whether the rows have tokens."""
+    """Return whether the rows have tokens."""
     return _INPUT_IDS in table.column_names
 
 
 def token_columns(table: pa.Table, path: str, first: int = 0) -> TokenColumns:
-    """The columns of a tokenised dataset, of which the table has the rows from ``first`` on.
+    """Return the columns of a tokenised dataset, of which the table has the rows from ``first`` on.
 
     Raises:
         WrongColumnType, NullValue: a column has no list of integers in each row.
@@ -151,7 +152,7 @@ def token_columns(table: pa.Table, path: str, first: int = 0) -> TokenColumns:
 
 
 def text_column(table: pa.Table, text_key: str, path: str, first: int = 0) -> Iterator[str]:
-    """The texts of a dataset, of which the table has the rows from ``first`` on.
+    """Yield the texts of a dataset, of which the table has the rows from ``first`` on.
 
     Raises:
         WrongColumnType, NullValue: a row has no text.

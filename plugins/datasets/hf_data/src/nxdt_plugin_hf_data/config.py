@@ -34,7 +34,7 @@ class SourceConfig:
 class HfDataConfig:
     """Datasets that ``datasets`` has saved, or files that are read from their beginning to their end.
 
-    A column ``input_ids`` holds tokens, with ``labels`` and ``attention_mask`` beside it where the dataset has them;
+    A column ``input_ids`` holds tokens, and ``labels`` and ``attention_mask`` where the dataset has them;
     without that column the one that ``text_key`` names holds text, which the run's tokenizer turns into tokens.
     """
 
@@ -73,7 +73,7 @@ class HfDataConfig:
     process of a machine makes them for all. Of no effect for tokens and for streams."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the files hold, as (key, message)."""
+        """Yield what cannot work with any files, as (key, message)."""
         alone = [key for key in ("train_dir", "val_dir", "test_dir") if getattr(self, key) is not None]
         if self.sources and alone:
             yield alone[0], "the sources name the data already; move it into one of them"
@@ -91,7 +91,7 @@ class HfDataConfig:
             yield "eod_mask_loss", "there is no end-of-text token to mask; set add_eos to true"
 
     def named_sources(self) -> Mapping[str, SourceConfig]:
-        """The sources by name; the only one of a file that names none is called ``data``."""
+        """Return the sources by name; the only one of a file that names none is called ``data``."""
         if self.sources:
             return self.sources
         return {"data": SourceConfig(train_dir=self.train_dir, val_dir=self.val_dir, test_dir=self.test_dir)}

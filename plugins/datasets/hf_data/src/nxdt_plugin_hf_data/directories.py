@@ -34,7 +34,7 @@ class Saved:
 
 
 def is_saved(path: Path) -> bool:
-    """Whether the library has saved a dataset there."""
+    """Return whether the library has saved a dataset there."""
     return (path / _STATE).is_file() or (path / _SPLITS).is_file()
 
 
@@ -42,8 +42,8 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
     """Open the dataset at ``path``, of several splits the one called ``split``.
 
     Raises:
-        DataFileNotFound: nothing lies there.
-        NoDataset: something else lies there.
+        DataFileNotFound: the path does not exist.
+        NoDataset: the path is something else.
         SplitMissing: it has splits, none of that name.
         EmptyData: it has no rows.
         DamagedDataset, DataFileUnreadable: its files cannot be read.
@@ -70,7 +70,7 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
 
 
 def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
-    """The Arrow files of the dataset at ``path``, in their order.
+    """Return the Arrow files of the dataset at ``path``, in their order.
 
     Raises:
         SplitMissing: it has splits, none of that name.

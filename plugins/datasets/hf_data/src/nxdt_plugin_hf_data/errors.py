@@ -1,4 +1,4 @@
-"""What datasets can be wrong in, in words: codes ``NXDT-D200`` to ``NXDT-D219``."""
+"""Errors of datasets: codes ``NXDT-D200`` to ``NXDT-D219``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NoDataset(NxdtError):
     """A path where no dataset of the datasets library lies."""
 
     code = "NXDT-D200"
-    happened = "{key}: {path} is no dataset as datasets' save_to_disk writes it: {found}."
+    happened = "{key}: {path} is not a dataset as datasets' save_to_disk writes it: {found}."
     remedy = "{advice}"
     key: str
     path: str
@@ -124,7 +124,7 @@ class MisfitRows(NxdtError):
 
     code = "NXDT-D207"
     happened = "Each row of {path} has {found} tokens; a sample of this run has {seq_length}."
-    remedy = "Set data.seq_length to {found}, or data.packing to true to cut the rows anew."
+    remedy = "Set data.seq_length to {found}, or data.packing to true to pack the rows into samples."
     path: str
     found: int
     seq_length: int
@@ -135,7 +135,7 @@ class RowTooLong(NxdtError):
 
     code = "NXDT-D208"
     happened = "Row {row} of {path} has {found} tokens; a sample has {seq_length}, and data.packing is false."
-    remedy = "Raise data.seq_length, shorten the row, or set data.packing to true. Nothing is cut off in silence."
+    remedy = "Raise data.seq_length, shorten the row, or set data.packing to true. Nothing is truncated silently."
     path: str
     row: int
     found: int
@@ -234,7 +234,7 @@ class ColumnsDiffer(NxdtError):
 
 
 class SplitUnclear(NxdtError):
-    """A directory with files of several splits, and one that cannot be told."""
+    """A directory with files of several splits, and one that cannot be determined."""
 
     code = "NXDT-D217"
     happened = "{key}: names in {path} say of what split a file is, and that of {file} says {found}."

@@ -32,20 +32,20 @@ _LINE_BYTES = 256 << 20
 
 
 def files_of(path: Path, key: str, split: SplitName) -> list[Path]:
-    """The files that ``path`` names, in the order in which they are read.
+    """Return the files that ``path`` names, in the order in which they are read.
 
     Args:
         path: a directory that datasets has saved; one with files, whose names are sorted; a file; a pattern. Hidden
             files and what datasets keeps of its own computations are left out of directories and patterns.
         key: of the configuration, for errors.
-        split: which of several splits that lie in one directory.
+        split: which of several splits in one directory.
 
     Raises:
-        DataFileNotFound: nothing lies there, or no file matches.
+        DataFileNotFound: the path does not exist, or no file matches.
         EmptyData: a directory has no files of a known format.
         UnknownDataFormat: a file is of none.
         SplitMissing: the directory has splits, none of that name.
-        SplitUnclear: it has files of several splits, and one that cannot be told.
+        SplitUnclear: it has files of several splits, and one that cannot be determined.
     """
     if is_saved(path):
         return saved_files(path, key=key, split=split)
@@ -74,7 +74,8 @@ def _is_cache(path: Path) -> bool:
 
 
 def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
-    """The rows of a file from ``start`` on, up to 256 at a time, and of their columns those that :func:`chosen` says.
+    """Yield the rows of a file from ``start`` on, up to 256 at a time, and of their columns those that :func:`chosen`
+    says.
 
     Raises:
         ColumnMissing: it has neither tokens nor text.

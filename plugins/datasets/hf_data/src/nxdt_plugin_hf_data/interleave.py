@@ -37,11 +37,11 @@ class Interleave:
             yield sample
 
     def state_dict(self) -> dict[str, Any]:
-        """The samples drawn of each stream, and where each stands."""
+        """Return the samples drawn of each stream, and where each stands."""
         return {"drawn": self._drawn.tolist(), "streams": [stream.state_dict() for stream in self._streams]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind what was drawn."""
+        """Continue after what was drawn."""
         self._drawn = np.array(state["drawn"], np.int64)
         for stream, inner in zip(self._streams, state["streams"], strict=True):
             stream.load_state_dict(inner)
@@ -54,7 +54,7 @@ class Interleave:
 class Blocks:
     """A stream read ahead by blocks, each of which is taken in a random order.
 
-    The position is that of the stream before the block, and how many of the block are behind: going on reads the block
+    The position is that of the stream before the block, and how many of the block are behind: a resume reads the block
     again, so that nothing of a sample need be kept.
 
     Args:
@@ -82,11 +82,11 @@ class Blocks:
             self._before, self._block, self._taken = after, self._block + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stood before the block, which block it is, and how many of it are behind."""
+        """Return where the stream stood before the block, which block it is, and how many of it are behind."""
         return {"stream": self._before, "block": self._block, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind these."""
+        """Continue after these."""
         self._before, self._block, self._taken = state["stream"], state["block"], state["taken"]
 
     def fingerprint(self) -> str:

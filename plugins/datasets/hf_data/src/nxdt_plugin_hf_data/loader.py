@@ -52,7 +52,8 @@ class HfDataloader:
         self._weights = {name: source.weight for name, source in config.named_sources().items()}
 
     def split(self, name: SplitName) -> Split:
-        """The samples of a split: of several sources a mixture to train on, and each by its name to validate or test.
+        """Return the samples of a split: of several sources a mixture to train on, and each by its name to validate or
+        test.
 
         Raises:
             MixtureInSequence: several sources are to be taken in their order.

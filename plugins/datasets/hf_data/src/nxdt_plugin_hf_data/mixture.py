@@ -42,7 +42,7 @@ class Mixture:
         return self.at(index, 0)
 
     def at(self, index: int, epoch: int) -> Sample:
-        """A pass that repeats a part of a dataset begins where the one before it has ended."""
+        """Yield samples; a pass that repeats a part of a dataset begins where the one before it has ended."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = int(np.searchsorted(self._ends, index, side="right"))

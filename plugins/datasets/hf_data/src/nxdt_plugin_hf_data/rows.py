@@ -1,4 +1,4 @@
-"""Each row a sample: tokens that somebody has cut to the length of the run, or records that are padded to it."""
+"""Each row a sample: tokens that were cut to the length of the run, or records that are padded to it."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def row_sample(
     *,
     seq_length: int,
 ) -> Sample:
-    """A sample of one row's columns, each of at most ``seq_length`` + 1 tokens.
+    """Return a sample of one row's columns, each of at most ``seq_length`` + 1 tokens.
 
-    Labels of a row stand at their own token, as transformers has them, and move to the token before. What a row is
+    Labels of a row are at their own token, as transformers has them, and move to the token before. What a row is
     short of is padding: token 0, seen by nothing and without a label.
     """
     count = len(ids)

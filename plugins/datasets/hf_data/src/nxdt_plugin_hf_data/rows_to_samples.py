@@ -33,7 +33,7 @@ class TextFraming:
 
     @classmethod
     def of(cls, config: HfDataConfig, tokenizer: Tokenizer | None) -> TextFraming:
-        """What the configuration asks for.
+        """Return what the configuration asks for.
 
         Raises:
             DataNeedsTokenizer: the run has no tokenizer.
@@ -46,7 +46,7 @@ class TextFraming:
         return cls(tokenizer=tokenizer, bos_id=bos, eos_id=eos)
 
     def around(self, ids: NDArray[np.integer]) -> NDArray[np.integer]:
-        """The tokens of a text with those that belong before and behind it."""
+        """Return the tokens of a text with those that belong before and behind it."""
         ends = [[] if special is None else [special] for special in (self.bos_id, self.eos_id)]
         return np.concatenate([ends[0], ids, ends[1]], dtype=np.int64, casting="unsafe")
 
@@ -67,10 +67,10 @@ class Cutting:
 
     @classmethod
     def of(cls, config: HfDataConfig, context: DataContext) -> Cutting:
-        """What the configuration asks for.
+        """Return what the configuration asks for.
 
         Raises:
-            SpecialTokenMissing: the end of text is to be left out of the loss, and nobody says which token it is.
+            SpecialTokenMissing: the end of text is to be left out of the loss, and no setting says which token it is.
         """
         eos = None if context.tokenizer is None else context.tokenizer.eos_id
         packing = Packing(
@@ -81,10 +81,10 @@ class Cutting:
         return cls(seq_length=context.seq_length, vocab_size=context.vocab_size, packs=config.packing, packing=packing)
 
     def packs_rows_of(self, lengths: NDArray[np.int64], path: str) -> bool:
-        """Whether tokenised rows of these lengths are documents to pack.
+        """Return whether tokenised rows of these lengths are documents to pack.
 
         Raises:
-            MisfitRows: nobody says it, and they all have one length which is not that of a sample.
+            MisfitRows: no setting says it, and they all have one length which is not that of a sample.
         """
         if self.packs is not None:
             return self.packs
@@ -94,7 +94,7 @@ class Cutting:
         return low != high or low not in (self.seq_length, self.seq_length + 1)
 
     def rows(self, columns: TokenColumns, *, path: str, source: str, files: WatchedFiles) -> MapDataset:
-        """Each row a sample.
+        """Return the samples, one per row.
 
         Raises:
             RowTooLong: a row has more tokens than a sample.
@@ -106,7 +106,7 @@ class Cutting:
     def packed(
         self, columns: TokenColumns, *, path: str, source: str, split: SplitName, files: WatchedFiles
     ) -> MapDataset:
-        """Rows end to end, cut into samples.
+        """Return the rows end to end, cut into samples.
 
         Raises:
             PaddedDocuments: rows are padded.

@@ -28,7 +28,7 @@ _KEYWORD = re.compile(rf"(?<![^-._ 0-9])({'|'.join(_KEYWORDS)})(?![^-._ 0-9])")
 
 
 def of_split(files: Sequence[Path], directory: Path, *, key: str, split: SplitName) -> list[Path]:
-    """Those of a split; all, where no name speaks of another one.
+    """Return the files of a split; all, where no name indicates another one.
 
     Args:
         files: at any depth of the directory.
@@ -49,7 +49,7 @@ def of_split(files: Sequence[Path], directory: Path, *, key: str, split: SplitNa
     found = [file for file, splits in zip(files, spoken, strict=True) if split in splits]
     if not found:
         names = tuple(sorted(set[SplitName]().union(*spoken)))
-        advice = f"To take files whatever their names say, name a pattern such as {files[0].parent / '*'}."
+        advice = f"To take files of any name, give a pattern such as {files[0].parent / '*'}."
         raise SplitMissing(key=key, path=str(directory), wanted=split, splits=names, advice=advice)
     return found
 

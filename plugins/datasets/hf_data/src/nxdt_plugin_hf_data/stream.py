@@ -1,7 +1,7 @@
 """Files read from their beginning to their end, cut into the samples that packing all of them would give.
 
 The position is a place in the files, not in what was read ahead: the pass, the file within it, the row, and how many
-of its tokens are behind. Going on from there reads that row again and nothing before it.
+of its tokens are behind. A resume reads that row again and nothing before it.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class FileStream:
             self._place = Place(epoch=begun.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last sample that was yielded."""
+        """Return the place behind the last sample that was yielded."""
         return asdict(self._place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the place of ``state``."""
+        """Continue at the position of ``state``."""
         self._place = Place(**state)
 
     def fingerprint(self) -> str:

@@ -13,7 +13,7 @@ __all__ = ["cached"]
 
 
 def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -> TokenStream:
-    """What ``make`` returns, or what it returned when it was called for the same ``name``.
+    """Return what ``make`` returns, or what it returned when it was called for the same ``name``.
 
     Raises:
         CacheUnwritable: the directory cannot be written to, or is full.

@@ -1,4 +1,4 @@
-"""Tokens that the model has no row for are told before they reach it, with their place."""
+"""Tokens that the model has no row for are reported before they reach it, with their place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Guarded:
         return sample
 
     def fingerprint(self) -> str:
-        """That of the dataset."""
+        """Return the fingerprint of the dataset."""
         return self._dataset.fingerprint()
 
 

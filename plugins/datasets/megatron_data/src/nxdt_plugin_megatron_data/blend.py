@@ -48,14 +48,14 @@ class BlendedDataset:
         return self.at(index, 0)
 
     def at(self, index: int, epoch: int) -> Sample:
-        """The sample at ``index`` in a pass; each pass goes on where the one before left each set."""
+        """Return the sample at ``index`` in a pass; each pass continues where the one before left each set."""
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         which, number = self.source(index + epoch * self._length)
         return self._datasets[which][number]
 
     def source(self, place: int) -> tuple[int, int]:
-        """The set that stands at a place of the order, passes counted through, and the number of its sample."""
+        """Return the set at a place of the order, passes counted through, and the number of its sample."""
         turn, slot = divmod(place, _SLOTS)
         which = int(self._owners[slot])
         number = turn * int(self._counts[which]) + int(self._ranks[slot])
@@ -66,7 +66,7 @@ class BlendedDataset:
         return digest(*(dataset.fingerprint() for dataset in self._datasets), self._counts)
 
     def _place(self, which: int, number: int) -> int:
-        """Where a set's sample ``number``, counted over all its passes, stands in the order."""
+        """Return the place in the order of a set's sample ``number``, counted over all its passes."""
         turn, rank = divmod(number, int(self._counts[which]))
         slot = np.flatnonzero((self._owners == which) & (self._ranks == rank))[0]
         return turn * _SLOTS + int(slot)
@@ -94,7 +94,7 @@ class ChainedDataset:
 
 
 def in_shares(datasets: Sequence[MapDataset], shares: Sequence[float]) -> list[Head]:
-    """The first samples of each set: as many as can be had in the wanted shares with none of them twice."""
+    """Return the first samples of each set: as many as can be had in the wanted shares with none of them twice."""
     most = min(len(dataset) / share for dataset, share in zip(datasets, shares, strict=True))
     return [Head(dataset, max(1, round(most * share))) for dataset, share in zip(datasets, shares, strict=True)]
 

@@ -15,7 +15,7 @@ _log = logging.getLogger("nxdt.data")
 
 
 def cached_indices(directory: Path, name: str, build: Callable[[], Indices]) -> Indices:
-    """The index ``name`` of ``directory``, built where it is missing or damaged.
+    """Return the index ``name`` of ``directory``, built where it is missing or damaged.
 
     Where the directory cannot be written, the index stays in the memory of this process, and a warning says so.
     """

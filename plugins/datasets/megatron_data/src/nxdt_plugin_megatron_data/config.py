@@ -25,12 +25,12 @@ class MegatronDataConfig:
     """Shares of training, validation and test documents, such as ``"980,10,10"``, of every file; null takes all for
     training. With splits of their own under ``data_prefix``, it does not apply."""
     index_mapping_dir: Path | None = None
-    """Where indices are kept for the next start and for the other processes; null keeps them beside each file."""
+    """Where indices are kept for the next start and for the other processes; null keeps them next to each file."""
     data_impl: Literal["mmap"] = "mmap"
     """Files are mapped into memory."""
     reset_attention_mask: bool = False
     """Keep documents apart that share a sample: attention does not reach from one into another, and the first token
-    of a document is no label."""
+    of a document is not a label."""
     reset_position_ids: bool = False
     """Let positions restart at 0 with each document of a sample."""
     eod_mask_loss: bool = False
@@ -49,7 +49,7 @@ class MegatronDataConfig:
     Megatron-Core; ``cyclic`` is ``data.shuffle: true``, another random order each pass."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the files hold, as (key, message)."""
+        """Yield what cannot work with any files, as (key, message)."""
         for fault in find_faults(self.data_prefix):
             yield "data_prefix", fault
         if self.splits_string is not None and not isinstance(self.data_prefix, Mapping):

@@ -19,7 +19,7 @@ __all__ = ["Cut", "IndexedDataset"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How samples are made of tokens; whatever file they are of."""
+    """How samples are made of tokens of any file."""
 
     seq_length: int
     extra: bool
@@ -31,7 +31,7 @@ class Cut:
     vocab_size: int | None
     """Ids are below; None does not look."""
     vocab_owner: str = "the model"
-    """Whose vocabulary it is, in words."""
+    """Description of whose vocabulary it is."""
 
 
 class IndexedDataset:

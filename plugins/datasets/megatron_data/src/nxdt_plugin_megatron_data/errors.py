@@ -25,11 +25,11 @@ class IndexedFileMissing(DataFileNotFound):
 
 
 class BadIndexFile(NxdtError):
-    """An ``.idx`` that is no index, or not a whole one."""
+    """An ``.idx`` that is not an index, or an incomplete one."""
 
     code = "NXDT-D102"
-    happened = "{path} is no whole index of Megatron's: {reason}."
-    remedy = "Copy the file again, or make it anew with 'nxdt data preprocess'; an aborted copy looks like this."
+    happened = "{path} is not a complete Megatron index: {reason}."
+    remedy = "Copy the file again, or make it again with 'nxdt data preprocess'; an aborted copy looks like this."
     path: str
     reason: str
 
@@ -89,7 +89,7 @@ class OtherTokenizer(NxdtError):
 
 
 class EndOfDocumentUnknown(NxdtError):
-    """``eod_mask_loss`` where nobody says which token ends a document."""
+    """``eod_mask_loss`` where no setting says which token ends a document."""
 
     code = "NXDT-D107"
     happened = "data.eod_mask_loss leaves end-of-document tokens out of the loss, and it is not known which they are."

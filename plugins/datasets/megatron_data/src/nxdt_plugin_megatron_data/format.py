@@ -34,12 +34,12 @@ _UINT16_BELOW = 65500
 
 
 def dtype_for(vocab_size: int) -> np.dtype[np.generic]:
-    """The type of tokens that Megatron-Core's preprocessing takes for a vocabulary."""
+    """Return the type of tokens that Megatron-Core's preprocessing takes for a vocabulary."""
     return np.dtype("<u2") if vocab_size < _UINT16_BELOW else np.dtype("<i4")
 
 
 def code_of(dtype: np.dtype[np.generic]) -> int:
-    """The code of a type.
+    """Return the code of a type.
 
     Raises:
         KeyError: the format has none for it.

@@ -27,7 +27,7 @@ class Indices:
     """[samples + 1, 2] where each sample begins: a place in ``documents``, and tokens into that sequence. The last
     row is the end of the last sample."""
     shuffle: NDArray[np.uint32 | np.int64]
-    """[samples] the sample that stands at each place of the order."""
+    """[samples] the sample at each place of the order."""
 
 
 def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool) -> int:

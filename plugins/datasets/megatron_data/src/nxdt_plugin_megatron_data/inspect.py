@@ -45,7 +45,7 @@ def inspect(prefix: Path, json_output: bool) -> None:
         ("documents", f"{found['documents']:,} in {found['sequences']:,} sequences"),
         ("lengths", " · ".join(f"{name} {value:,}" for name, value in lengths.items())),
         ("ids", f"{found['smallest_id']:,} to {found['largest_id']:,}" if found["tokens"] else "none"),
-        ("tokenizer", "unknown: there is no note beside the files" if note is None else _made_by(note)),
+        ("tokenizer", "unknown: there is no note next to the files" if note is None else _made_by(note)),
     ]
     if found["unused_bytes"]:
         facts.append(("unused", f"{found['unused_bytes']:,} bytes of the .bin that no sequence names"))

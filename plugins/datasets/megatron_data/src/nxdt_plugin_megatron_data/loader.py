@@ -41,13 +41,13 @@ class MegatronDataloader:
             raise EndOfDocumentUnknown()
 
     def split(self, name: SplitName) -> Split:
-        """The samples of a split; None where it has no files of its own and no share of them.
+        """Return the samples of a split; None where it has neither files nor a share of them.
 
         Of several files a blend to train on, and each by its name to validate or test, in the blend's shares.
 
         Raises:
             IndexedFileMissing, BadIndexFile, DataShorterThanIndex: of the files.
-            OtherTokenizer: the note beside a file names another tokenizer than the run's.
+            OtherTokenizer: the note next to a file names another tokenizer than the run's.
             EmptySplit: a file has not one whole sample of the split.
         """
         blend = self._blend(name)

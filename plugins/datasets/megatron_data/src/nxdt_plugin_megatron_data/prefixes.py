@@ -38,7 +38,7 @@ class Blend:
 
 
 def read_blend(value: Prefixes) -> Blend:
-    """The blend that a value without faults says."""
+    """Return the blend that a value without faults says."""
     if isinstance(value, Path):
         return Blend(prefixes=(value,), shares=None)
     paths = tuple(item for item in value if isinstance(item, Path))
@@ -49,11 +49,11 @@ def read_blend(value: Prefixes) -> Blend:
 
 
 def find_faults(value: Prefixes | Mapping[str, Prefixes]) -> Iterator[str]:
-    """What is wrong with a value of ``data_prefix``, in words."""
+    """Yield what is wrong with a value of ``data_prefix``."""
     if isinstance(value, Mapping):
         for name, prefixes in value.items():
             if name not in SPLITS:
-                yield f"{name!r} is no split; splits are {', '.join(SPLITS)}"
+                yield f"{name!r} is not a split; splits are {', '.join(SPLITS)}"
             yield from (f"{name}: {fault}" for fault in find_faults(prefixes))
         if not value:
             yield "no prefix is named; give at least one"
@@ -74,7 +74,7 @@ def _list_faults(value: tuple[float | Path, ...]) -> Iterator[str]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path, with as many parts before it as tell it from the others."""
+    """Return the last part of each path, with as many parts before it as tell it from the others."""
     return [_short_name(path, [other for other in paths if other != path]) for path in paths]
 
 
@@ -98,14 +98,14 @@ def read_shares(text: str) -> tuple[float, float, float]:
     except ValueError:
         numbers = []
     if not 1 <= len(numbers) <= 3 or not all(0 <= number < math.inf for number in numbers) or not sum(numbers):
-        raise ValueError(f"{text!r} is no list of up to three shares such as '980,10,10'")
+        raise ValueError(f"{text!r} is not a list of up to three shares such as '980,10,10'")
     first, second, third = (*numbers, 0.0, 0.0)[:3]
     total = sum(numbers)
     return first / total, second / total, third / total
 
 
 def split_bounds(shares: tuple[float, float, float], sequences: int) -> tuple[range, range, range]:
-    """The sequences of a file that each split has, rounded as Megatron-Core rounds them."""
+    """Return the sequences of a file that each split has, rounded as Megatron-Core rounds them."""
     ends = (shares[0], shares[0] + shares[1], shares[0] + shares[1] + shares[2])
     first, second, third = (round(end * sequences) for end in ends)
     return range(first), range(first, second), range(second, third)

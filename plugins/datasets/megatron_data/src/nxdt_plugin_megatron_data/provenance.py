@@ -1,4 +1,5 @@
-"""The note beside a pair of files of who made them. Megatron's own files have none, and theirs are read without."""
+"""The note next to a pair of files about what made them. Megatron's own files have none, and theirs are read
+without."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Note:
     """The files that were read."""
 
     def text(self) -> str:
-        """As it is written."""
+        """Return the JSON text that is written."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -35,7 +36,7 @@ def note_path(prefix: Path) -> Path:
 
 
 def read_note(prefix: Path) -> Note | None:
-    """The note of a prefix; None where there is none, or where the file is of somebody else."""
+    """Return the note of a prefix; None where there is none, or where the file is of another program."""
     try:
         content: Any = json.loads(note_path(prefix).read_text(encoding="utf-8"))
         note = Note(**{**content, "inputs": tuple(content["inputs"])})

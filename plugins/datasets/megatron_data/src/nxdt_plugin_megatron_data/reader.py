@@ -123,7 +123,7 @@ class IndexedTokens:
         return max(0, len(self.borders) - 1)
 
     def total_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Return the tokens of all sequences."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def _contradiction(self) -> str:
@@ -156,7 +156,7 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
 
 
 def _near(prefix: Path) -> tuple[str, ...]:
-    """Prefixes in the same directory whose names look alike."""
+    """Return prefixes in the same directory with similar names."""
     if not prefix.parent.is_dir():
         return ()
     names = sorted(path.stem for path in prefix.parent.glob("*.idx"))

@@ -1,4 +1,4 @@
-"""Encoded conversations that fit into a sequence, end to end in compact arrays, and what there is to tell of them."""
+"""Encoded conversations that fit into a sequence, end to end in compact arrays, and statistics of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Chats:
 
     @property
     def report(self) -> DataReport:
-        """What there is to tell of them."""
+        """Return statistics of them."""
         roles = zip(_NAMES, *self.roles.tolist(), strict=True)
         return DataReport(
             records=len(self),
@@ -92,7 +92,7 @@ class _Tally:
 
 
 def _counted(turns: NDArray[np.int16]) -> dict[int, int]:
-    """Turn, without the 0 of what is no turn → tokens."""
+    """Turn, without the 0 of text outside turns → tokens."""
     return {turn: int(count) for turn, count in enumerate(np.bincount(turns)) if turn and count}
 
 
@@ -104,7 +104,7 @@ def gather(
     A conversation of n tokens takes n - 1 places of a sequence: nothing follows its last token.
 
     Raises:
-        ChatTooLong: one does not fit, and that is refused; tells of all that do not.
+        ChatTooLong: one does not fit, and that is refused; lists all that do not.
         FieldsUnused: a record has fields that nothing uses, and ``unused`` refuses them.
     """
     tally = _Tally()

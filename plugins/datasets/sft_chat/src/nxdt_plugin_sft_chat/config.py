@@ -33,7 +33,7 @@ class ChatConfig(ChatKeys):
     ``keep_start`` cuts its end off, ``keep_end`` its start, system prompt included."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the files hold, as (key, message)."""
+        """Yield what cannot work with any files, as (key, message)."""
         yield from ChatKeys.check(self)
         if not self.train_roles:
-            yield "train_roles", "nobody is named, so that nothing would be trained"
+            yield "train_roles", "no role is named, so that nothing would be trained"

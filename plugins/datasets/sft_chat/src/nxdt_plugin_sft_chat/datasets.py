@@ -63,11 +63,11 @@ class ChatDataset:
         return Sample(input_ids=ids, labels=labels, position_ids=positions, document_ids=documents)
 
     def fingerprint(self) -> str:
-        """Of the conversations, and of how they are put into samples."""
+        """Return a report of the conversations, and of how they are put into samples."""
         sizes = np.array([len(sample) for sample in self._samples], np.int64)
         return digest(self._source, self._seq_length, sizes, np.concatenate(self._samples))
 
     def report(self) -> DataReport:
-        """Of the conversations, and of the places that they fill."""
+        """Return a report of the conversations, and of the places that they fill."""
         filled = int(self._chats.lengths.sum()) - len(self._chats)
         return replace(self._chats.report, efficiency=filled / (len(self) * self._seq_length))

@@ -19,7 +19,7 @@ from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
 __all__ = ["TEMPLATE", "Encoded", "Encoder", "trained_messages"]
 
 TEMPLATE = len(ROLES)
-"""In :attr:`Encoded.roles`: nobody's words."""
+"""In :attr:`Encoded.roles`: text of the template."""
 
 _BATCH = 256
 """Conversations that the tokenizer gets at once: enough for the threads of its library."""
@@ -44,7 +44,7 @@ class Encoded:
         return len(self.ids)
 
     def cut(self, part: slice) -> Encoded:
-        """The same with fewer tokens."""
+        """Return the same with fewer tokens."""
         return replace(
             self, ids=self.ids[part], trained=self.trained[part], roles=self.roles[part], turns=self.turns[part]
         )
@@ -69,7 +69,7 @@ class Encoder:
         self._reserved = ReservedTokens(tokenizer, allowed=config.special_tokens_in_text)
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[Encoded]:
-        """The conversations in their order.
+        """Yield the conversations in their order.
 
         Raises:
             SpecialTokenInText: a text would become a special token.

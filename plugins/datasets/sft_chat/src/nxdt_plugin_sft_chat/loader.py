@@ -59,7 +59,7 @@ class ChatDataloader:
         self._divided: tuple[dict[SplitName, list[Record]], str] | None = None
 
     def split(self, name: SplitName) -> ChatDataset | None:
-        """The samples of a split; None where no files and no fraction are named for it.
+        """Return the samples of a split; None where no files and no fraction are named for it.
 
         Raises:
             NxdtError: of the files, their records and what the template makes of them; each names the place.
@@ -83,7 +83,7 @@ class ChatDataloader:
         )
 
     def _chats(self, records: Sequence[Record], source: str) -> Chats:
-        """The records that fit, from the run's directory where they lie there for the same ``source``."""
+        """The records that fit, from the run's directory where they are there for the same ``source``."""
         length, directory = self._context.seq_length, self._context.cache_dir
         mode = self._config.unused_fields
 

@@ -1,6 +1,6 @@
 """Conversations → text, and where in it the messages lie that the loss is on.
 
-Where a template has generation blocks, they say what the assistant writes. Where it has none, a message lies between
+Where a template has generation blocks, they say what the assistant writes. Where it has none, a message is between
 the rendering of what precedes it, with the prompt to generate, and the rendering up to it.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Rendered", "Renderer"]
 _OPENED = re.compile(r"[<\[][^>\]\s]*$")
 
 _CHECKED = 32
-"""Conversations in which generation blocks are compared with prefixes: they tell of the template, not of the data."""
+"""Conversations in which generation blocks are compared with prefixes: they show the template, not the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Renderer:
         Raises:
             TemplateUnreadable: the template is none.
             TemplateRefuses: it raises an exception for these messages.
-            TurnsInseparable: where a message lies cannot be told.
+            TurnsInseparable: the position of a message cannot be determined.
             EndOfTurnUntrained: what ends a turn is not part of what is trained.
         """
         try:
@@ -158,14 +158,14 @@ class Renderer:
 
 
 def _without_trailing_space(text: str, start: int, end: int, message: Message) -> int:
-    """The end of a turn without the space behind what closes it, which nobody generates; space that itself closes the
+    """The end of a turn without the space after what closes it, which is not generated; space that itself closes the
     turn stays."""
     said = text[start:end].rstrip()
     return end if _ends_with(said, message) else start + len(said)
 
 
 def _end_as_last(through: str, start: int, message: Message, text: str) -> int | None:
-    """Where a turn ends that is rendered otherwise where it is the last one; None where that cannot be told.
+    """Return the end of a turn that is rendered differently where it is the last one; None where it is unclear.
 
     Args:
         through: the conversation up to it, as if it were the last.

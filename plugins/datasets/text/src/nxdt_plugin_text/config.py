@@ -47,7 +47,7 @@ class TextConfig:
     """Leave the positions out of the loss whose input is the end-of-text token."""
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """What cannot work whatever the files hold, as (key, message)."""
+        """Yield what cannot work with any files, as (key, message)."""
         if not (self.train_files or self.validation_files or self.test_files):
             yield "train_files", "no files are named; give at least one path or pattern"
         if not 0 <= self.validation_fraction < 1:

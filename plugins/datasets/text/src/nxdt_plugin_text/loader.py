@@ -37,7 +37,8 @@ class TextDataloader:
         self._train_and_validation: tuple[PackedDataset, PackedDataset] | None = None
 
     def split(self, name: SplitName) -> PackedDataset | dict[str, PackedDataset] | None:
-        """The samples of a split, by name where ``validation_sets`` has some; None where nothing is named for it.
+        """Return the samples of a split, by name where ``validation_sets`` has some; None where nothing is named for
+        it.
 
         Raises:
             DataFileNotFound, DataFileUnreadable, EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing: of the

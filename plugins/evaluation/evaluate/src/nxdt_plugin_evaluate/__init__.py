@@ -7,7 +7,7 @@ from nxdt_core.api import MetricComponent, TaskSuiteComponent, hookimpl
 
 @hookimpl
 def nxdt_metrics() -> list[MetricComponent]:
-    """Figures of ``nxdt evaluate`` on held-out records."""
+    """Return the figures of ``nxdt evaluate`` on held-out records."""
     return [
         MetricComponent(
             name="rouge",

@@ -30,7 +30,7 @@ class EvaluationLibraryMissing(NxdtError):
 
 
 class TaskRecordUnscorable(NxdtError):
-    """An answer whose probability cannot be told."""
+    """An answer whose probability cannot be computed."""
 
     code = "NXDT-E007"
     happened = "An answer of the task cannot be scored: {reason}."

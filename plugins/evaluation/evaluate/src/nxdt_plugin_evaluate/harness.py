@@ -52,12 +52,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         return next(id_ for id_ in (tokenizer.bos_id, tokenizer.eos_id, 0) if id_ is not None)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, behind what the tokenizer's files put before one, unless it begins so already."""
+        """Return the ids of a text, behind what the tokenizer's files put before one, unless it begins so already."""
         tokenizer = self._loaded.tokenizer
         return tokenizer.encode(string) if add_special_tokens is False else text_ids(string, tokenizer)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, window by window."""
+        """Return the log-probability of each whole text, window by window."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm):
             windows = get_rolling_token_windows(
@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes behind each context, up to the first of the task's stop strings."""
+        """Return what the model writes behind each context, up to the first of the task's stop strings."""
         rows = enumerate(tqdm(requests, disable=disable_tqdm))
         return [self._written(*request.args, seed=number) for number, request in rows]
 
@@ -139,7 +139,7 @@ def _sampling(settings: dict[str, Any], seed: int) -> Sampling:
 
 
 def find_tasks(tasks: Sequence[str], path: str | None) -> TaskManager:
-    """What the library knows of its tasks and of those in the directory ``path``.
+    """Return what the library knows of its tasks and of those in the directory ``path``.
 
     Raises:
         TaskUnknown: one of ``tasks`` is not among them.
@@ -158,7 +158,7 @@ def find_tasks(tasks: Sequence[str], path: str | None) -> TaskManager:
 
 
 def run_tasks(loaded: LoadedModel, tasks: Sequence[str], manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
-    """Figures by task, as the harness gives them.
+    """Return the figures by task, as the harness gives them.
 
     Args:
         loaded: the model.
@@ -167,7 +167,7 @@ def run_tasks(loaded: LoadedModel, tasks: Sequence[str], manager: TaskManager, *
         limit: records of each task; None takes all.
 
     Raises:
-        TaskUnusable: the records of a task are not to be had, or its templates do not fit them.
+        TaskUnusable: the records of a task are not available, or its templates do not fit them.
         TaskRecordUnscorable, TaskSamplesOtherwise: a task asks for what cannot be answered.
     """
     model = HarnessModel(loaded)

@@ -20,7 +20,7 @@ class RougeWords:
     letter is a word, as is usual for Chinese and Japanese. Signs that combine stay with their letter."""
 
     def tokenize(self, text: str) -> list[str]:
-        """The words of ``text`` in their order."""
+        """Return the words of ``text`` in their order."""
         words: list[str] = []
         grows = False
         for sign in unicodedata.normalize("NFC", text.lower()):

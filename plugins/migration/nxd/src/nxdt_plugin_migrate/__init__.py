@@ -19,7 +19,7 @@ def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
 
 @hookimpl
 def nxdt_config_migrations() -> list[ConfigMigrationComponent]:
-    """YAML files of three programs."""
+    """Return the YAML files of three programs."""
     programs = "nxdt_plugin_migrate.programs"
     return [
         ConfigMigrationComponent(

@@ -23,10 +23,10 @@ __all__ = [
 
 
 class MigrationRefused(NxdtError):
-    """A file of another framework than the one it was said to be of, or of none that can be told."""
+    """A file of another framework than the one it was said to be of, or of an unknown one."""
 
     code = "NXDT-C030"
-    happened = "{source} is no file of {wanted}: {reason}."
+    happened = "{source} is not a file of {wanted}: {reason}."
     remedy = "{advice}"
     source: str
     wanted: str
@@ -35,7 +35,7 @@ class MigrationRefused(NxdtError):
 
 
 class NoDecoder(NxdtError):
-    """A file of a model that is no decoder, and would be trained as one."""
+    """A file of a model that is not a decoder, and would be trained as one."""
 
     code = "NXDT-C033"
     happened = "{source} is of {model} ({found}), and models here are transformer decoders."
@@ -77,7 +77,7 @@ class NeuronxRanksMissing(NxdtError):
 
     code = "NXDT-S082"
     happened = "'{path}' has files of {tp} tensor-parallel by {pp} pipeline ranks, but lacks {listed}."
-    remedy = "Copy the missing files beside the others."
+    remedy = "Copy the missing files next to the others."
     path: str
     tp: int
     pp: int
@@ -145,7 +145,7 @@ class NeuronxStateUnread(NxdtError):
     code = "NXDT-S087"
     happened = "The optimizer's state of '{path}' cannot be imported: {reason}."
     remedy = (
-        "Copy missing files beside the others. To import the weights of model/ alone, without the optimizer's state "
+        "Copy missing files next to the others. To import the weights of model/ alone, without the optimizer's state "
         "and its float32 master weights, add --weights-only."
     )
     path: str
@@ -158,7 +158,7 @@ class NeuronxStepUnknown(NxdtError):
     code = "NXDT-S088"
     happened = "'{path}' does not say how many steps were done: it has no user_content.pt, and its name has no 'step='."
     remedy = (
-        "Copy user_content.pt beside model/, or name the directory as NxD Training does "
+        "Copy user_content.pt next to model/, or name the directory as NxD Training does "
         "(run--step=100-consumed_samples=6400.ckpt). To import the weights alone, add --weights-only."
     )
     path: str

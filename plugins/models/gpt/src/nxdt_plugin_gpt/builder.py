@@ -41,11 +41,11 @@ class GPTBuilder:
         self.max_sequence_length: int | None = config.max_position_embeddings
 
     def build(self) -> GPT:
-        """The whole model."""
+        """Return the whole model."""
         return GPT(self.config)
 
     def plan(self) -> ParallelPlan:
-        """As :func:`nxdt_plugin_gpt.plan.plan_of`."""
+        """Return :func:`nxdt_plugin_gpt.plan.plan_of` of the configuration."""
         return plan_of(self.config)
 
     def init_rules(self) -> Sequence[InitRule]:
@@ -68,9 +68,9 @@ class GPTBuilder:
         return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=c.vocab_rows)
 
     def config_to_hf(self) -> dict[str, Any]:
-        """As :func:`nxdt_plugin_gpt.hf.config_to_hf`."""
+        """Return :func:`nxdt_plugin_gpt.hf.config_to_hf` of the configuration."""
         return hf.config_to_hf(self.config)
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """As :func:`nxdt_plugin_gpt.hf.key_map`."""
+        """Return :func:`nxdt_plugin_gpt.hf.key_map` of the configuration."""
         return hf.key_map(self.config)

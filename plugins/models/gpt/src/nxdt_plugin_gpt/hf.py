@@ -23,15 +23,15 @@ FAMILIES: Mapping[str, HFFamily] = {family.architecture: family for family in (G
 """By architecture."""
 
 IGNORED = tuple(name for family in FAMILIES.values() for name in family.ignored)
-"""Tensors that a directory may hold and no parameter needs: masks and rotary tables of old exports, and the head beside
-a tied embedding (with an untied one the key map takes it)."""
+"""Tensors that a directory may hold and no parameter needs: masks and rotary tables of old exports, and the head next
+to a tied embedding (with an untied one the key map takes it)."""
 
 
 _VOCABULARY = ("embedding.tokens.weight", "lm_head.weight")
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of :class:`GPTArchitecture` from those of a ``config.json``, written by transformers 4 or 5.
+    """Return the keys of :class:`GPTArchitecture` from those of a ``config.json``, written by transformers 4 or 5.
 
     Raises:
         HFUnsupported: the model is of another family or has a feature that is not implemented.
@@ -54,8 +54,8 @@ def names_in_hf(hf_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def config_to_hf(config: GPTArchitecture) -> dict[str, Any]:
-    """The ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation, which only
-    training knows, has no place in it, nor have the rows that fill the vocabulary up.
+    """Return the ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation, which
+    only training knows, has no place in it, nor have the rows that fill the vocabulary up.
 
     Raises:
         NoHuggingFaceForm: no family computes what this configuration does.
@@ -70,7 +70,7 @@ def config_to_hf(config: GPTArchitecture) -> dict[str, Any]:
 
 
 def key_map(config: GPTArchitecture) -> tuple[KeyMap, ...]:
-    """One entry a parameter; a tied head has none of its own. Rows that fill the vocabulary up are ours alone.
+    """Return one entry a parameter; a tied head has none of its own. Rows that fill the vocabulary up are ours alone.
 
     Raises:
         NoHuggingFaceForm: no family has these parameters.

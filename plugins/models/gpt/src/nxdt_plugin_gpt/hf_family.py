@@ -45,7 +45,7 @@ def activation_to_hf(config: GPTArchitecture) -> str:
 
 
 def common_obstacles(config: GPTArchitecture) -> Iterator[str]:
-    """What neither family has."""
+    """Yield what neither family has."""
     if config.normalization != "layernorm":
         yield f"normalization {config.normalization}"
     if config.activation not in ACTIVATIONS.values():

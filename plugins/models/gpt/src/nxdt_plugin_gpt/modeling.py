@@ -18,7 +18,7 @@ __all__ = ["GPT"]
 class GPT(nn.Module):
     """Radford et al. 2019 (GPT-2), Black et al. 2022 (GPT-NeoX, arXiv:2204.06745) and Megatron's models between them.
 
-    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what lies
+    A pipeline stage is this module with layers taken out of ``layers`` and ``torch.nn.Identity`` in place of what is
     on other stages; its first argument is then the hidden states. One whose hidden states are cut along the sequence
     must be given ``position_ids``.
     """
@@ -41,7 +41,7 @@ class GPT(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
 
         Args:
             input_ids: tokens, or the hidden states [batch, seq, hidden] of the stage before.

@@ -21,7 +21,7 @@ class LayerNorm1P(nn.LayerNorm):
 
 
 def norm_of(config: GPTConfig, size: int) -> nn.Module:
-    """The configured norm over the last dimension, of ``size``."""
+    """Return the configured norm over the last dimension, of ``size``."""
     if config.normalization == "rmsnorm":
         return RMSNorm(size, config.layernorm_epsilon)
     kind = LayerNorm1P if config.normalization == "layernorm1p" else nn.LayerNorm

@@ -43,12 +43,12 @@ class Architecture:
         return self.model_class.__name__
 
     def plain(self) -> PreTrainedModel:
-        """The model as transformers builds it, on the current device."""
+        """Return the model as transformers builds it, on the current device."""
         return self.model_class(copy.deepcopy(self.config))
 
     def new(self) -> PreTrainedModel:
-        """The same with our attention, with routers whose logits nobody keeps unless asked, and with no saved buffers
-        (:func:`nxdt_plugin_hf.buffers.as_frozen_parameters`)."""
+        """Return the same with our attention, with routers whose logits are not kept unless requested, and with no
+        saved buffers (:func:`nxdt_plugin_hf.buffers.as_frozen_parameters`)."""
         register()
         config = copy.deepcopy(self.config)
         config._attn_implementation = IMPLEMENTATION
@@ -60,11 +60,11 @@ class Architecture:
 
 
 def read_architecture(values: Mapping[str, Any]) -> Architecture:
-    """The configuration and the class that ``values`` of a ``config.json`` describe.
+    """Return the configuration and the class that ``values`` of a ``config.json`` describe.
 
     Raises:
         PackageMissing: transformers, or what the model's code imports, is not installed.
-        OwnCodeRefused: the code is not transformers' but lies beside the file.
+        OwnCodeRefused: the code is not transformers' but next to the file.
         ArchitectureUnknown: the installed transformers has no such model.
         ConfigurationRefused: it does not accept the values.
         NotACausalLM: it has, and the model does not predict next tokens.

@@ -100,7 +100,7 @@ def _attend(
 
 
 def attention_core(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
-    """The core that computes what ``call`` asks for; the plain one wherever that suffices.
+    """Return the core that computes what ``call`` asks for; the plain one wherever that suffices.
 
     Args:
         call: causal, without unknown arguments, and without dropout where it has a window, a cap or a scale.
@@ -123,7 +123,7 @@ class ScaledAttention(CausalAttention):
         self.scale = scale
 
     def semantics(self) -> AttentionSemantics:
-        """As its base, with the scale."""
+        """Return the base's semantics with the scale."""
         return AttentionSemantics(causal=True, scale=self.scale, window=self.window)
 
     def forward(
@@ -133,7 +133,7 @@ class ScaledAttention(CausalAttention):
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As :meth:`CausalAttention.forward`."""
+        """Return :meth:`CausalAttention.forward` with the model's scale."""
         query = query * (self.scale * query.shape[-1] ** 0.5)
         return super().forward(query, key, value, document_ids)
 
@@ -156,7 +156,7 @@ class CappedAttention(nn.Module):
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As :meth:`CausalAttention.forward`."""
+        """Return what :meth:`CausalAttention.forward` defines, with the additions of this class."""
         batch, heads, seq, width = query.shape
         grouped = query.view(batch, key.shape[1], -1, seq, width)  # [batch, kv_heads, group, seq, head_dim]
         scores = torch.tanh(grouped @ key.unsqueeze(2).transpose(-1, -2) * (self.scale / self.cap)) * self.cap

@@ -10,7 +10,7 @@ __all__ = ["as_frozen_parameters"]
 def as_frozen_parameters(model: nn.Module) -> None:
     """Make them parameters that are not trained: these are drawn, sharded, saved and exchanged with the others.
 
-    Numbers that are no fractions stay buffers.
+    Integers stay buffers.
     """
     for module in model.modules():
         saved = module._buffers.keys() - module._non_persistent_buffers_set

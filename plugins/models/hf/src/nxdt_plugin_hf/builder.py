@@ -47,7 +47,7 @@ class HFBuilder:
         self.max_sequence_length: int | None = getattr(self.architecture.config, "max_position_embeddings", None)
 
     def build(self) -> CausalLM:
-        """The whole model, of transformers' class.
+        """Return the whole model, of transformers' class.
 
         Raises:
             UnsupportedArchitecture, NotACausalLM: it does what cannot be trained here.
@@ -64,24 +64,24 @@ class HFBuilder:
         return ModelFacts.of(self.architecture)
 
     def plan(self) -> ParallelPlan:
-        """By transformers' own plans, as far as they were seen to work."""
+        """Return the capabilities by transformers' own plans, as far as they were seen to work."""
         return self.facts.plan()
 
     def init_rules(self) -> Sequence[InitRule]:
-        """As :func:`nxdt_plugin_hf.initialisation.init_rules`."""
+        """Return :func:`nxdt_plugin_hf.initialisation.init_rules` of the model."""
         return self.facts.init_rules
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """As :meth:`nxdt_plugin_hf.facts.ModelFacts.flops_per_token`."""
+        """Return :meth:`nxdt_plugin_hf.facts.ModelFacts.flops_per_token`."""
         return self.facts.flops_per_token(sequence_length)
 
     def config_to_hf(self) -> dict[str, Any]:
-        """What transformers would write."""
+        """Return what transformers would write."""
         written: dict[str, Any] = json.loads(self.architecture.config.to_json_string(use_diff=True))
         written.pop("dtype", None)  # of the weights that were read; who writes some says theirs
         return {**written, "architectures": [self.architecture.name]}
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """As :func:`nxdt_plugin_hf.exchange.key_map`."""
+        """Return :func:`nxdt_plugin_hf.exchange.key_map` of the model."""
         experts = self.facts.experts
         return key_map(self.architecture, {n: experts.get(n.rpartition(".")[0]) for n in self.facts.parameters})

@@ -13,7 +13,7 @@ __all__ = ["HFModelConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
-    """Which model of transformers; ``model_config`` names its ``config.json``, or the directory that it lies in."""
+    """Which model of transformers; ``model_config`` names its ``config.json``, or its directory."""
 
     hf_config: dict[str, Any]
     """Content of ``config.json``. A key given here wins over that of the file, as in
@@ -27,7 +27,7 @@ class HFModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys of this section from a ``config.json``: each as it stands."""
+        """Return the keys of this section from a ``config.json``: each as it stands."""
         return {f"hf_config.{key}": value for key, value in hf.items()}
 
     @property

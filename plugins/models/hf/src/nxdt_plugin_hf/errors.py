@@ -38,7 +38,7 @@ class ArchitectureUnknown(NxdtError):
 
 
 class OwnCodeRefused(NxdtError):
-    """The configuration asks for Python code that lies beside it."""
+    """The configuration asks for Python code that is next to it."""
 
     code = "NXDT-M082"
     happened = "config.json brings code of its own (auto_map: {classes}), and transformers has none for {model_type!r}."

@@ -23,7 +23,7 @@ _EXPERTS = 2
 
 
 def key_map(architecture: Architecture, parameters: Mapping[str, str | None]) -> tuple[KeyMap, ...]:
-    """One entry a kind of parameter.
+    """Return one entry a kind of parameter.
 
     Args:
         architecture: of the model.
@@ -51,7 +51,7 @@ def _written(model: PreTrainedModel, name: str) -> str:
 
 
 def _written_experts(model: PreTrainedModel, name: str, experts: str) -> str:
-    """Of one of our stacks: where its numbers come out of the matrix that holds it in transformers."""
+    """Return the expression that takes one of our stacks out of the matrix that holds it in transformers."""
     kind = name.removeprefix(f"{experts}.{STACK}.")
     rows = {"gate_proj": (0, 2), "up_proj": (1, 2), "down_proj": (0, 1)}[kind]
     fused = f"{experts}.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"

@@ -91,11 +91,11 @@ class ModelFacts:
 
     @property
     def attention(self) -> str:
-        """Of the attention modules."""
+        """Return the pattern of the attention modules."""
         return pattern_of(next(iter(self.calls)))
 
     def plan(self) -> ParallelPlan:
-        """By transformers' own plans, as far as they were seen to work."""
+        """Return the capabilities by transformers' own plans, as far as they were seen to work."""
         core = f"{self.attention}.{CORE}"
         routed = tuple(dict.fromkeys(pattern_of(experts) for experts in self.experts.values()))
         return ParallelPlan(

@@ -24,7 +24,7 @@ _STD = 0.02
 
 
 def init_rules(model: CausalLM) -> tuple[InitRule, ...]:
-    """One rule a kind of parameter.
+    """Return one rule a kind of parameter.
 
     Matrices are normal with the configuration's ``initializer_range``, as in the initialisation that transformers'
     models inherit. What vectors begin with, and matrices that are not trained, is seen on a copy of the module that has

@@ -29,7 +29,7 @@ class CausalLM(nn.Module):
     """Stands before a class of transformers in the order of bases, and calls it.
 
     A pipeline stage is this module with layers taken out of their :class:`NumberedLayers` and ``torch.nn.Identity`` in
-    place of what lies on other stages; its first argument is then the hidden states.
+    place of modules on other stages; its first argument is then the hidden states.
     """
 
     embedding_path: str
@@ -43,7 +43,7 @@ class CausalLM(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
 
         Args:
             input_ids: tokens.
@@ -67,7 +67,7 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Compute rotary tables and their like anew, in float32, by the model's own initialisation.
+        """Compute rotary tables and similar buffers again, in float32, by the model's own initialisation.
 
         Raises:
             UnsupportedArchitecture: it leaves some as they are.
@@ -118,7 +118,7 @@ def _elsewhere(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) -> CausalLM:
-    """The model on the current device, mostly meta; attention, experts, dropouts and layers are ours.
+    """Return the model on the current device, mostly meta; attention, experts, dropouts and layers are ours.
 
     Args:
         architecture: of the model.

@@ -37,7 +37,7 @@ class MoEConfig:
     dropless: bool = False
     """State that nothing may be dropped: refuses a ``capacity_factor`` above 0."""
     output_router_logits: bool = True
-    """Train with the load-balancing loss; false leaves it out whatever its coefficient."""
+    """Train with the load-balancing loss; false leaves it out with any coefficient."""
     router_aux_loss_coef: NonNegativeFloat = 0.02
     """Coefficient of the load-balancing loss: the mean over layers of transformers' formula, which is ``top_k`` where
     all experts get equally many tokens."""

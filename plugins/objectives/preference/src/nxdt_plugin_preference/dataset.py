@@ -91,7 +91,7 @@ class PairDataset:
         return self._source if self._packs is None else digest(self._source, *self._packs)
 
     def report(self) -> DataReport:
-        """Of the pairs; the length of one is that of its longer row."""
+        """Return the report of the pairs; the length of one is that of its longer row."""
         lengths = np.array([pair.lengths for pair in self._pairs], np.int64).reshape(-1, PAIR)
         answers = sum(len(answer) for pair in self._pairs for answer in pair.answers)
         places = len(self) * PAIR * self._seq_length

@@ -32,10 +32,10 @@ class Dpo:
         self.traits = ObjectiveTraits(unit="pairs", rows_per_sample=PAIR, reference=reference)
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Number of pairs.
+        """Return the number of pairs.
 
         Raises:
-            RowsNotPaired: the samples are no pairs.
+            RowsNotPaired: the samples are not pairs.
         """
         check_paired("dpo", batch)
         (counts,) = sums_by_answer(answer_mask(batch)[None], batch)

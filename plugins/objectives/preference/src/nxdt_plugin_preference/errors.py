@@ -58,7 +58,7 @@ class PromptMissing(NxdtError):
 
     code = "NXDT-A004"
     happened = "{place} has no prompt: {found}."
-    remedy = "Give the record a 'prompt', or conversations under 'chosen' and 'rejected' that begin alike."
+    remedy = "Give the record a 'prompt', or 'chosen' and 'rejected' conversations that begin with the same messages."
     place: str
     found: str
 
@@ -78,7 +78,7 @@ class AnswersInseparable(NxdtError):
     """A template whose prompt changes with the answer."""
 
     code = "NXDT-A006"
-    happened = "Where the {key!r} answer of {place} begins cannot be told: the chat template renders what precedes it "
+    happened = "Where the {key!r} answer of {place} begins is unclear: the chat template renders what precedes it "
     happened += "otherwise once it follows."
     remedy = "Choose another template with data.chat_template."
     place: str
@@ -86,7 +86,7 @@ class AnswersInseparable(NxdtError):
 
 
 class AnswerOfOthers(NxdtError):
-    """An answer that somebody else gives, or that goes on behind it."""
+    """An answer of another role, or a conversation that continues after it."""
 
     code = "NXDT-A007"
     happened = "The {key!r} answer of {place} {end} with a turn of {role!r}, not of the assistant."
@@ -103,7 +103,7 @@ class PromptDiffers(NxdtError):
 
     code = "NXDT-A008"
     happened = "The 'prompt' of {place} is not what the user says last before 'chosen' and 'rejected' part."
-    remedy = "Correct it, or take it out: conversations that begin alike have their prompt."
+    remedy = "Correct it, or take it out: conversations with a common beginning have their prompt."
     place: str
 
 
@@ -150,7 +150,7 @@ class ReferenceMissing(NxdtError):
 
 
 class RowsNotPaired(NxdtError):
-    """A preference loss was given samples that are no pairs."""
+    """A preference loss was given samples that are not pairs."""
 
     code = "NXDT-A021"
     happened = "The objective {objective!r} compares two answers, and the samples of the data have {rows} row(s)."

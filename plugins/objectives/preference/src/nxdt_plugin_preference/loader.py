@@ -53,7 +53,7 @@ class PreferenceDataloader:
         )
 
     def split(self, name: SplitName) -> PairDataset | None:
-        """The pairs of a split; None where no files and no share are named for it.
+        """Return the pairs of a split; None where no files and no share are named for it.
 
         Raises:
             NxdtError: of the files, as of :func:`~nxdt_core.data.files.records.read_records`.

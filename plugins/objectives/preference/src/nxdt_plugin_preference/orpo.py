@@ -31,10 +31,10 @@ class Orpo:
         self._prompt_in_nll = config.prompt_in_nll
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Numbers of pairs, and of the tokens whose cross-entropy counts: [2].
+        """Return the numbers of pairs, and of the tokens whose cross-entropy counts: [2].
 
         Raises:
-            RowsNotPaired: the samples are no pairs.
+            RowsNotPaired: the samples are not pairs.
         """
         check_paired("orpo", batch)
         (counts,) = sums_by_answer(answer_mask(batch)[None], batch)

@@ -33,7 +33,7 @@ class Pairs:
 
     @classmethod
     def of(cls, answers: torch.Tensor, counts: torch.Tensor) -> Pairs:
-        """Of ``answers`` and their numbers of tokens, [samples, 2, documents] both."""
+        """Return the pairs of ``answers`` and their numbers of tokens, both [samples, 2, documents]."""
         real = (counts > 0).all(dim=1).flatten().to(answers.dtype)
         return cls(chosen=answers[:, 0].flatten(), rejected=answers[:, 1].flatten(), real=real)
 
@@ -42,7 +42,7 @@ class Pairs:
         return Pairs(chosen=factor * self.chosen, rejected=factor * self.rejected, real=self.real)
 
     def metrics(self, kind: str, *, margins: bool = False) -> Mapping[str, torch.Tensor]:
-        """Sums over pairs, on ranks that share sequences this rank's share of them."""
+        """Return the sums over pairs, on ranks that share sequences this rank's share of them."""
         found = {f"{kind}/chosen": self.chosen, f"{kind}/rejected": self.rejected}
         if margins:
             found[f"{kind}/accuracies"] = (self.chosen > self.rejected).to(self.chosen.dtype)
@@ -68,7 +68,8 @@ def answer_mask(batch: Batch) -> torch.Tensor:
 
 
 def sums_by_answer(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sums of ``values`` [figures, rows, seq] over the tokens of each answer: [figures, samples, 2, documents].
+    """Return the sums of ``values`` [figures, rows, seq] over the tokens of each answer: [figures, samples, 2,
+    documents].
 
     Of whole answers also where ranks share sequences; then collective.
     """

@@ -57,12 +57,12 @@ class _Part(Place):
 
 
 def read_preference(record: Mapping[str, Any], place: Place) -> Preference:
-    """The pair of a record.
+    """Return the pair of a record.
 
     ``prompt``, ``chosen`` and ``rejected`` are texts or lists of messages. An answer that is a text is a turn of the
     assistant where others are messages; a prompt that is a text is one of the user where answers begin with the
-    assistant. Answers that begin with the prompt's messages, or without such a prompt alike, are whole conversations,
-    and what they have in common is the prompt.
+    assistant. Answers that begin with the prompt's messages, or without such a prompt with the same messages, are whole
+    conversations, and what they have in common is the prompt.
 
     Raises:
         AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference: each
@@ -169,5 +169,5 @@ def _parted(answers: Mapping[str, Turns], prompt: str | None, place: Place) -> t
     if prompt and prompt.strip() != said.strip():
         raise PromptDiffers(place=str(place))
     if not asked:
-        raise PromptMissing(place=str(place), found="'chosen' and 'rejected' do not begin alike")
+        raise PromptMissing(place=str(place), found="'chosen' and 'rejected' do not begin with the same messages")
     return asked, {key: answer[common:] for key, answer in answers.items()}

@@ -67,7 +67,7 @@ class Renderer:
         return digest(self._tokenizer.fingerprint(), self._messages and self._messages.settings)
 
     def render(self, pair: Preference) -> Pair:
-        """The tokens of a record.
+        """Return the tokens of a record.
 
         Raises:
             NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable,
@@ -130,7 +130,7 @@ class _Messages:
     ) -> tuple[list[str], tuple[str, ...]]:
         """Return the prompt alone and each conversation up to the end of its last turn, and what the template ignores.
 
-        Space behind the last turn is nobody's answer."""
+        Space after the last turn is not a part of an answer."""
 
         def render(conversation: Conversation, *, prompts: bool = False) -> str:
             messages = [turn.for_template(nothing) for turn in conversation.messages]
@@ -159,7 +159,7 @@ class _Messages:
 
 
 def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:
-    """Of a prompt alone and with either answer: what all three begin with, and what follows in each of the latter."""
+    """Return what a prompt alone and with either answer begin with, and what follows in each of the latter."""
     prompt, chosen, rejected = ids
     shared = min(_shared(prompt, chosen), _shared(prompt, rejected))
     return Pair(prompt=[*begin, *prompt[:shared]], chosen=[*chosen[shared:], *end], rejected=[*rejected[shared:], *end])

@@ -28,7 +28,7 @@ class Fitting:
             raise NoRoomForAnswers(prompt=self.max_prompt_length, sequence=self.seq_length)
 
     def fit(self, pair: Pair) -> Pair:
-        """As much of the prompt and of the answers as a sequence holds; ``pair`` itself where that is all."""
+        """Return as much of the prompt and of the answers as a sequence holds; ``pair`` itself where that is all."""
         if max(pair.lengths) <= self.seq_length:
             return pair
         limit = self.max_prompt_length

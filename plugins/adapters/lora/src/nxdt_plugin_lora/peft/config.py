@@ -55,7 +55,7 @@ def peft_config(
     tied: bool = False,
     matrices: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The file's content.
+    """Return the file's content.
 
     Args:
         config: of the run.
@@ -63,7 +63,7 @@ def peft_config(
         targets: modules of transformers with an update.
         whole: modules that train whole.
         modules: all that could have an update.
-        transposed: whether the base's matrices lie there as [in, out].
+        transposed: whether the base's matrices are stored as [in, out].
         tied: whether embedding and head train whole as one matrix.
         matrices: weights with an update that are targets by their own names.
     """
@@ -85,7 +85,7 @@ def peft_config(
 
 
 def shortened(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The last words of ``targets``, where all modules that end so are among them; else whole paths."""
+    """Return the last words of ``targets``, where all modules that end so are among them; else whole paths."""
     chosen, by_leaf = set(targets), defaultdict(set)
     for module in {*modules, *chosen}:
         by_leaf[module.rpartition(".")[2]].add(module)
@@ -94,7 +94,7 @@ def shortened(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
 
 
 def differences(config: LoraConfig, theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Where a file's adapter computes something else than ``config`` describes."""
+    """Yield where a file's adapter computes something else than ``config`` describes."""
     for name, ours in _SAME.items():
         found = theirs.get(name, _THEIR_DEFAULTS[name])
         if found != getattr(config, ours):
@@ -102,7 +102,7 @@ def differences(config: LoraConfig, theirs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unread(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a file's adapter has that no section here describes, and what to do about each."""
+    """Yield what a file's adapter has that no section here describes, and what to do about each."""
     start = theirs.get("init_lora_weights", True)
     if start not in _STARTS:
         remedy = _CONVERT if str(start).lower().startswith(_CONVERTED) else MERGE

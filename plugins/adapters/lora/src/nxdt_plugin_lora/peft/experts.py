@@ -29,7 +29,7 @@ def check_pairs(updated: Collection[str]) -> None:
 
 
 def taken_for_experts(sources: Iterable[Source]) -> set[str]:
-    """Modules of transformers that are no experts and end in the name of a matrix of theirs."""
+    """Return the modules of transformers that are not experts and end in the name of an expert's matrix."""
     found = list(sources)
     matrices = {_last(each) for each in found if each.transform == "stack"}
     layers = [each for each in found if each.transform != "stack" and _last(each) in matrices]

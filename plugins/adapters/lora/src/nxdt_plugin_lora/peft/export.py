@@ -81,7 +81,7 @@ def export_lora(source: str, target: str, *, base_model: str | None = None) -> E
 def describe(
     builder: ModelBuilder, lora: LoraConfig, trained: Mapping[str, tuple[int, ...]], *, base: str | None
 ) -> tuple[dict[str, Any], dict[str, PeftTensor]]:
-    """The content of ``adapter_config.json``, and what each trained parameter is in the other file.
+    """Return the content of ``adapter_config.json``, and what each trained parameter is in the other file.
 
     With experts among the targets the dropout is 0 there: peft opens no others. Of a model with experts, peft takes
     every target module that is called as a matrix of theirs for one; layers of that name are target parameters.

@@ -1,4 +1,4 @@
-"""Directories that peft reads and writes: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
+"""Directories that peft reads and writes: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BASE = "nxdt_base"
 
 
 def is_peft(path: Path) -> bool:
-    """Whether ``path`` is such a directory, by its names alone."""
+    """Return whether ``path`` is such a directory, by its names alone."""
     return (path / CONFIG).is_file()
 
 
@@ -58,7 +58,8 @@ def write_peft(
 def read_peft(
     directory: Path, tensors: Mapping[str, PeftTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """The trained parameters by our names, whole and on the host, and the base's digest (empty where peft wrote it).
+    """Return the trained parameters by our names, whole and on the host, and the base's digest (empty where peft wrote
+    it).
 
     Raises:
         AdapterFileDamaged: a file is missing or broken.
@@ -104,7 +105,7 @@ def _check_shared(tensor: PeftTensor, held: Mapping[str, torch.Tensor], path: Pa
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of ``adapter_config.json``.
+    """Return the content of ``adapter_config.json``.
 
     Raises:
         AdapterFileDamaged: it describes no LoRA.

@@ -1,6 +1,6 @@
 """Names and forms of an adapter's tensors in the files of peft, derived from the key map of the model's builder.
 
-An update is stored there beside the matrix that it belongs to: what the key map does to the rows of that is done to
+An update is stored with the matrix that it belongs to: what the key map does to the rows of that is done to
 those of ``lora_B`` and of DoRA's norms, and ``lora_A`` is as it is here.
 """
 
@@ -48,12 +48,12 @@ class PeftTensor:
     leaf: Leaf | None
     """None for a parameter of the base that trains whole."""
     transposed: bool = False
-    """Whether they lie there the other way round."""
+    """Whether they are stored transposed."""
     twin: str | None = None
     """Name of the same tensor again, where two modules share it."""
 
     def write(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the file."""
+        """Yield the tensors of the file."""
         for part in self.source.tensors():
             found = part.of(tensor[part.box.within(part.box.whole(part.parameter_shape))])
             yield part.name, (found.t() if self.transposed else found).contiguous()
@@ -61,12 +61,12 @@ class PeftTensor:
                 yield self.twin, found.clone()
 
     def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The parameter, of tensors that ``fetch`` gives by name."""
+        """Return the parameter, of tensors that ``fetch`` gives by name."""
         return self.source.read(lambda name: fetch(name).t() if self.transposed else fetch(name))
 
 
 def base_of(name: str) -> Leaf | None:
-    """What the parameter ``name`` of an update belongs to; None for one of the base."""
+    """Return what the parameter ``name`` of an update belongs to; None for one of the base."""
     owner, _, kind = name.rpartition(".")
     if kind not in _IN_PEFT:
         return None
@@ -79,7 +79,7 @@ def base_of(name: str) -> Leaf | None:
 def peft_tensors(
     builder: ModelBuilder, shapes: Mapping[str, tuple[int, ...]], embeddings: Iterable[str]
 ) -> dict[str, PeftTensor]:
-    """The trained parameters of a model by name.
+    """Return the trained parameters of a model by name.
 
     Args:
         builder: of the model, without adapters.
@@ -114,7 +114,7 @@ def _named_for(leaf: Leaf, source: Source, tied: Mapping[str, str]) -> Source:
 
 
 def _whole(source: Source, updated: set[str], tied: Mapping[str, str]) -> PeftTensor:
-    """A base parameter; the bias of a layer with an update lies below that layer's ``base_layer``."""
+    """A base parameter; the bias of a layer with an update is below that layer's ``base_layer``."""
     if source.transform == "stack":
         raise NoPeftForm(parameter=source.name, reason="peft trains no experts whole")
     if any(_RENAMED in name for name in source.hf_names):

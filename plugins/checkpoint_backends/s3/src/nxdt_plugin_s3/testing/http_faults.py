@@ -213,7 +213,7 @@ class FaultProxy:
             return list(self._requests)
 
     def fault_of(self, request: Request) -> Fault | None:
-        """Note a request and give what shall happen to it."""
+        """Record a request and return the fault for it."""
         with self._lock:
             self._requests.append(request)
             struck = [plan.fault for plan in self._plans if plan.strikes(request)]

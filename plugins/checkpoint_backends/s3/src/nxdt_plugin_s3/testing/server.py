@@ -60,7 +60,7 @@ _ENCRYPTION = {"WEED_S3_SSE_KEY": "for tests"}
 
 @final
 class S3Server:
-    """Runs from ``with`` to its end; its data lies in ``directory``.
+    """Runs from ``with`` to its end; its data is in ``directory``.
 
     Raises:
         RuntimeError: it is not installed, or did not answer within 90 seconds; the message ends with its log.
@@ -73,7 +73,7 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def client(self, url: str | None = None) -> Any:
-        """A boto3 client with all rights that tries everything once, to look behind a store's back."""
+        """Return a boto3 client with all rights that tries everything once, to look behind a store's back."""
         import boto3.session
         from botocore.config import Config
 
@@ -175,7 +175,7 @@ class _Ended(RuntimeError):
 def refuse_s3(
     status: int, code: str, message: str = "", headers: Mapping[str, str] | None = None, **more: str
 ) -> Fault:
-    """An S3 error document: ``refuse_s3(503, "SlowDown")``; ``more`` are further elements of it."""
+    """Return an S3 error document: ``refuse_s3(503, "SlowDown")``; ``more`` are further elements of it."""
     elements = {"Code": code, "Message": message or code, **more}
     body = "".join(f"<{name}>{value}</{name}>" for name, value in elements.items())
     document = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{body}</Error>'.encode()
@@ -184,7 +184,7 @@ def refuse_s3(
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """The server of this test run."""
+    """Yield the server of this test run."""
     with S3Server(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
@@ -200,7 +200,7 @@ def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def s3_uri(s3_server: S3Server, s3_credentials: None) -> str:
-    """An address below which nothing lies yet; for each test another."""
+    """Return an address below which nothing lies yet; for each test another."""
     return f"s3://{BUCKET}/{secrets.token_hex(4)}"
 
 

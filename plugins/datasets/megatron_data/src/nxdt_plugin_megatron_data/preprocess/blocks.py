@@ -39,16 +39,16 @@ class Block:
     content: bytes
     end: Place
     disk_bytes: int
-    """Bytes of the files, as they lie on the disk, that were read up to its end."""
+    """Bytes of the files, as stored on disk, that were read up to its end."""
 
 
 def is_json(path: Path) -> bool:
-    """Whether a file has an object a line; others are text."""
+    """Return whether a file has an object a line; others are text."""
     return bare_name(path).endswith(JSON_TEXTS)
 
 
 def read_blocks(files: Sequence[Path], start: Place, separator: bytes | None) -> Iterator[Block]:
-    """Blocks of the ``files`` in their order, from ``start`` on.
+    """Yield the blocks of the ``files`` in their order, from ``start`` on.
 
     Args:
         files: the inputs.

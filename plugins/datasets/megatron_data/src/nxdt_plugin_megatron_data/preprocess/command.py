@@ -73,7 +73,7 @@ __all__ = ["preprocess"]
     show_default=True,
     help="Seconds of work that a kill may cost.",
 )
-@click.option("--overwrite", is_flag=True, help="Begin anew, whatever lies at the prefix.")
+@click.option("--overwrite", is_flag=True, help="Start again, and replace any files at the prefix.")
 @as_json
 def preprocess(
     inputs: Sequence[str],
@@ -93,7 +93,7 @@ def preprocess(
     """Tokenise files into PREFIX.bin and PREFIX.idx, as Megatron-Core writes them.
 
     A name that ends in .jsonl, .ndjson or .json has a JSON object a line, every other is text; .gz and .zst behind
-    it are decompressed. Records without text are counted, and the first ones named. A run that was killed goes on
+    it are decompressed. Records without text are counted, and the first ones named. A killed run resumes
     where it stopped when the same command is given again.
     """
     from nxdt_core.data.files.paths import expand
@@ -185,7 +185,7 @@ def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
 def _print_outcome(job: Job, outcome: Outcome) -> None:
     counts = outcome.counts
     if outcome.tokens_before:
-        click.echo(f"Went on behind {outcome.tokens_before:,} tokens of an unfinished run.")
+        click.echo(f"Resumed after {outcome.tokens_before:,} tokens of an unfinished run.")
     click.echo(
         f"Wrote {job.prefix}.bin and .idx: {counts.tokens:,} tokens in {counts.documents:,} documents, "
         f"{_rate(outcome):,.0f} tokens/s."

@@ -26,7 +26,7 @@ class OutputExists(NxdtError):
 
     code = "NXDT-D110"
     happened = "{path} exists already."
-    remedy = "Choose another --output-prefix, or say --overwrite to make it anew."
+    remedy = "Choose another --output-prefix, or give --overwrite to replace it."
     path: str
 
 
@@ -36,7 +36,7 @@ class TooManyBadRecords(NxdtError):
     code = "NXDT-D111"
     happened = "{bad} of {records} records hold no text, more than the share of {share:g} that is put up with:{faults}"
     remedy = (
-        "Raise --max-bad-share, with which the same command goes on where this one stopped; or correct the files, or "
+        "Raise --max-bad-share, with which the same command resumes where this one stopped; or correct the files, or "
         "name the key of the text with --text-key, and say --overwrite."
     )
     bad: int
@@ -53,7 +53,7 @@ class NoRoom(NxdtError):
 
     code = "NXDT-D112"
     happened = "There is no room left for {path} after {tokens} tokens: {reason}."
-    remedy = "Free some space and give the same command again: it goes on where it stopped."
+    remedy = "Free some space and give the same command again: it resumes where it stopped."
     path: str
     tokens: int
     reason: str
@@ -64,15 +64,15 @@ class WorkerDied(NxdtError):
 
     code = "NXDT-D113"
     happened = "A process that tokenises has died, likely for want of memory."
-    remedy = "Give the same command with fewer --workers: it goes on where it stopped."
+    remedy = "Give the same command with fewer --workers: it resumes where it stopped."
 
 
 class OtherJob(NxdtError):
     """An unfinished run with other inputs or settings."""
 
     code = "NXDT-D114"
-    happened = "At {path} lies an unfinished run whose files, tokenizer or settings were others than these."
-    remedy = "Give its own command to finish it, say --overwrite to begin anew, or choose another --output-prefix."
+    happened = "At {path} is an unfinished run whose files, tokenizer or settings were others than these."
+    remedy = "Give its own command to finish it, give --overwrite to start again, or choose another --output-prefix."
     path: str
 
 

@@ -20,7 +20,7 @@ from nxdt_plugin_megatron_data.writer import write_index
 __all__ = ["Counts", "Output"]
 
 _NAMED = 10
-"""Faults that are kept in words."""
+"""Number of faults whose descriptions are kept."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,13 +53,13 @@ class Output:
         job: digest of what decides the output.
 
     Raises:
-        OtherJob: an unfinished run of another job lies there.
+        OtherJob: there is an unfinished run of another job.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], job: str) -> None:
         self.prefix = prefix
         self.place = Place()
-        """Where the input goes on behind what is written."""
+        """Position in the input after what is written."""
         self.counts = Counts()
         self._dtype = dtype
         self._job = job
@@ -73,7 +73,7 @@ class Output:
 
     @staticmethod
     def unfinished(prefix: Path) -> tuple[Path, Path, Path]:
-        """The files of an unfinished run."""
+        """Return the files of an unfinished run."""
         tokens, lengths, state = (prefix.with_name(f"{prefix.name}{end}") for end in (".bin.part", ".len.part", ".run"))
         return tokens, lengths, state
 
@@ -90,7 +90,7 @@ class Output:
         self.place = end
 
     def save(self) -> None:
-        """Make safe what is written, so that a run which is killed goes on here.
+        """Make safe what is written, so that a killed run resumes here.
 
         Raises:
             OSError: of the disk.
@@ -107,7 +107,7 @@ class Output:
         part.replace(self._state)
 
     def finish(self, note: Note) -> None:
-        """Give the files their names. The tokens come last: until then, an unfinished run lies there.
+        """Give the files their names. The tokens come last: until then, the run there is unfinished.
 
         Raises:
             OSError: of the disk.

@@ -1,4 +1,5 @@
-"""What a tokenising process does: a block of records becomes tokens, and what holds no text is told by its line."""
+"""What a tokenising process does: a block of records becomes tokens, and what holds no text is reported with its
+line."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class RecordEncoder:
         self._tail = np.array([tokenizer.eos_id] if recipe.append_eod else [], self._dtype)
 
     def encode(self, content: bytes, *, json_lines: bool) -> Encoded:
-        """The tokens of a block's records; a blank line is no record."""
+        """Return the tokens of a block's records; a blank line is not a record."""
         found = Encoded()
         records = self._texts_of_lines(content) if json_lines else self._texts(content)
         texts = []
@@ -138,7 +139,7 @@ def _text_of(record: bytes, key: str) -> tuple[str | None, str]:
         keys = ", ".join(repr(name) for name in value) or "none"
         return None, f"no text under the key {key!r}; its keys are {keys}"
     if not isinstance(value[key], str):
-        return None, f"the value under the key {key!r} is no text, but of type {type(value[key]).__name__}"
+        return None, f"the value under the key {key!r} is not text, but of type {type(value[key]).__name__}"
     try:
         value[key].encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Reads, has tokenised, and writes; whoever calls sees how far it is."""
+"""Reads, has tokenised, and writes; the caller sees its progress."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
 
     Args:
         job: see there.
-        watch: told the bytes of the files, as they lie on the disk, that are done, and the counts.
+        watch: receives the bytes of the files, as stored on disk, that are done, and the counts.
 
     Raises:
         OutputExists, InputInTheWay, OtherJob, OutputTaken: of the prefix.
@@ -186,7 +186,7 @@ def _check_bad_share(output: Output, share: float, *, at_least: int) -> None:
 
 
 def _clear(job: Job) -> None:
-    """Refuse what lies there, or remove it."""
+    """Refuse existing files, or remove them."""
     unfinished, outputs = Output.unfinished(job.prefix), (bin_path(job.prefix), idx_path(job.prefix))
     written = (*unfinished, *outputs, note_path(job.prefix))
     for path in written:
@@ -204,7 +204,7 @@ def _clear(job: Job) -> None:
 
 @contextmanager
 def _write_errors_explained(prefix: Path, tokens: Callable[[], int]) -> Iterator[None]:
-    """Tell in words why the operating system does not take what is written."""
+    """Return an error that explains why the operating system refuses a write."""
     try:
         yield
     except OSError as error:

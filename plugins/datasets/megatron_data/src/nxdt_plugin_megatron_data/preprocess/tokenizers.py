@@ -39,7 +39,7 @@ class NamedTokenizer:
 
 
 def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
-    """The tokenizer of a name.
+    """Return the tokenizer of a name.
 
     Args:
         name: a component, such as ``byte`` (``./byte`` is a path); a path: a ``tokenizer.json``, a directory, a

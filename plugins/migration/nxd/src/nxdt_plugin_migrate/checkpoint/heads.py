@@ -6,7 +6,7 @@ other and begin again (0 1 0 1), on trn2 copies stand together (0 0 1 1). Query 
 that they attend to, so their order depends on it. Nothing in the files names the hardware: the order is found by
 comparing the copies. Taking the query heads of a head slot by slot undoes what NxD's converter does on trn1, and is
 right however they were dealt: heads that share a key head may change places, with their columns of the output
-projection. (NxD 0.18's converter writes for trn2 what its own layer does not compute, keys in trn1's order beside
+projection. (NxD 0.18's converter writes for trn2 what its own layer does not compute, keys in trn1's order and
 queries in natural order; such files do not show it, and are read as the layer would run them.)
 """
 
@@ -42,12 +42,12 @@ class Slots:
         return list(range(head, self.count, self.kv_heads))
 
     def queries(self) -> list[int]:
-        """Where each query head of the whole model stands among those of all ranks."""
+        """Return where each query head of the whole model stands among those of all ranks."""
         each = self.query_heads // self.count
         return [slot * each + at for head in range(self.kv_heads) for slot in self.of(head) for at in range(each)]
 
     def same(self, heads: torch.Tensor) -> bool:
-        """Whether ``heads`` [slot, …] are equal wherever they should be copies."""
+        """Return whether ``heads`` [slot, …] are equal wherever they should be copies."""
         return all(
             torch.equal(heads[slot], heads[slots[0]])
             for slots in (self.of(head) for head in range(self.kv_heads))
@@ -56,7 +56,7 @@ class Slots:
 
 
 def order_of(heads: torch.Tensor, *, query_heads: int, kv_heads: int, copies: int) -> Slots | None:
-    """The slots in whose order the copies of ``heads`` [slot, …] are equal; None where they are in neither."""
+    """Return the slots in whose order the copies of ``heads`` [slot, …] are equal; None where they are in neither."""
     for adjacent in (False, True):
         slots = Slots(query_heads=query_heads, kv_heads=kv_heads, copies=copies, adjacent=adjacent)
         if slots.same(heads):

@@ -4,7 +4,7 @@
 
     <tag>/checkpoint  <tag>/done                              markers: begun, finished
     <tag>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt           one tensor-parallel rank of one pipeline stage
-    <tag>/model/….pt.tensors/tensor_<n>.pt  ….pt.info.pt      beside it under ``save_xser``
+    <tag>/model/….pt.tensors/tensor_<n>.pt  ….pt.info.pt      next to it under ``save_xser``
     <tag>/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt           DD counts under ZeRO-1
     <tag>/user_content.pt                                     what the trainer added
 
@@ -41,7 +41,7 @@ class NeuronxLayout:
     """Whether a run saved it. NxD's converter leaves neither markers nor anything but ``model/``."""
 
     def model_file(self, tp: int, pp: int) -> Path:
-        """Weights of a rank."""
+        """Return the weights of a rank."""
         return self.directory / "model" / _name(0, tp, pp)
 
     def optimizer_file(self, dp: int, tp: int, pp: int) -> Path:
@@ -50,12 +50,12 @@ class NeuronxLayout:
 
 
 def is_neuronx(path: Path) -> bool:
-    """Whether ``path`` is such a checkpoint, or a directory of some."""
+    """Return whether ``path`` is such a checkpoint, or a directory of some."""
     return _is_one(path) or bool(_tags(path))
 
 
 def find_layout(path: Path) -> NeuronxLayout:
-    """The layout of the checkpoint at ``path``.
+    """Return the layout of the checkpoint at ``path``.
 
     Raises:
         NeuronxUnreadable: it is none, or has expert-parallel ranks.

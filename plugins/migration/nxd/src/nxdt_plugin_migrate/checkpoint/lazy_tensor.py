@@ -32,17 +32,17 @@ class Leaf:
         return replace(self, name=name, shape=(count, *self.shape[1:]), read=lambda: read()[start : start + count])
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...] | None = None) -> Leaf:
-        """What ``change`` makes of it, which has ``shape`` where that differs."""
+        """Return what ``change`` makes of it, which has ``shape`` where that differs."""
         read = self.read
         return replace(self, shape=self.shape if shape is None else shape, read=lambda: change(read()))
 
     def misfit(self, reason: str) -> NeuronxMisfit:
-        """The error that it cannot be merged."""
+        """Return the error that it cannot be merged."""
         return NeuronxMisfit(tensor=self.name, path=self.where, reason=reason)
 
 
 def concatenated(parts: Sequence[Leaf], dimension: int, name: str | None = None) -> Leaf:
-    """The parts, one after the other along ``dimension``.
+    """Return the parts, one after the other along ``dimension``.
 
     Raises:
         NeuronxMisfit: they differ in another dimension or in dtype.

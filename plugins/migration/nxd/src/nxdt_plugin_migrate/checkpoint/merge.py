@@ -38,7 +38,7 @@ def parameters_of(names: Iterable[str]) -> list[str]:
 
 
 class Merger:
-    """Merges any number of families of tensors that are cut alike: weights, and optimizer state beside them.
+    """Merges any number of families of tensors that are sharded identically: weights, and their optimizer state.
 
     The first family that is merged must be the weights: the order of replicated heads is read off their keys.
     """
@@ -92,7 +92,7 @@ class Merger:
         queries, kv_heads = self._heads.query_heads, self._heads.kv_heads
         size, rest = divmod(width, queries)
         if rest:
-            raise parts[0].misfit(f"{width} columns of the output projection are no {queries} heads")
+            raise parts[0].misfit(f"{width} columns of the output projection are not {queries} heads")
         kind = single or (fused or "").removeprefix("_")
         if kind == "o":
             return [self._outputs(concatenated(parts, 1), size)]
@@ -117,7 +117,7 @@ class Merger:
     def _copies(self, part: Leaf, rows: int, once: int) -> int:
         copies, rest = divmod(rows, once)
         if rest or copies < 1:
-            raise part.misfit(f"{rows} rows of keys or values are no multiple of the {once} that the model has")
+            raise part.misfit(f"{rows} rows of keys or values are not a multiple of the {once} that the model has")
         return copies
 
     def _keys_of(self, leaf: Leaf, size: int, copies: int) -> Leaf:
@@ -137,7 +137,7 @@ class Merger:
 
     def _queries(self, leaf: Leaf, size: int) -> Leaf:
         if leaf.shape[0] != self._heads.query_heads * size:
-            raise leaf.misfit(f"{leaf.shape[0]} rows are no {self._heads.query_heads} heads of {size}")
+            raise leaf.misfit(f"{leaf.shape[0]} rows are not {self._heads.query_heads} heads of {size}")
         return leaf.changed(lambda tensor: self._in_order(tensor, size))
 
     def _outputs(self, leaf: Leaf, size: int) -> Leaf:

@@ -52,10 +52,10 @@ class _Rank:
 
 
 def read_optimizer(layout: NeuronxLayout, weights: Stages) -> OptimizerState | None:
-    """Return the optimizer's state beside ``weights``, or None for a model that NxD's converter wrote.
+    """Return the optimizer's state for ``weights``, or None for a model that NxD's converter wrote.
 
     Raises:
-        Unmergeable: a run saved it, and it is missing, not whole, or cannot be told apart.
+        Unmergeable: a run saved it, and it is missing, not complete, or ambiguous.
         PickleRefused, NeuronxFileDamaged: a file of it cannot be read.
     """
     if not layout.optimizer_dp and layout.of_run:

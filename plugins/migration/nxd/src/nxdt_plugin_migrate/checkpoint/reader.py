@@ -57,7 +57,7 @@ class NeuronxCheckpoint:
         self._reads: dict[Place, Callable[[], torch.Tensor]] = {}
 
     def model_config(self) -> Mapping[str, Any] | None:
-        """None: the model's configuration is a file elsewhere, which the run's configuration names."""
+        """Return None: the model's configuration is a file elsewhere, which the run's configuration names."""
         return None
 
     def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:

@@ -33,7 +33,7 @@ class TensorReference(Record):
     """``torch_xla.utils.serialization.TensorReference``."""
 
     tid: object = None
-    """Number of the tensor's file; whatever a file claims it to be, until it is checked."""
+    """Number of the tensor's file; any value that a file claims, until it is checked."""
 
 
 _REFERENCE = (TensorReference, "torch_xla.utils.serialization.TensorReference")
@@ -55,11 +55,11 @@ _ALLOWED: list[Any] = [_REFERENCE, *((Record, name) for name in _HYPERPARAMETERS
 
 
 def read_pt(path: Path) -> Any:
-    """What ``path`` holds; its tensors are mapped, and cost no memory until they are used.
+    """Return what ``path`` holds; its tensors are mapped, and cost no memory until they are used.
 
     Raises:
         PickleRefused: it names a class or function that is not allowed; none was called.
-        NeuronxFileDamaged: it is no file of ``torch.save``, or not a whole one.
+        NeuronxFileDamaged: it is not a file of ``torch.save``, or an incomplete one.
     """
     _check_archive(path)
     with safe_globals(_ALLOWED):
@@ -79,7 +79,7 @@ def _check_archive(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise NeuronxFileDamaged(path=str(path), reason=f"it is no archive of torch.save ({error})") from error
+        raise NeuronxFileDamaged(path=str(path), reason=f"it is not an archive of torch.save ({error})") from error
     stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
     if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise NeuronxFileDamaged(path=str(path), reason="its entries are packed, which torch.save never does")

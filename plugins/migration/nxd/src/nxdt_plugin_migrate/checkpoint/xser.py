@@ -1,6 +1,6 @@
 """One rank's file, its tensors as leaves: in the file itself, or in files of their own where ``save_xser`` was on.
 
-In the second form a tensor's place is taken by a reference with a number ``n``; it lies in
+In the second form a tensor's place is taken by a reference with a number ``n``; it is in
 ``<file>.tensors/tensor_<n>.pt``, and ``<file>.info.pt`` (from NxD 0.7 on) tells dtypes and shapes without opening it.
 """
 
@@ -38,11 +38,11 @@ class RankFile:
         return content
 
     def is_tensor(self, value: object) -> bool:
-        """Whether :meth:`leaf` takes ``value``."""
+        """Return whether :meth:`leaf` takes ``value``."""
         return isinstance(value, torch.Tensor | TensorReference)
 
     def leaf(self, name: str, value: object) -> Leaf:
-        """The tensor that ``value``, found in :attr:`content`, is or refers to.
+        """Return the tensor that ``value``, found in :attr:`content`, is or refers to.
 
         Raises:
             NeuronxFileDamaged: it is none, or one that claims more than there is.
@@ -84,7 +84,7 @@ class RankFile:
         path = self.path.with_name(f"{self.path.name}.info.pt")
         info = read_pt(path) if path.is_file() else {}
         if not isinstance(info, dict):
-            raise NeuronxFileDamaged(path=str(path), reason="it is no table of tensors")
+            raise NeuronxFileDamaged(path=str(path), reason="it is not a table of tensors")
         return info
 
     def _told(self, name: str, told: object) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -24,13 +24,13 @@ _XLA = "engines of the XLA runtime read it; elsewhere it has no effect"
 
 @cache
 def core_keys() -> dict[str, Key]:
-    """Every key of the core's schema by path, sections included."""
+    """Return every key of the core's schema by path, sections included."""
     return dict(_walk(RunConfig, ""))
 
 
 @cache
 def legacy_keys() -> dict[str, Key]:
-    """Keys of NxD Training that only components declare, by path."""
+    """Return the keys of NxD Training that only components declare, by path."""
     return {join(section, name): key for section, cls in LEGACY.items() for name, key in keys_of(cls).items()}
 
 
@@ -84,7 +84,7 @@ def _declared(path: str, document: Document, kernel: Kernel) -> bool:
 
 
 def section_class(section: str, document: Document, kernel: Kernel) -> type | None:
-    """The dataclass of the component that a section selects; None where it declares none or cannot be had."""
+    """Return the dataclass of the component that a section selects; None where it declares none or cannot be had."""
     slot = next((slot for slot in SLOTS if slot.section == section), None)
     name = document.value(slot.key) if slot is not None else None
     if slot is None or not isinstance(name, str):

@@ -42,6 +42,6 @@ def require_decoder(tree: Node, source: Path, kernel: Kernel) -> None:
 
 
 def _found(tree: Node, key: str) -> str:
-    """Where the key stands: sections of data and tokenizers lie below ``model`` in most files."""
+    """Path of the key: sections of data and tokenizers are below ``model`` in most files."""
     places = (key,) if key.startswith("model.") else (f"model.{key}", key)
     return next((place for place in places if tree.plain(place) is not None), "")

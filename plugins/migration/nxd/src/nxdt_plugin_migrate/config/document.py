@@ -16,7 +16,7 @@ __all__ = ["Document", "Setting", "read_document"]
 
 @dataclass(slots=True, kw_only=True)
 class Setting:
-    """One key that is no section, and its value."""
+    """One key that is not a section, and its value."""
 
     source: str
     """Key path in the file; empty for one that was added."""
@@ -47,20 +47,20 @@ class Document:
     """Key path in the file → the one that it has now, or that of the key that says the same."""
 
     def value(self, path: str, default: Any = None) -> Any:
-        """The value of a key, or ``default`` where it is not there."""
+        """Return the value of a key, or ``default`` where it is not there."""
         found = self.settings.get(path)
         return default if found is None else found.value
 
     def below(self, section: str) -> list[str]:
-        """Key paths of a section, at any depth; that of the key itself where it is no section."""
+        """Return the key paths of a section, at any depth; that of the key itself where it is not a section."""
         return [path for path in self.settings if path == section or path.startswith(f"{section}.")]
 
     def has(self, section: str) -> bool:
-        """Whether the key, or anything below it, is there."""
+        """Return whether the key, or anything below it, is there."""
         return bool(self.below(section))
 
     def asks(self, section: str) -> bool:
-        """Whether the key, or anything below it, has a value that switches something on or chooses something."""
+        """Return whether the key, or anything below it, has a value that switches something on or chooses something."""
         return any(self.settings[path].value not in (None, False, 0, "", [], {}) for path in self.below(section))
 
     def remark(self, path: str, reason: str) -> None:
@@ -68,7 +68,7 @@ class Document:
         self.settings[path].reasons.append(reason)
 
     def move(self, path: str, target: str, reason: str = "") -> None:
-        """Give a key, or all keys of a section, another path. What stands there already wins."""
+        """Give a key, or all keys of a section, another path. An existing value takes precedence."""
         for old in self.below(path):
             new = target + old.removeprefix(path)
             if new in self.settings:
@@ -128,7 +128,7 @@ class Document:
         self.left_out.append(MigratedKey(key=key, line=line, verdict=verdict, value=value, reason=reason))
 
     def report(self) -> Iterator[MigratedKey]:
-        """The report, in the order of the file; added keys come last."""
+        """Yield the report, in the order of the file; added keys come last."""
         kept = [
             MigratedKey(
                 key=setting.source or path,
@@ -149,7 +149,7 @@ def _shown(setting: Setting) -> str:
 
 
 def read_document(tree: Node, written: Comments) -> Document:
-    """A document that says what the file says."""
+    """Return a document that says what the file says."""
     resolved, _ = interpolate(tree)
     beside, above = dict(written.beside), dict(written.above)
     lines = dict(_sections(tree, ""))

@@ -41,7 +41,7 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
         kernel: Its plugins say what can be kept.
 
     Raises:
-        ConfigError: the file cannot be read, or is no sound YAML.
+        ConfigError: the file cannot be read, or is not valid YAML.
         MigrationRefused: it is of another framework.
         NoDecoder: it is of a model that nothing here can stand for.
     """

@@ -78,7 +78,7 @@ def _find_searched(document: Document) -> None:
 
 
 def _search_finds(document: Document, path: str, target: str) -> None:
-    """Of two places the top level counts, then the one that stands first in the file."""
+    """Prefer the top level of two places, then the one that is first in the file."""
     proper, odd = document.settings.get(target), document.settings[path]
     if proper is not None and proper.value != odd.value and ("." not in path or odd.line < proper.line):
         document.moved[proper.source] = target
@@ -104,7 +104,7 @@ def _take_unread_values(document: Document) -> None:
     if document.value("model_source", "hf") == "hf":
         if "model.optim.weight_decay" in document.settings:
             document.remark(
-                "model.optim.weight_decay", "NxD Training decays Hugging Face models by 0.01 whatever it says"
+                "model.optim.weight_decay", "NxD Training decays Hugging Face models by 0.01 and ignores this key"
             )
         if document.value("model.do_layer_norm_weight_decay"):
             document.remark(

@@ -90,7 +90,7 @@ SCHEDULES = ("LinearAnnealingWithWarmUp", "CosineAnnealing", "WarmupPolicy", "Wa
 """Values of ``model.optim.sched.name``."""
 
 _NOT_WIRED = "NxD Training names it and never reads it"
-_HARD_OFF = "NxD Training switches this logger off whatever the file says"
+_HARD_OFF = "NxD Training switches this logger off in every case"
 
 IGNORED: Mapping[str, str] = {
     "exp_manager.save_bf16": _NOT_WIRED,
@@ -140,7 +140,8 @@ DATA_READERS: Mapping[str, frozenset[str]] = {
         "train_dir val_dir test_dir dev_choose_samples seq_length dataset_name subset_name prompt_name packing"
     ),
 }
-"""By our dataloader: the keys of ``data`` that its counterpart there reads, beside batch sizes and the tokenizer."""
+"""By our dataloader: the keys of ``data`` that its counterpart there reads, in addition to batch sizes and the
+tokenizer."""
 
 _BOTH = _names(
     "encoder_seq_length max_position_embeddings num_layers hidden_size pipeline_cuts use_cpu_initialization "
@@ -187,7 +188,7 @@ SEARCHED: Mapping[str, str] = {
 
 
 def nxdt_keys() -> Iterator[str]:
-    """Every key of its YAML files, in the order of its documentation."""
+    """Yield every key of its YAML files, in the order of its documentation."""
     section = ""
     for line in _KEYS.strip().splitlines():
         head, colon, names = line.partition(":")

@@ -19,7 +19,7 @@ _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 
 
 def render(document: Document, head: tuple[str, ...], tail: tuple[str, ...]) -> str:
-    """The YAML text.
+    """Return the YAML text.
 
     Args:
         document: The settings.
@@ -81,7 +81,7 @@ def _text(setting: Setting, path: str, document: Document) -> str:
 
 
 def _absolute(source: str, dots: str, name: str) -> str:
-    """The key path that an interpolation at ``source`` means: one dot is the section that it stands in."""
+    """The key path that an interpolation at ``source`` means: one dot is the section that contains it."""
     if not dots:
         return name
     around = source.split(".")[: -len(dots)]
@@ -89,7 +89,7 @@ def _absolute(source: str, dots: str, name: str) -> str:
 
 
 def dump(value: object) -> str:
-    """One value on one line."""
+    """Return one value on one line."""
     if value == TO_SET:  # as OmegaConf's users write it; the dumper would quote it
         return TO_SET
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]

@@ -1,4 +1,4 @@
-"""What has become of every key of NxD Training, told by the schema and the plugins themselves."""
+"""The treatment of every key of NxD Training, from the schema and the plugins themselves."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class KeyStatus:
     target: str = ""
     """The key that says it here, of an alias or a renamed one."""
     reason: str = ""
-    """In words; empty where the status says it all."""
+    """Explanation; empty where the status is enough."""
 
 
 def schema_table(kernel: Kernel) -> tuple[KeyStatus, ...]:
-    """A row for every key of NxD Training 1.6, as it stands with the plugins of ``kernel``."""
+    """Return a row for every key of NxD Training 1.6, as it stands with the plugins of ``kernel``."""
     declared = _declared_keys(kernel)
     return tuple(_remarked(_status(key, declared, kernel)) for key in nxdt_keys())
 
 
 def value_table(kernel: Kernel) -> tuple[KeyStatus, ...]:
-    """The same for names that select a component: precisions, optimizers and schedules."""
+    """Return the same for names that select a component: precisions, optimizers and schedules."""
     names = (("precision.type", PRECISIONS), ("model.optim.name", OPTIMIZERS), ("model.optim.sched.name", SCHEDULES))
     rows = []
     for key, values in names:
@@ -164,7 +164,7 @@ def _find(kernel: Kernel, kind: str, name: str) -> RegisteredComponent | None:
 
 
 def _declared_keys(kernel: Kernel) -> dict[str, list[tuple[str, Key]]]:
-    """By key path: the components that declare it."""
+    """Return, by key path, the components that declare it."""
     found: dict[str, list[tuple[str, Key]]] = {}
     for slot in SLOTS:
         for component in kernel.registry.all(slot.kind):
@@ -186,7 +186,7 @@ def _keys_below(cls: type | None, path: str) -> Iterator[tuple[str, Key]]:
 
 
 def schema_page(kernel: Kernel) -> str:
-    """The table as a page of the documentation."""
+    """Return the table as a page of the documentation."""
     lines = [
         "# Keys of NxD Training",
         "",

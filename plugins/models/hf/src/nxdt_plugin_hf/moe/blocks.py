@@ -23,7 +23,7 @@ _TOKENS = 4
 
 
 def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of each block around experts; none where they lie in a layer itself.
+    """Yield the path and module of each block around experts; none where they are in a layer itself.
 
     Args:
         model: with our experts.
@@ -46,7 +46,7 @@ def end_with_sum(block: nn.Module) -> None:
 
 
 def draws_numbers(block: nn.Module, hidden_size: int) -> bool:
-    """Whether routing is random in training."""
+    """Return whether routing is random in training."""
     with HOST, torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         _Trial(block, hidden_size)(0.0)
@@ -54,7 +54,7 @@ def draws_numbers(block: nn.Module, hidden_size: int) -> bool:
 
 
 def not_additive(block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> bool:
-    """Whether it does more than to add up what its experts give.
+    """Return whether it does more than to add up what its experts give.
 
     ``ends``: paths in ``block`` of linear layers that give parts of the sum, too.
     """
@@ -65,7 +65,7 @@ def not_additive(block: nn.Module, hidden_size: int, ends: Collection[str] = ())
 
 
 class _Trial:
-    """A copy of a block whose experts give what they are told."""
+    """Return a copy of a block whose experts return given values."""
 
     def __init__(self, block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> None:
         self._block = copy.deepcopy(block).train()
@@ -99,7 +99,7 @@ class _Given(nn.Module):
         self.scale = 0.0
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Numbers that depend on nothing but the scale."""
+        """Return the numbers that depend on nothing but the scale."""
         shape = (*hidden.shape[:-1], self.hidden_size)
         return self.scale * torch.linspace(-1, 2, math.prod(shape)).view(shape)
 

@@ -61,14 +61,14 @@ class RoutedExperts(nn.Module):
 
 
 def routed_experts(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
-    """Path and module, in order."""
+    """Yield the path and module, in order."""
     for path, module in model.named_modules():
         if isinstance(module, RoutedExperts):
             yield path, module
 
 
 def replace_experts(model: PreTrainedModel) -> None:
-    """Put ours in the place of the experts of ``model``, which may lie on the meta device; no values are kept.
+    """Put ours in the place of the experts of ``model``, which may be on the meta device; no values are kept.
 
     Raises:
         UnsupportedArchitecture: they compute something else, or without transformers' interface for them.

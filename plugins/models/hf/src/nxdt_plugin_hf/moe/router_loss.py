@@ -55,7 +55,7 @@ class RouterBalance:
 
 
 def router_balance(architecture: Architecture, model: Any) -> RouterBalance | None:
-    """The auxiliary loss that transformers would add for ``model``; None where it adds none."""
+    """Return the auxiliary loss that transformers would add for ``model``; None where it adds none."""
     loss = getattr(sys.modules[architecture.model_class.__module__], "load_balancing_loss_func", None)
     coefficient = getattr(model, "router_aux_loss_coef", 0.0)
     if loss is None or not coefficient or not getattr(architecture.config, "output_router_logits", False):

@@ -31,7 +31,7 @@ _STYLES: Mapping[str, TensorStyle] = {
 }
 """Theirs → ours."""
 _SUMMED = "replicated_with_grad_allreduce"
-"""Theirs for what lies in a tensor block and stays whole; ours follows from where it lies."""
+"""Their style for a module that is in a tensor block and stays whole; ours follows from its path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def _refused_experts(
     blocks = {pattern_of(path): path for path in around}
     alone = next((pattern for pattern in experts if pattern.rpartition(".")[0] not in blocks), None)
     if alone is not None:
-        return f"its experts '{alone}' lie in no block of their own"
+        return f"its experts '{alone}' are in no separate block"
     partial = [pattern for pattern, style in styles.items() if style == "row_partial"]
     for pattern, path in blocks.items():
         block = around[path]

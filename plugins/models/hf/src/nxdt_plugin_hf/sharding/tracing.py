@@ -112,7 +112,7 @@ def pattern_of(path: str) -> str:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalises; transformers recognises norms by the names of their classes, too."""
+    """Return whether ``module`` normalises; transformers recognises norms by the names of their classes, too."""
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
 
@@ -131,5 +131,5 @@ def _check(name: str, calls: Mapping[str, AttentionCall]) -> None:
             raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
         plain = call.window is None and call.softcap is None and call.scale == call.key_width**-0.5
         if call.dropout and not plain:
-            reason = f"'{path}' wants dropout beside a window, a cap or a scale; set attention_dropout to 0"
+            reason = f"'{path}' wants dropout with a window, a cap or a scale; set attention_dropout to 0"
             raise UnsupportedArchitecture(model=name, reason=reason)

@@ -1,0 +1,149 @@
+"""Check the wording of documentation, docstrings and messages; ``make lint`` runs it.
+
+Usage: python scripts/prose.py [PATH ...]    without paths: every tracked file that a reader sees
+
+Checked are Markdown outside code, and in Python docstrings and string literals: help texts, errors, descriptions of
+configuration keys. Tests and comments are not, nor is the notebook of decisions, whose entries are not rewritten.
+A line with ``prose: allow`` in a comment is skipped.
+
+Vale and proselint were tried first. Vale's packages on PyPI and npm download the program from GitHub, which fails
+without a network, and proselint has no rules of a project's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_COMPARED = "such|need|room|place|end|way|one|time|longer|more|less|other|difference|slower|larger|smaller|later"
+
+WORDS = {
+    r"anew|afresh": "again",
+    r"whoever": "the process that, the user who",
+    r"whatever": "any, all, independent of",
+    r"thereby|thereof|therein|whence": "by this, of it, so",
+    r"shall": "must, is to",
+    r"mend(?:s|ed|ing)?": "fix",
+    r"(?:is|are|was|were|be|been|being) told": "receives, is reported",
+    r"tells? of|told of": "describe, report, name",
+    r"go(?:es|ing)? on(?! to)|went on": "continue, resume",
+    r"in silence|without a word": "silently",
+    r"to the bit": "bitwise identical",
+    r"in words": "with an explanation",
+    r"to be had": "available",
+    rf"(?<!there\s)(?:is|are|was|were) no(?! (?:{_COMPARED})\b) [`\w]+": "is not a",
+    r"learning-rate curves?": "learning-rate schedule",
+    r"(?:lies|lie|lay|lain) (?:at|in|on|beside|between|within|outside|inside|there|below|above)": "is",
+    r"beside": "next to, with, compared with",
+    r"others? than that": "another",
+    r"as it were": "nothing: leave it out",
+    r"(?:stands?|stood) (?:in|at|beside|below|above|there|here|for itself|alone)": "is",
+    r"what there is": "the name of the thing",
+    r"ha(?:s|ve) become of": "happened to",
+    r"which are there|that is there": "existing",
+    r"nobody|somebody": "no process, no user, another user",
+    r"hinder(?:s|ed)?": "prevent",
+    r"alike": "identical, in the same way",
+    r"heed(?:s|ed)?": "use",
+}
+"""Pattern → what plain English says instead."""
+
+FRAGMENT = re.compile(r"(?:Of|Nothing|As|For|By|Around|Within|That of|Those of|In the order)\b|\w+[.:;](?:\s|$)")
+"""Beginnings of docstrings that are not a sentence."""
+
+NOUN_PHRASE = re.compile(r"(?:The|What|Whether|An?|Number of|Names? of) ")
+"""Beginnings that lack "Return" or "Yield" where the function gives something back."""
+
+_GAP = r"\s+"
+
+PATTERNS = [
+    (re.compile(rf"(?<![-\w])(?:{words.replace(' ', _GAP)})\b(?!-)", re.IGNORECASE), instead)
+    for words, instead in WORDS.items()
+]
+EXCLUDED = re.compile(
+    r"(?:^|/)(?:tests/|conftest\.py$)|^(?:docs/decisions\.md|CHANGELOG\.md|CONTRIBUTING\.md|scripts/prose\.py)$"
+)
+
+
+class Finding(NamedTuple):
+    """A place whose wording is to be changed."""
+
+    path: str
+    line: int
+    found: str
+    instead: str
+
+
+def main() -> int:
+    """Print every finding; return 1 where there is one."""
+    paths = sys.argv[1:] or tracked()
+    findings = sorted({finding for path in paths for finding in check(path, Path(path).read_text())})
+    for path, line, found, instead in findings:
+        print(f"{path}:{line}: '{found}': write {instead}")
+    print(f"{len(findings)} findings in {len(paths)} files")
+    return 1 if findings else 0
+
+
+def tracked() -> list[str]:
+    """Return the files under version control whose text is checked."""
+    done = subprocess.run(["git", "ls-files", "*.md", "*.py"], capture_output=True, text=True, check=True)
+    return [path for path in done.stdout.split() if not EXCLUDED.search(path)]
+
+
+def check(path: str, source: str) -> Iterator[Finding]:
+    """Yield the findings in the text of one file."""
+    allowed = {number for number, line in enumerate(source.splitlines(), 1) if "prose: allow" in line}
+    for first, text in python_texts(source) if path.endswith(".py") else [(1, without_code(source))]:
+        for pattern, instead in PATTERNS:
+            for match in pattern.finditer(text):
+                line = first + text.count("\n", 0, match.start())
+                if line not in allowed:
+                    yield Finding(path, line, " ".join(match.group().split()), instead)
+    if path.endswith(".py"):
+        for line, sentence in weak_docstrings(source):
+            yield Finding(path, line, sentence, "what the function returns or does")
+
+
+def without_code(markdown: str) -> str:
+    """Return Markdown with fenced blocks, code spans and link targets blanked, line by line."""
+    code = r"^( *)```.*?^ *```|`[^`\n]+`|\]\([^)\n]*\)"
+    return re.sub(code, lambda match: re.sub(r"[^\n]", "_", match.group()), markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def python_texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and source text of every literal with a space, without the expressions in braces."""
+    lines = source.splitlines(keepends=True)
+    within: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            within |= {id(part) for part in ast.walk(node) if part is not node}
+        elif not (isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value):
+            continue
+        if id(node) not in within and node.end_lineno is not None:
+            rows = lines[node.lineno - 1 : node.end_lineno]
+            rows[-1] = rows[-1].encode()[: node.end_col_offset].decode()
+            rows[0] = rows[0].encode()[node.col_offset :].decode()
+            text = re.sub(r"\{[^{}\n]*\}", lambda match: "_" * len(match.group()), "".join(rows))
+            yield node.lineno, re.sub(r'"(\s*\n\s*)f?"', r" \1 ", text)  # literals side by side are one text
+
+
+def weak_docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and beginning of each public function's docstring that does not say what it returns or does."""
+    for node in ast.walk(ast.parse(source)):
+        text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if not text or not isinstance(node, ast.FunctionDef) or text.startswith("Args:"):
+            continue
+        decorators = [ast.unparse(each) for each in node.decorator_list]
+        public = not node.name.startswith(("_", "test_")) and not any("property" in each for each in decorators)
+        returns = ast.unparse(node.returns) if node.returns else "None"
+        if FRAGMENT.match(text) or (public and returns != "None" and NOUN_PHRASE.match(text)):
+            yield node.body[0].lineno, text.splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

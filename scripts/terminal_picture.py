@@ -1,0 +1,81 @@
+"""Write ``docs/images/terminal.svg``: three commands with their real output, run in an empty directory.
+
+    python scripts/terminal_picture.py
+
+Long outputs are shortened to the lines that ``SHOWN`` selects. A test compares the picture with the commands.
+"""
+
+from __future__ import annotations
+
+import html
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "terminal.svg"
+SHOWN = {
+    "nxdt plan recipe:llama3-70b --world-size 512": slice(0, 4),
+    "nxdt data preview recipe:llama-tiny-sft -n 1": slice(1, 5),
+    "nxdt train recipe:llama-tiny trainer.max_steps=20": slice(-11, None),
+}
+"""Command → the lines of its output that are shown."""
+_WIDTH, _LINE, _CHARACTER = 104, 19, 8.4
+_ENDING = "…"
+
+
+def main() -> None:
+    """Run the commands and write the picture."""
+    lines: list[tuple[str, str]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for command, part in SHOWN.items():
+            lines += [
+                ("command", f"$ {command}"),
+                *(("output", line) for line in shown(command, part, Path(directory))),
+            ]
+            lines.append(("output", ""))
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(svg(lines[:-1]))
+
+
+def shown(command: str, part: slice, directory: Path) -> list[str]:
+    """Return the selected lines of a command's output, cut to the width of the picture."""
+    words = [sys.executable, "-m", "nxdt_core", *shlex.split(command)[1:]]
+    done = subprocess.run(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    text = done.stdout.replace(f"{directory}/", "")
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return [line if len(line) <= _WIDTH else line[: _WIDTH - 1] + _ENDING for line in lines[part]]
+
+
+def svg(lines: list[tuple[str, str]]) -> str:
+    """Return a terminal window with these lines, each a style and a text."""
+    width, height = round(_WIDTH * _CHARACTER) + 32, len(lines) * _LINE + 60
+    rows = [
+        f'<text x="16" y="{56 + number * _LINE}" class="{style}">{html.escape(text)}</text>'
+        for number, (style, text) in enumerate(lines)
+        if text
+    ]
+    dots = [
+        f'<circle cx="{20 + 20 * i}" cy="18" r="6" fill="{c}"/>'
+        for i, c in enumerate(("#e06c75", "#e5c07b", "#98c379"))
+    ]
+    style = (
+        "text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre}"
+        ".command{fill:#7fd1b9;font-weight:bold}.output{fill:#d7dae0}"
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+            "<title>A terminal session: nxdt plan, nxdt data preview, nxdt train</title>",
+            f"<style>{style}</style>",
+            f'<rect width="{width}" height="{height}" rx="8" fill="#21252b"/>',
+            *dots,
+            *rows,
+            "</svg>\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
