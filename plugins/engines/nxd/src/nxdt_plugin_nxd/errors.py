@@ -7,7 +7,6 @@ from typing import Any
 from nxdt_core.errors import NxdtError
 
 __all__ = [
-    "DropoutNotSharded",
     "LibraryBroken",
     "LibraryMissing",
     "LibraryPlaceholder",
@@ -72,16 +71,6 @@ class PlanNotExpressible(NxdtError):
     remedy = "Set distributed_strategy.tensor_model_parallel_size=1, or use parallel_engine.name=torch."
     model: str
     problem: str
-
-
-class DropoutNotSharded(NxdtError):
-    """Dropout whose masks would differ between layouts."""
-
-    code = "NXDT-N011"
-    happened = "'{module}' drops elements with probability {p}, and the engine nxd does so in a single process only."
-    remedy = "Set the model's dropout keys to 0, or use parallel_engine.name=torch."
-    module: str
-    p: float
 
 
 class VocabularyIsSharded(NxdtError):

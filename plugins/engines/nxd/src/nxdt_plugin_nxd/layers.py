@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from nxdt_core.nn.moe.dispatch import LocalDispatcher
 from nxdt_core.nn.moe.token_shards import WholeMicroBatch
-from nxdt_core.nn.updates import updated_linear
+from nxdt_core.nn.random.dropout import Dropout
+from nxdt_core.nn.updates import Update, updated_linear
 from nxdt_plugin_nxd.sharded_logits import ShardedLogits
 from nxdt_plugin_nxd.translation import Replacement, Translation
 
@@ -59,6 +60,21 @@ def _cut_others(module: nn.Module, translation: Translation) -> None:
         if tuple(parameter.shape) != local:
             empty = torch.empty(local, dtype=parameter.dtype, device=_META)
             setattr(owner, leaf, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+
+
+def _update_of(part: nn.Module, shard_dim: int) -> nn.Module | None:
+    """Return what an adapter added to a layer, told which part of the layer's weight is here."""
+    update = getattr(part, "update", None)
+    if not isinstance(update, Update):
+        return None
+    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
+    own = getattr(part, "in_features", 0) // ranks
+    for dropout in (each for each in update.modules() if isinstance(each, Dropout)):
+        dropout.whole = shard_dim == 0
+        dropout.features = None if dropout.whole else (rank * own, own * ranks)
+    if shard_dim == update.inputs:
+        update.over_inputs = reduce_from_tensor_model_parallel_region
+    return update
 
 
 def _layer(part: nn.Module, replacement: Replacement, sequence_parallel: bool) -> nn.Module:
@@ -110,7 +126,7 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # the library h
             dtype=part.weight.dtype,
             device=_META,
         )
-        self.update = getattr(part, "update", None)
+        self.update = _update_of(part, 0)
 
     def forward(self, hidden: torch.Tensor) -> Any:
         """[..., in] to [..., out / tp]."""
@@ -139,7 +155,7 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]
             sequence_parallel_enabled=sequence_parallel,
             sequence_dimension=_SEQUENCE_DIM if sequence_parallel else None,
         )
-        self.update = getattr(part, "update", None)
+        self.update = _update_of(part, 1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in / tp] to [batch, seq, out], or to this rank's part of the sequence."""

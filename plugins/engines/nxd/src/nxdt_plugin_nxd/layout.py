@@ -17,8 +17,6 @@ from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.engines.stages import cut_stage
 from nxdt_core.errors.layouts import LayoutRefused
-from nxdt_core.nn.random.dropout import Dropout
-from nxdt_core.nn.random.dropout_masks import MaskPart, encoded_name
 from nxdt_core.nn.random.init import draw, rule_for
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
@@ -27,7 +25,7 @@ from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_plugin_nxd.errors import DropoutNotSharded
+from nxdt_plugin_nxd.dropout import place_dropouts
 from nxdt_plugin_nxd.layers import apply_translation
 from nxdt_plugin_nxd.placement import Place
 from nxdt_plugin_nxd.translation import Shard, translate
@@ -99,18 +97,18 @@ def lay_out(
             rules = [*adapter.init_rules(), *rules]
     added = _names(whole) - base
     _check_refused(whole, plan, sizes)
-    _prepare_dropouts(whole, sizes)
     whole.to(getattr(torch, precision.parameters))
     module = whole
     if sizes.pp > 1:
         module = cut_stage(whole, plan, stage=place.pp, stages=sizes.pp, cuts=run.model.pipeline_cuts)
     shards: Mapping[str, Shard] = {}
     partial: frozenset[str] = frozenset()
+    sequence_parallel = run.distributed_strategy.sequence_parallel and sizes.tp > 1
     if sizes.tp > 1:
-        sequence_parallel = run.distributed_strategy.sequence_parallel
         translation = translate(module, plan, tp=sizes.tp, sequence_parallel=sequence_parallel)
         apply_translation(module, translation, sequence_parallel=sequence_parallel)
         shards, partial = translation.shards, translation.partial
+    place_dropouts(module, plan, place, sequence_parallel=sequence_parallel)
     apply_recompute(
         module,
         plan,
@@ -129,16 +127,6 @@ def _check_refused(whole: nn.Module, plan: ParallelPlan, sizes: MeshSizes) -> No
         if getattr(sizes, dimension) > 1:
             size, model = getattr(sizes, dimension), type(whole).__name__
             raise LayoutRefused(model=model, dimension=dimension, size=size, reason=reason)
-
-
-def _prepare_dropouts(whole: nn.Module, sizes: MeshSizes) -> None:
-    """Let masks in a single process be those of the torch engine; several processes are refused."""
-    for path, part in whole.named_modules():
-        p = getattr(part, "p", 0.0) if hasattr(part, "salt") else 0.0
-        if p and sizes.world_size > 1:
-            raise DropoutNotSharded(module=path, p=p)
-        if isinstance(part, Dropout) and not part.dispatched:
-            part.part = MaskPart(name=encoded_name(path), features=part.features)
 
 
 def materialise(stage: Stage, place: Place, device: torch.device, *, seed: int, base: bool = True) -> None:

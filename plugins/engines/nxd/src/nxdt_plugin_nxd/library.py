@@ -7,6 +7,7 @@ import os
 from importlib import import_module, util
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import NoReturn
 
 from nxdt_plugin_nxd.errors import LibraryBroken, LibraryMissing, LibraryPlaceholder, VersionsDoNotFit
 
@@ -36,7 +37,7 @@ def load_library() -> ModuleType:
     """
     for package in _PACKAGES:
         if util.find_spec(package) is None:
-            raise LibraryMissing(package=package.replace("_", "-"))
+            _refuse_absent(package.replace("_", "-"))
     _check_versions()
     os.environ.setdefault("NXD_LOG_LEVEL", "warning")  # it lists every group of ranks otherwise
     handlers = list(logging.root.handlers)
@@ -56,6 +57,15 @@ def _imported(package: str) -> ModuleType:
             raise LibraryMissing(package=error.name.replace("_", "-")) from error
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise LibraryBroken(package=package.replace("_", "-"), reason=reason) from error
+
+
+def _refuse_absent(package: str) -> NoReturn:
+    """Refuse a package without an importable module; PyPI's placeholder of the library has none of its name."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        raise LibraryMissing(package=package) from None
+    raise LibraryPlaceholder(package=package)
 
 
 def _blamed(error: BaseException) -> str | None:
