@@ -4,8 +4,9 @@ from nxdt_core.api import EngineComponent, hookimpl
 
 _CAPABILITIES = frozenset(
     {
-        *("dp", "tp", "sp", "pp", "pp:1f1b"),
+        *("dp", "zero1", "tp", "sp", "pp", "pp:1f1b"),
         *("adapters", "reference", "recompute", "param_groups", "xla"),
+        *("dtype:bfloat16", "master_weights", "gradient_dtype"),
     }
 )
 

@@ -132,7 +132,7 @@ class NxdEngine:
             ranks=self.ranks,
         )
         sequence_parallel = self._run.distributed_strategy.sequence_parallel
-        return NxdModel(stage, self.place, around, sequence_parallel=sequence_parallel)
+        return NxdModel(stage, self.place, around, precision, sequence_parallel=sequence_parallel)
 
     def initialize_optimizer(
         self, model: NxdModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import nn
 
@@ -30,7 +31,7 @@ from nxdt_plugin_nxd.layers import apply_translation
 from nxdt_plugin_nxd.placement import Place
 from nxdt_plugin_nxd.translation import Shard, translate
 
-__all__ = ["HeldParameter", "Stage", "lay_out", "materialise", "parameters_of"]
+__all__ = ["HeldParameter", "Stage", "lay_out", "materialise", "parameters_of", "round_to"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def lay_out(
             rules = [*adapter.init_rules(), *rules]
     added = _names(whole) - base
     _check_refused(whole, plan, sizes)
-    whole.to(getattr(torch, precision.parameters))
+    whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
     module = whole
     if sizes.pp > 1:
         module = cut_stage(whole, plan, stage=place.pp, stages=sizes.pp, cuts=run.model.pipeline_cuts)
@@ -147,6 +148,15 @@ def materialise(stage: Stage, place: Place, device: torch.device, *, seed: int, 
             set_tensor_model_parallel_attributes(parameter, True, shard.dim, 1, num_partitions=shard.parts)
         if base or name in stage.added:
             _draw(name, held, stage.rules, seed)
+
+
+def round_to(stage: Stage, dtype: torch.dtype) -> None:
+    """Round the parameters, of which masters have been taken, to the dtype that is computed with."""
+    for parameter in stage.module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for part in stage.module.modules():
+        if isinstance(part, ParallelEmbedding):  # its outputs have this dtype
+            part.dtype = dtype
 
 
 @torch.no_grad()

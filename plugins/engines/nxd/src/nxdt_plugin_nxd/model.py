@@ -25,12 +25,14 @@ from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.parallel.model import Replicas, StepLoss
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.global_batch import GlobalBatch, Surroundings
-from nxdt_plugin_nxd.layout import HeldParameter, Stage, parameters_of
+from nxdt_plugin_nxd.layout import HeldParameter, Stage, parameters_of, round_to
 from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.pipeline import Pipeline
 from nxdt_plugin_nxd.placement import Place
 from nxdt_plugin_nxd.sharded_logits import whole_logits
+from nxdt_plugin_nxd.trained import GradientSums, clear_gradient, gradient_of, trained_tensors
 
 __all__ = ["NxdModel"]
 
@@ -38,10 +40,31 @@ __all__ = ["NxdModel"]
 class NxdModel:
     """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
 
-    def __init__(self, stage: Stage, place: Place, around: Surroundings, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        place: Place,
+        around: Surroundings,
+        precision: PrecisionPolicy,
+        *,
+        sequence_parallel: bool,
+    ) -> None:
+        """``stage`` has its weights; where masters are kept, in their dtype. Collective in a pipeline."""
         self._stage, self._place, self._around = stage, place, around
         self.held: Mapping[str, HeldParameter] = parameters_of(stage, place)
         """By global name."""
+        self.trained = trained_tensors(
+            self.held,
+            master=torch.float32 if precision.master_weights else None,
+            part=place.dp,
+            parts=place.sizes.dp if place.sizes.zero_stage else 1,
+            group=around.data_group,
+        )
+        """What the optimizer updates, by global name."""
+        self._masters = precision.master_weights
+        if self._masters:
+            round_to(stage, getattr(torch, precision.parameters))
+        GradientSums([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
         self._sequence_multiple = place.sizes.tp if sequence_parallel else 1
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
@@ -50,7 +73,7 @@ class NxdModel:
         tied = stage.plan.tied if sizes.pp > 1 else ()
         # Collective: every stage calls it, and those in between get none.
         self._tied_group = parallel_state.create_pg_with_ranks([0, sizes.pp - 1]) if tied else None
-        self._tied = [self.held[owner].parameter for owner, _ in tied if owner in self.held]
+        self._tied = [owner for owner, _ in tied if owner in self.held]
         names = {name for name, _ in stage.module.named_parameters(remove_duplicate=False)}
         self._buffers = {name: value for name, value in stage.module.state_dict().items() if name not in names}
 
@@ -68,6 +91,11 @@ class NxdModel:
     def data_ranks(self) -> int:
         """Return the number of ranks that read different samples."""
         return self._place.sizes.dp
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """Return the tensor parallel ranks; None where there is one."""
+        return parallel_state.get_tensor_model_parallel_group() if self._place.sizes.tp > 1 else None
 
     @property
     def plan(self) -> ParallelPlan:
@@ -153,7 +181,10 @@ class NxdModel:
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return parameters and saved buffers; a tied one once."""
-        return {name: held.piece(held.parameter.detach()) for name, held in self.held.items()} | self._buffers
+        weights = {name: held.piece(held.parameter.detach()) for name, held in self.held.items()}
+        if self._masters:
+            weights |= {name: each.piece(each.tensor.detach()) for name, each in self.trained.items()}
+        return weights | self._buffers
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
@@ -175,10 +206,23 @@ class NxdModel:
         for name, value in state.items():
             if name in own:
                 elements(own[name]).copy_(elements(value))
+        for each in self.trained.values():
+            if not self._masters:
+                each.take()
+        if self._masters:
+            self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Hand what the optimizer has updated to the parameters. Collective."""
+        groups = None
+        if self.data_ranks > 1:
+            groups = parallel_state.get_data_parallel_group(as_list=not computes_on_host())
+        for each in self.trained.values():
+            each.give(groups)
 
     def parameter_norm(self) -> torch.Tensor:
         """Return the 2-norm of all weights, each element counted once."""
-        return _norm([_counted(held.parameter, held.parameter.detach()) for held in self.held.values()])
+        return _norm([(held.parameter, held.parameter.detach()) for held in self.held.values()])
 
     def local_modules(self) -> Sequence[nn.Module]:
         """Return the module of this rank's stage."""
@@ -188,24 +232,36 @@ class NxdModel:
 
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
-        graded = [held for held in self.held.values() if held.parameter.grad is not None]
-        self._sum_over_tensor_ranks(graded)
+        sums = {name: grad for name, held in self.held.items() if (grad := gradient_of(held.parameter)) is not None}
+        self._sum_over_tensor_ranks(sums)
         if self._tied_group is not None:
-            for parameter in self._tied:
-                dist.all_reduce(parameter.grad, group=self._tied_group)
+            for name in self._tied:
+                dist.all_reduce(sums[name], group=self._tied_group)
         if self.data_ranks > 1:
-            bucket_allreduce_gradients([held.parameter.grad for held in graded])
-        norm = _norm([held.parameter for held in self.held.values()])
-        if max_norm is not None and graded:
-            clip_grads_with_norm([held.parameter for held in graded], norm, max_norm)
+            bucket_allreduce_gradients(list(sums.values()))
+        norm = _norm([(held.parameter, sums.get(name)) for name, held in self.held.items()])
+        if max_norm is not None and sums:
+            clip_grads_with_norm(
+                [_counted(self.held[name].parameter, grad) for name, grad in sums.items()], norm, max_norm
+            )
+        for name, trained in self.trained.items():
+            trained.lend_gradient(sums.get(name))
         return norm
 
-    def _sum_over_tensor_ranks(self, graded: Sequence[HeldParameter]) -> None:
+    def clear_gradients(self) -> None:
+        """Drop all gradients."""
+        for held in self.held.values():
+            clear_gradient(held.parameter)
+        for trained in self.trained.values():
+            trained.tensor.grad = None
+
+    def _sum_over_tensor_ranks(self, sums: Mapping[str, torch.Tensor]) -> None:
         as_group = partial(_group, as_list=not computes_on_host())
-        partials = [held.parameter.grad for held in graded if held.partial]
+        partials = [grad for name, grad in sums.items() if self.held[name].partial]
         if partials:
             comm.all_reduce("sum", partials, groups=as_group(parallel_state.get_tensor_model_parallel_group))
-        copies = [held.parameter.grad for held in graded if held.shard is not None and held.shard.copies > 1]
+        shards = {name: self.held[name].shard for name in sums}
+        copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
         if copies:
             comm.all_reduce("sum", copies, groups=as_group(parallel_state.get_kv_shared_group))
 
@@ -237,15 +293,16 @@ def _group(getter: Any, *, as_list: bool) -> Any:
     return getter(as_list=as_list)
 
 
-def _norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Return the 2-norm of gradients over all ranks, each element counted once. Collective."""
-    norm: torch.Tensor = get_grad_norm(list(parameters))
+def _norm(tensors: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> torch.Tensor:
+    """Return the 2-norm of one tensor per parameter over all ranks, each element counted once. Collective."""
+    wide = [(parameter, None if value is None else value.float()) for parameter, value in tensors]
+    norm: torch.Tensor = get_grad_norm([_counted(parameter, value) for parameter, value in wide])
     return norm.reshape(())
 
 
-def _counted(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+def _counted(parameter: nn.Parameter, values: torch.Tensor | None) -> nn.Parameter:
     """Return a parameter with ``values`` as its gradient, which is counted where that of the original is."""
-    like = nn.Parameter(values, requires_grad=False)
+    like = nn.Parameter(parameter.new_zeros((), dtype=torch.float32) if values is None else values, requires_grad=False)
     like.grad = values
     for name in ("shared", "tensor_model_parallel"):
         if hasattr(parameter, name):

@@ -6,12 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
-from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
+from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_plugin_nxd.model import NxdModel, elements
 
 __all__ = ["NxdOptimizer"]
+
+_OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+"""Torch's optimizers whose updates are not made element by element."""
+_BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
 
 Build = Callable[[list[ParameterGroup]], torch.optim.Optimizer]
 
@@ -22,20 +27,35 @@ class NxdOptimizer:
     def __init__(self, model: NxdModel, build: Build, groups: Sequence[ParameterGroup], *, lr: float) -> None:
         """``lr`` is the peak that a rank without anything to train reports."""
         self._model = model
-        names = [name for group in groups for name in group["names"]]
-        self._held = {name: model.held[name] for name in names}
-        self.inner = (
-            build([self._placed(group) for group in groups]) if groups else torch.optim.SGD([{"params": []}], lr)
-        )
+        self._trained = {name: model.trained[name] for group in groups for name in group["names"]}
+        placed = [self._placed(group) for group in groups]
+        self.inner = build(placed) if placed else torch.optim.SGD([{"params": []}], lr)
+        self._check_whole()
         self._peaks = [float(group["lr"]) for group in self.inner.param_groups]
         self._rejected: torch.Tensor | None = None
         self.skipped_steps: torch.Tensor | int = 0
         """Steps that were not applied since their loss or gradient was not finite."""
 
     def _placed(self, group: ParameterGroup) -> ParameterGroup:
-        held = [self._held[name] for name in group["names"]]
-        shards = [ParameterShard(shape=each.shape, box=each.box(), matrix=len(each.shape) >= 2) for each in held]
-        return {**group, "shards": shards}
+        trained = [self._trained[name] for name in group["names"]]
+        tensor_group = self._model.tensor_group
+        return {
+            **group,
+            "params": [each.tensor for each in trained],
+            "shards": [each.placed(tensor_group) for each in trained],
+        }
+
+    def _check_whole(self) -> None:
+        """Refuse optimizers that take parts for wholes, or copies for parts.
+
+        Raises:
+            OptimizerNeedsWholeParameters: it does.
+        """
+        cut = [name for name, each in self._trained.items() if each.parts > 1 or each.held.shard is not None]
+        copied = [name for name in cut if (shard := self._trained[name].held.shard) is not None and shard.copies > 1]
+        refused = cut if isinstance(self.inner, _OF_THE_WHOLE) else copied
+        if refused and not isinstance(self.inner, _BY_ELEMENT):
+            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=refused)
 
     def begin_step(self, step: int) -> None:
         """Set the number of the coming update."""
@@ -60,17 +80,17 @@ class NxdOptimizer:
         rejected, self._rejected = self._rejected, None
         if rejected is None or not bool(rejected):
             self.inner.step()
-        for held in self._model.held.values():
-            held.parameter.grad = None
+            self._model.weights_changed()
+        self._model.clear_gradients()
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter where it has its shape."""
         state: dict[str, torch.Tensor | Piece] = {}
-        for name, held in self._held.items():
-            for leaf, value in self.inner.state.get(held.parameter, {}).items():
+        for name, trained in self._trained.items():
+            for leaf, value in self.inner.state.get(trained.tensor, {}).items():
                 if isinstance(value, torch.Tensor):
-                    local = value.shape == held.parameter.shape
-                    state[f"{name}/{leaf}"] = held.piece(value) if local else value
+                    local = value.shape == trained.tensor.shape
+                    state[f"{name}/{leaf}"] = trained.piece(value) if local else value
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
@@ -79,12 +99,12 @@ class NxdOptimizer:
         Raises:
             OptimizerStateDoesNotFit: state of a parameter that is not here.
         """
-        unknown = sorted({key.rpartition("/")[0] for key in state} - self._held.keys())
+        unknown = sorted({key.rpartition("/")[0] for key in state} - self._trained.keys())
         if unknown:
             raise OptimizerStateDoesNotFit(parameters=unknown)
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
             held = elements(value)
             # Counters of steps stay on the host: on a lazy device each would be read back at every step.
-            device = held.device if held.ndim == 0 else self._held[name].parameter.device
-            self.inner.state[self._held[name].parameter][leaf] = held.to(device, copy=True)
+            tensor = self._trained[name].tensor
+            self.inner.state[tensor][leaf] = held.to(held.device if held.ndim == 0 else tensor.device, copy=True)
