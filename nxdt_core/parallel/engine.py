@@ -10,6 +10,7 @@ from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.engines.parameter_groups import chosen, parameter_groups
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS
 from nxdt_core.parallel.data import check_sums, needs_sharding
@@ -19,7 +20,7 @@ from nxdt_core.parallel.layout import materialise as materialise_stages
 from nxdt_core.parallel.loss.compiled_rows import compiled_rows
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.model import TorchModel
-from nxdt_core.parallel.optimizer import TorchOptimizer, chosen, parameter_groups
+from nxdt_core.parallel.optimizer import TorchOptimizer
 from nxdt_core.parallel.rounding.kernels import SMALL_ELEMENTS, can_compile
 from nxdt_core.parallel.rounding.policy import updates_rounded
 from nxdt_core.parallel.shards import tables

@@ -1,28 +1,25 @@
-"""Parameter groups by the plan's decay rules, and an optimizer over local shards whose state has global names."""
+"""An optimizer over local shards whose state has global names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
-from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.parallel.rounding.updates import StochasticUpdates
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["GradientNorm", "TorchOptimizer", "chosen", "parameter_groups"]
+__all__ = ["GradientNorm", "TorchOptimizer"]
 
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 """Python numbers that an optimizer may keep as state, and the dtype that holds them exactly."""
@@ -32,46 +29,6 @@ _OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 GradientNorm = Callable[[float | None], torch.Tensor]
 """Finishes the gradients of a step, clips them to a norm unless that is None, and returns the norm before clipping."""
-
-
-def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    plan: ParallelPlan,
-    *,
-    lr: float,
-    weight_decay: float,
-    decay_norms: bool,
-    overrides: Sequence[ParamGroupConfig] = (),
-) -> list[ParameterGroup]:
-    """Split the trainable parameters by learning rate and weight decay, in the order of their first parameters.
-
-    Args:
-        parameters: (global name, parameter) pairs.
-        plan: its ``no_weight_decay`` patterns are never decayed, its ``norms`` only with ``decay_norms``.
-        lr: peak learning rate.
-        weight_decay: of parameters that decay.
-        decay_norms: ``model.do_layer_norm_weight_decay``.
-        overrides: ``model.optim.param_groups``; see :func:`chosen`. What they say of decay counts for all that they
-            choose.
-    """
-    exempt = plan.no_weight_decay if decay_norms else (*plan.no_weight_decay, *plan.norms)
-    groups: dict[tuple[float, float], ParameterGroup] = {}
-    for name, parameter in parameters:
-        if parameter.requires_grad:
-            override = chosen(overrides, name)
-            rate, decay = lr, 0.0 if matches_any(exempt, name) else weight_decay
-            if override is not None:
-                rate = rate if override.lr is None else override.lr
-                decay = decay if override.weight_decay is None else override.weight_decay
-            group = groups.setdefault((rate, decay), ParameterGroup(params=[], names=[], lr=rate, weight_decay=decay))
-            group["params"].append(parameter)
-            group["names"].append(name)
-    return list(groups.values())
-
-
-def chosen(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig | None:
-    """Return the last of ``model.optim.param_groups`` whose pattern matches a parameter."""
-    return next((override for override in reversed(overrides) if matches(override.params, name)), None)
 
 
 class TorchOptimizer:

@@ -1,0 +1,25 @@
+"""Entry module: declares the engine that hands models to neuronx-distributed, without importing it or torch."""
+
+from nxdt_core.api import EngineComponent, hookimpl
+
+_CAPABILITIES = frozenset(
+    {
+        *("dp", "zero1", "tp", "sp", "pp", "pp:1f1b"),
+        *("adapters", "reference", "recompute", "param_groups", "xla"),
+        *("dtype:bfloat16", "master_weights", "gradient_dtype"),
+    }
+)
+
+
+@hookimpl
+def nxdt_parallel_engines() -> list[EngineComponent]:
+    """Declare what the engine does; every layout here is compared with the torch engine by ``make test-nxd``."""
+    return [
+        EngineComponent(
+            name="nxd",
+            target="nxdt_plugin_nxd.engine:NxdEngine",
+            summary="neuronx-distributed and torch-xla, on Trainium with SDKs up to 2.31",
+            capabilities=_CAPABILITIES,
+            rules="nxdt_plugin_nxd.rules:find_impossible_layouts",
+        )
+    ]

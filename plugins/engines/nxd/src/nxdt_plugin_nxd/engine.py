@@ -1,0 +1,189 @@
+"""The engine: joins the process group, sets up the library's groups, builds models and optimizers on its layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import HOST
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.engines.parameter_groups import chosen, parameter_groups
+from nxdt_core.errors.optimizers import ParameterGroupEmpty
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.optimizer import OptimizerFactory
+from nxdt_core.protocols.parallel.engine import RankInfo
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_plugin_nxd.environment import apply_environment, variables_of
+from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
+from nxdt_plugin_nxd.library import computes_on_host, load_library
+from nxdt_plugin_nxd.placement import Place
+
+if TYPE_CHECKING:
+    from nxdt_plugin_nxd.model import NxdModel
+    from nxdt_plugin_nxd.optimizer import NxdOptimizer
+
+__all__ = ["NxdEngine"]
+
+
+class NxdEngine:
+    """``parallel_engine.name=nxd``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+
+    _started: ClassVar[int] = 0
+    """Engines of this process that are running; the library's groups are the process's."""
+
+    device: torch.device
+    rank_info: RankInfo
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        """Set the variables that a configuration asks for and import the library, which reads them.
+
+        Raises:
+            NxdtError: the library cannot be imported.
+        """
+        run, precision = config.run, config.components["precision"]
+        apply_environment(variables_of(run, None if precision is None else precision.config), os.environ)
+        load_library()
+        self._run = run
+        self.ranks = Ranks.from_environment()
+        self._sizes = run.distributed_strategy.mesh_sizes(self.ranks.world_size)
+        self.place = Place.of(self.ranks.rank, self._sizes)
+        self.device = HOST if computes_on_host() else _xla_device()
+        self.rank_info = RankInfo(
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            local_rank=self.ranks.local_rank,
+            dp_rank=self.place.dp,
+            dp_size=self._sizes.dp,
+            mesh=self._sizes.as_dict(),
+        )
+        self._running = False
+
+    def start(self) -> None:
+        """Join the process group and build the library's groups.
+
+        Raises:
+            RanksPlacedOtherwise: the library arranges the ranks in another order.
+        """
+        if self._running:
+            return
+        self.ranks.start(HOST, timeout_s=self._run.distributed_strategy.timeout_s)
+        if not dist.is_initialized():  # the library asks for a group in a single process, too
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self._running = True
+        NxdEngine._started += 1
+        self._build_groups()
+
+    def _build_groups(self) -> None:
+        from neuronx_distributed.parallel_layers import parallel_state
+
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=self._sizes.tp,
+            pipeline_model_parallel_size=self._sizes.pp,
+            skip_collective_init=computes_on_host(),
+        )
+        found = {
+            "tp": parallel_state.get_tensor_model_parallel_rank(),
+            "dp": parallel_state.get_data_parallel_rank(),
+            "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        }
+        if found != self.place.as_dict():
+            raise RanksPlacedOtherwise(rank=self.ranks.rank, library=found, run=self.place.as_dict())
+
+    def initialize_model(
+        self,
+        builder: ModelBuilder,
+        *,
+        precision: PrecisionPolicy,
+        seed: int,
+        adapters: Sequence[Adapter] = (),
+        materialise: bool = True,
+    ) -> NxdModel:
+        """Build this rank's part on the device; ``materialise=False`` leaves its values undefined for a load, but for
+        those that adapters added.
+
+        Raises:
+            NxdtError: the model's plan, or the library, does not allow the layout.
+        """
+        from neuronx_distributed.parallel_layers import parallel_state
+
+        from nxdt_plugin_nxd import layout
+        from nxdt_plugin_nxd.global_batch import Surroundings
+        from nxdt_plugin_nxd.model import NxdModel
+
+        stage = layout.lay_out(builder, self.place, self._run, precision, adapters)
+        copies = max((shard.copies for shard in stage.shards.values()), default=1)
+        if max(self.ranks.all_gather_object(copies)) > 1:  # a stage may have no attention
+            parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)
+        layout.materialise(stage, self.place, self.device, seed=seed, base=materialise)
+        sizes = self._sizes
+        around = Surroundings(
+            device=self.device,
+            seed=seed,
+            data_ranks=sizes.dp,
+            data_rank=self.place.dp,
+            data_group=parallel_state.get_data_parallel_group() if sizes.dp > 1 else None,
+            pipeline_group=parallel_state.get_pipeline_model_parallel_group() if sizes.pp > 1 else None,
+            ranks=self.ranks,
+        )
+        sequence_parallel = self._run.distributed_strategy.sequence_parallel
+        return NxdModel(stage, self.place, around, precision, sequence_parallel=sequence_parallel)
+
+    def initialize_optimizer(
+        self, model: NxdModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
+    ) -> NxdOptimizer:
+        """Build the optimizer over this rank's parameters, in groups. Collective.
+
+        Raises:
+            ParameterGroupEmpty: a pattern of ``model.optim.param_groups`` chooses no parameter on any rank.
+        """
+        from nxdt_plugin_nxd.optimizer import NxdOptimizer
+
+        overrides = self._run.model.optim.param_groups
+        if overrides:
+            own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            names = sorted({name for each in self.ranks.all_gather_object(own) for name in each})
+            used = [chosen(overrides, name) for name in names]
+            empty = [override.params for override in overrides if not any(override is each for each in used)]
+            if empty:
+                raise ParameterGroupEmpty(patterns=empty, names=names)
+        groups = parameter_groups(
+            model.named_parameters(),
+            model.plan,
+            lr=config.lr,
+            weight_decay=getattr(config, "weight_decay", 0.0),
+            decay_norms=decay_norms,
+            overrides=overrides,
+        )
+        return NxdOptimizer(model, lambda shards: factory(shards, config), groups, lr=config.lr)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        return self.ranks.broadcast_object(value)
+
+    def shutdown(self) -> None:
+        """Leave the process group; may be called twice."""
+        if not self._running:
+            return
+        self._running = False
+        NxdEngine._started -= 1
+        if NxdEngine._started == 0:
+            from neuronx_distributed.parallel_layers import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_kv_group()
+            if self.ranks.world_size == 1:
+                dist.destroy_process_group()
+        self.ranks.stop()
+
+
+def _xla_device() -> torch.device:
+    import torch_xla
+
+    device: torch.device = torch_xla.device()
+    return device

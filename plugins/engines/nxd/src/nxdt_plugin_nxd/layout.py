@@ -1,0 +1,208 @@
+"""From a builder's plain module to this rank's pipeline stage with the library's layers, and its weights.
+
+The order is that of :class:`nxdt_core.protocols.plan.ParallelPlan`: adapters, pipeline cut, tensor parallel layers,
+recomputation. The module is on the meta device until :func:`materialise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
+from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
+from torch import nn
+
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.engines.recompute import apply_recompute
+from nxdt_core.engines.stages import cut_stage
+from nxdt_core.errors.layouts import LayoutRefused
+from nxdt_core.nn.random.init import draw, rule_for
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_plugin_nxd.dropout import place_dropouts
+from nxdt_plugin_nxd.layers import apply_translation
+from nxdt_plugin_nxd.placement import Place
+from nxdt_plugin_nxd.translation import Shard, translate
+
+__all__ = ["HeldParameter", "Stage", "lay_out", "materialise", "parameters_of", "round_to"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """This rank's pipeline stage; the whole model without a pipeline."""
+
+    module: nn.Module
+    plan: ParallelPlan
+    """With what adapters changed."""
+    rules: tuple[InitRule, ...]
+    added: frozenset[str]
+    """Parameters of the whole model that adapters added."""
+    shards: Mapping[str, Shard]
+    """By the parameter's path; one that is absent is whole on each rank."""
+    partial: frozenset[str]
+    """Parameters whose gradient is a partial sum on each tensor parallel rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameter:
+    """A parameter of this rank under its global name."""
+
+    parameter: nn.Parameter
+    shard: Shard | None
+    partial: bool
+    counted: bool
+    """Whether sums over all ranks count its elements here."""
+    rank: int
+    """Of this process among the tensor parallel ones."""
+
+    def box(self) -> Box:
+        """Return the place of its elements in the whole parameter."""
+        return Box.whole(tuple(self.parameter.shape)) if self.shard is None else self.shard.box(self.rank)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return tuple(self.parameter.shape) if self.shard is None else self.shard.shape
+
+    def piece(self, tensor: torch.Tensor) -> torch.Tensor | Piece:
+        """Return a tensor of the parameter's local shape as a checkpoint takes it."""
+        return tensor if self.shard is None else Piece(tensor, self.shape, self.box())
+
+
+def lay_out(
+    builder: ModelBuilder,
+    place: Place,
+    run: RunConfig,
+    precision: PrecisionPolicy,
+    adapters: Sequence[Adapter] = (),
+) -> Stage:
+    """Build this rank's stage on the meta device; no other process is asked.
+
+    Raises:
+        NxdtError: the model's plan, or the library, does not allow the layout.
+    """
+    sizes = place.sizes
+    with torch.device("meta"):
+        whole = builder.build()
+        plan, rules = builder.plan(), list(builder.init_rules())
+        base = _names(whole)
+        for adapter in adapters:
+            plan = adapter.apply(whole, plan)
+            rules = [*adapter.init_rules(), *rules]
+    added = _names(whole) - base
+    _check_refused(whole, plan, sizes)
+    whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
+    module = whole
+    if sizes.pp > 1:
+        module = cut_stage(whole, plan, stage=place.pp, stages=sizes.pp, cuts=run.model.pipeline_cuts)
+    shards: Mapping[str, Shard] = {}
+    partial: frozenset[str] = frozenset()
+    sequence_parallel = run.distributed_strategy.sequence_parallel and sizes.tp > 1
+    if sizes.tp > 1:
+        translation = translate(module, plan, tp=sizes.tp, sequence_parallel=sequence_parallel)
+        apply_translation(module, translation, sequence_parallel=sequence_parallel)
+        shards, partial = translation.shards, translation.partial
+    place_dropouts(module, plan, place, sequence_parallel=sequence_parallel)
+    apply_recompute(
+        module,
+        plan,
+        granularity=run.model.activations_checkpoint_granularity,
+        names=run.model.activations_checkpoint_recompute or (),
+    )
+    return Stage(module=module, plan=plan, rules=tuple(rules), added=added, shards=shards, partial=partial)
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+
+
+def _check_refused(whole: nn.Module, plan: ParallelPlan, sizes: MeshSizes) -> None:
+    for dimension, reason in plan.refused.items():
+        if getattr(sizes, dimension) > 1:
+            size, model = getattr(sizes, dimension), type(whole).__name__
+            raise LayoutRefused(model=model, dimension=dimension, size=size, reason=reason)
+
+
+def materialise(stage: Stage, place: Place, device: torch.device, *, seed: int, base: bool = True) -> None:
+    """Give the stage memory on ``device`` and draw its weights; without ``base``, only those that adapters added.
+
+    Every rank draws its own elements, bitwise equal to those of the whole parameter.
+    """
+    module = stage.module
+    module.to_empty(device=device)
+    _tie(module, stage.plan)
+    for part in module.modules():
+        getattr(part, "reset_buffers", lambda: None)()
+    for name, held in parameters_of(stage, place).items():
+        parameter, shard = held.parameter, held.shard
+        if not held.counted:
+            parameter.shared = True  # type: ignore[attr-defined]  # the library's norms count its elements elsewhere
+        if shard is not None and not hasattr(parameter, "tensor_model_parallel"):  # to_empty drops attributes
+            set_tensor_model_parallel_attributes(parameter, True, shard.dim, 1, num_partitions=shard.parts)
+        if base or name in stage.added:
+            _draw(name, held, stage.rules, seed)
+
+
+def round_to(stage: Stage, dtype: torch.dtype) -> None:
+    """Round the parameters, of which masters have been taken, to the dtype that is computed with."""
+    for parameter in stage.module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for part in stage.module.modules():
+        if isinstance(part, ParallelEmbedding):  # its outputs have this dtype
+            part.dtype = dtype
+
+
+@torch.no_grad()
+def _draw(name: str, held: HeldParameter, rules: Sequence[InitRule], seed: int) -> None:
+    box = held.box()
+    held.parameter.copy_(
+        draw(
+            held.shape,
+            rule_for(name, rules),
+            name=name,
+            seed=seed,
+            dtype=held.parameter.dtype,
+            offsets=box.offsets,
+            local_shape=box.shape,
+        )
+    )
+
+
+def _tie(module: nn.Module, plan: ParallelPlan) -> None:
+    """Make the second parameter of each pair the first, where both are here."""
+    present = dict(module.named_parameters(remove_duplicate=False))
+    for owner, user in plan.tied:
+        if owner in present and user in present:
+            path, _, leaf = user.rpartition(".")
+            setattr(module.get_submodule(path), leaf, present[owner])
+
+
+def parameters_of(stage: Stage, place: Place) -> dict[str, HeldParameter]:
+    """Return this rank's parameters by global name; a tied one goes by its owner's name."""
+    return dict(_held(stage, place))
+
+
+def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
+    found = dict(stage.module.named_parameters(remove_duplicate=False))
+    owner_of = {user: owner for owner, user in stage.plan.tied}
+    for path, parameter in found.items():
+        name = owner_of.get(path, path)
+        if name != path and name in found:
+            continue  # the same parameter as its owner, which is here
+        shard = stage.shards.get(path)
+        first_copy = shard is None or place.tp % shard.copies == 0
+        held = HeldParameter(
+            parameter=parameter,
+            shard=shard,
+            partial=path in stage.partial,
+            counted=name == path and first_copy,
+            rank=place.tp,
+        )
+        yield name, held

@@ -1,0 +1,96 @@
+"""This rank's pipeline stage under the library's 1F1B: hidden states travel, each rank reads its own batches.
+
+The library fixes the number and the shape of micro-batches when its model is built, so there is one for each that
+occurs. It divides each loss by their number, and leaves the sums of gradients to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from neuronx_distributed.pipeline import NxDPPModel
+from torch import nn
+
+from nxdt_core.nn.random.dropout_masks import rows_of_batch
+from nxdt_core.protocols.batch import Batch
+from nxdt_plugin_nxd.placement import Place
+
+__all__ = ["Pipeline"]
+
+Consume = Callable[[Any, Batch], torch.Tensor]
+"""From the logits of a micro-batch to its loss, on the last stage."""
+
+
+class Pipeline:
+    """Runs micro-batches through the stages, together with the other pipeline ranks."""
+
+    def __init__(self, module: nn.Module, place: Place, device: torch.device) -> None:
+        self._place = place
+        self._stage = _Stage(module, device, last=place.pp == place.sizes.pp - 1)
+        self._models: dict[tuple[object, ...], NxDPPModel] = {}
+
+    def train(self, batches: Sequence[Batch], loss: Consume, *, scale: float) -> None:
+        """Run forward and backward of one step; ``scale`` multiplies each loss before backward."""
+        count = len(batches)
+        self._run(batches, lambda logits, batch: loss(logits, batch) * (count * scale), training=True)
+
+    def forward(self, batches: Sequence[Batch], consume: Consume) -> None:
+        """Run forward alone and hand each micro-batch's logits to ``consume`` on the last stage."""
+        self._run(batches, consume, training=False)
+
+    def _run(self, batches: Sequence[Batch], consume: Consume, *, training: bool) -> None:
+        self._stage.begin(batches, consume)
+        model = self._model(len(batches), batches[0].input_ids.shape, training=training)
+        ids = torch.cat([batch.input_ids for batch in batches])
+        run = model.run_train if training else model.run_eval
+        run(inputs=ids, labels=ids)
+
+    def _model(self, count: int, shape: torch.Size, *, training: bool) -> NxDPPModel:
+        key = (count, tuple(shape), training)
+        if key not in self._models:
+            stages: list[nn.Module] = [nn.Identity() for _ in range(self._place.sizes.pp)]
+            stages[self._place.pp] = self._stage
+            self._models[key] = NxDPPModel(
+                stages,
+                num_microbatches=count,
+                manual_pp_partition=True,
+                manual_pp_stage_partition_fn=lambda layers, _: {layer: index for index, layer in enumerate(layers)},
+                manual_pp_loss_fn=self._stage.loss,
+                use_optimizer_wrapper=True,  # otherwise it sums gradients over data parallel ranks at once
+                return_loss_on_cpu=False,
+            )
+        return self._models[key]
+
+
+class _Stage(nn.Module):
+    """A stage as the library calls it: with ids, or with what the stage before gave."""
+
+    def __init__(self, module: nn.Module, device: torch.device, *, last: bool) -> None:
+        super().__init__()
+        self.module, self._device, self._last = module, device, last
+        self._forward: Iterator[Batch] = iter(())
+        self._losses: Iterator[Batch] = iter(())
+        self._consume: Consume | None = None
+
+    def begin(self, batches: Sequence[Batch], consume: Consume) -> None:
+        """Take the micro-batches of a pass, which the library runs in order."""
+        moved = [batch.to(self._device) for batch in batches]
+        self._forward, self._losses, self._consume = iter(moved), iter(moved), consume
+
+    def forward(self, received: Any) -> Any:
+        """Return hidden states, or on the last stage the logits, as the only element of a tuple."""
+        batch = next(self._forward)
+        hidden = batch.input_ids if isinstance(received, list) else received
+        positions = batch.position_ids  # those of a part of the sequence could not be counted
+        if positions is None:
+            positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(batch.input_ids)
+        with rows_of_batch(batch.first_row, batch.input_ids):
+            output = self.module(hidden, positions, batch.document_ids)
+        return (output,) if self._last else output
+
+    def loss(self, logits: Any, _: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the next micro-batch."""
+        assert self._consume is not None
+        return self._consume(logits, next(self._losses))

@@ -1,0 +1,30 @@
+"""Where each rank is along the dimensions of a layout: tensor parallel ranks are neighbours, stages farthest apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+
+__all__ = ["Place"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This process's index along each dimension."""
+
+    sizes: MeshSizes
+    tp: int
+    dp: int
+    pp: int
+
+    @classmethod
+    def of(cls, rank: int, sizes: MeshSizes) -> Place:
+        """Return the place of a rank, as data loading and checkpoints assume it."""
+        rest, tp = divmod(rank, sizes.tp)
+        pp, dp = divmod(rest, sizes.dp)
+        return cls(sizes=sizes, tp=tp, dp=dp, pp=pp)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the index by the name of the dimension."""
+        return {"tp": self.tp, "dp": self.dp, "pp": self.pp}

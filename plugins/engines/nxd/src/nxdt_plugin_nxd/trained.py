@@ -1,0 +1,151 @@
+"""What the optimizer updates: parameters, or float32 masters of them, and of either this data parallel rank's part.
+
+ZeRO-1: a rank updates its part of each parameter along the first dimension and keeps the optimizer's state for that
+alone; afterwards the ranks gather the parts. A parameter that does not divide is updated by all of them. (The
+library's own ZeRO-1 accepts tensors on a device of torch-xla only, and its state has no place in the whole model.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from neuronx_distributed.parallel_layers import comm
+from torch import nn
+
+from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_plugin_nxd.layout import HeldParameter
+
+__all__ = ["GradientSums", "TrainedTensor", "clear_gradient", "gradient_of", "trained_tensors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTensor:
+    """A tensor that the optimizer updates."""
+
+    held: HeldParameter
+    tensor: nn.Parameter
+    """The parameter itself where nothing is divided and no master is kept."""
+    part: int
+    parts: int
+    group: dist.ProcessGroup | None
+    """Ranks that have the other parts."""
+
+    def box(self) -> Box:
+        """Return the place of its elements in the whole parameter."""
+        outer, size = self.held.box(), self.tensor.shape[0] if self.tensor.ndim else 0
+        if self.parts == 1:
+            return outer
+        offsets = (outer.offsets[0] + self.part * size, *outer.offsets[1:])
+        return Box(offsets, (size, *outer.shape[1:]))
+
+    def piece(self, value: torch.Tensor) -> torch.Tensor | Piece:
+        """Return a tensor of this one's shape as a checkpoint takes it."""
+        return self.held.piece(value) if self.parts == 1 else Piece(value, self.held.shape, self.box())
+
+    def placed(self, tensor_group: dist.ProcessGroup | None) -> ParameterShard:
+        """Return what an optimizer is told of its place."""
+        over = [tensor_group] if self.held.shard is not None else []
+        over += [self.group] if self.parts > 1 else []
+        groups = tuple(group for group in over if group is not None)
+        return ParameterShard(shape=self.held.shape, box=self.box(), groups=groups, matrix=len(self.held.shape) >= 2)
+
+    @property
+    def separate(self) -> bool:
+        """Whether it is a tensor of its own."""
+        return self.tensor is not self.held.parameter
+
+    def lend_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Give it its part of the parameter's gradient."""
+        if self.separate:
+            self.tensor.grad = None if gradient is None else self._own(gradient).to(self.tensor.dtype)
+        else:
+            self.tensor.grad = gradient
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take over the parameter's values, after a load of those."""
+        if self.separate:
+            self.tensor.copy_(self._own(self.held.parameter))
+
+    @torch.no_grad()
+    def give(self, groups: object) -> None:
+        """Hand the values of all parts to the parameter, after an update. Collective along ``groups``."""
+        if not self.separate:
+            return
+        value = self.tensor.detach().to(self.held.parameter.dtype)
+        if self.parts > 1:
+            value = comm.all_gather(value, dim=0, groups=groups, pin_layout=False)
+        self.held.parameter.copy_(value)
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.detach().chunk(self.parts)[self.part] if self.parts > 1 else whole.detach()
+
+
+def trained_tensors(
+    held: Mapping[str, HeldParameter],
+    *,
+    master: torch.dtype | None,
+    part: int,
+    parts: int,
+    group: dist.ProcessGroup | None,
+) -> dict[str, TrainedTensor]:
+    """Return the tensor of each parameter that is trained, by global name.
+
+    Args:
+        held: of this rank, with the values that masters begin with.
+        master: dtype of masters; None keeps none.
+        part: of this data parallel rank.
+        parts: data parallel ranks that share the optimizer's state; 1 shares nothing.
+        group: of these ranks.
+    """
+    return {
+        name: _trained(each, master, part, parts, group) for name, each in held.items() if each.parameter.requires_grad
+    }
+
+
+def _trained(
+    held: HeldParameter, master: torch.dtype | None, part: int, parts: int, group: dist.ProcessGroup | None
+) -> TrainedTensor:
+    parameter = held.parameter
+    divides = parameter.ndim > 0 and parts > 1 and parameter.shape[0] % parts == 0
+    own = parts if divides else 1
+    tensor = parameter
+    if divides or master is not None:
+        values = parameter.detach().chunk(own)[part] if divides else parameter.detach()
+        tensor = nn.Parameter(values.to(master or parameter.dtype, copy=True))
+    return TrainedTensor(held=held, tensor=tensor, part=part if divides else 0, parts=own, group=group)
+
+
+class GradientSums:
+    """Sums of gradients over micro-batches in a dtype wider than that of the parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+        """Sum up after each backward; the sums are in the attribute ``main_grad``, which the library knows, too."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype != dtype:
+                parameter.main_grad = None  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(self._add)
+        self._dtype = dtype
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        gradient, before = parameter.grad.to(self._dtype), parameter.main_grad  # type: ignore[attr-defined]
+        parameter.main_grad = gradient if before is None else before.add_(gradient)  # type: ignore[attr-defined]
+        parameter.grad = None
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the sum of a parameter's gradients."""
+    found: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if found is None else found
+
+
+def clear_gradient(parameter: nn.Parameter) -> None:
+    """Drop the sum of a parameter's gradients."""
+    parameter.grad = None
+    if hasattr(parameter, "main_grad"):
+        parameter.main_grad = None

@@ -1,0 +1,232 @@
+"""What each module of a model becomes under tensor parallelism, from the model's plan. The library is not needed.
+
+Inside a tensor block (``ParallelPlan.tensor_blocks``) activations are whole and their gradients are partial sums over
+the ranks; outside, both are whole and equal on all ranks, or under sequence parallelism parts of the sequence. From
+this follows whose gradients are summed: those of parameters that every rank holds inside of a block, and under
+sequence parallelism of all that every rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
+from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.nn.updates import Update, UpdatedLinear
+from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
+from nxdt_plugin_nxd.errors import PlanNotExpressible
+
+__all__ = ["Kind", "Replacement", "Shard", "Translation", "translate"]
+
+Kind = Literal["column", "row", "vocabulary_embedding", "vocabulary_head", "sequence_embedding"]
+"""What a module becomes. A ``sequence_embedding`` is a whole table that looks up this rank's part of the sequence."""
+
+_KINDS: Mapping[TensorStyle, Kind] = {
+    "column": "column",
+    "row": "row",
+    "vocab_embedding": "vocabulary_embedding",
+    "vocab_head": "vocabulary_head",
+}
+_EXPERT_DIM = {"column": 1, "row": 2}
+"""Of matrices [experts, out, in]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """How a parameter is divided among the tensor parallel ranks."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    parts: int
+    """Different parts; fewer than ranks where neighbouring ranks hold copies."""
+    copies: int = 1
+    """Ranks that hold the same part."""
+
+    def box(self, rank: int) -> Box:
+        """Return the place of a tensor parallel rank's elements in the whole parameter."""
+        size = self.shape[self.dim] // self.parts
+        shape = tuple(size if dim == self.dim else extent for dim, extent in enumerate(self.shape))
+        return Box(tuple(rank // self.copies * size if dim == self.dim else 0 for dim in range(len(shape))), shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """A module that is replaced."""
+
+    path: str
+    kind: Kind
+    copies: int = 1
+    """Ranks that hold the same part, of key and value heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """What becomes of one pipeline stage."""
+
+    replacements: tuple[Replacement, ...]
+    blocks: tuple[str, ...]
+    """Paths of the tensor blocks, at whose entry the gradient of the hidden states is summed."""
+    shards: Mapping[str, Shard]
+    """By the parameter's path; one that is absent is whole on each rank."""
+    partial: frozenset[str]
+    """Parameters that every rank holds and whose gradient is a partial sum."""
+    dispatchers: tuple[str, ...]
+    routers: tuple[str, ...]
+
+
+def translate(module: nn.Module, plan: ParallelPlan, *, tp: int, sequence_parallel: bool) -> Translation:
+    """Return what becomes of a pipeline stage over ``tp`` tensor parallel ranks, more than one.
+
+    Args:
+        module: of one stage, on the meta device.
+        plan: of the model.
+        tp: ranks.
+        sequence_parallel: whether activations between tensor blocks are parts of the sequence.
+
+    Raises:
+        PlanNotExpressible: the plan asks for something that the engine does not do.
+        ShardDoesNotDivide, HeadsDoNotDivide: sizes that the ranks cannot share in equal parts.
+    """
+    blocks = _paths(module, plan.tensor_blocks)
+    _check_blocks(module, blocks)
+    copies, styled = _copies(plan, tp), list(_styled(module, plan))
+    replacements: list[Replacement] = []
+    shards: dict[str, Shard] = {}
+    for path, part, style in styled:
+        kind = _kind(path, part, style, sequence_parallel=sequence_parallel, model=type(module).__name__)
+        if kind is None:
+            continue
+        repeated = copies if plan.heads is not None and matches_any(plan.heads.key_value, path) else 1
+        replacements.append(Replacement(path=path, kind=kind, copies=repeated))
+        shards |= {f"{path}.{leaf}": shard for leaf, shard in _shards(path, part, kind, tp, repeated)}
+        _check_place(module, path, part, blocks)
+    shards |= _expert_shards(module, plan, tp)
+    if sequence_parallel:
+        _check_embeddings(module, blocks, {each.path for each in replacements})
+    rows = [path for path, _, style in styled if style == "row"]
+    whole = [path for path, _, style in styled if style == "replicate"]
+    return Translation(
+        replacements=tuple(replacements),
+        blocks=tuple(blocks),
+        shards=shards,
+        partial=frozenset(_partial(module, shards, blocks, rows, whole, sequence_parallel=sequence_parallel)),
+        dispatchers=tuple(_paths(module, plan.expert_dispatchers)),
+        routers=tuple(_paths(module, plan.expert_routers)),
+    )
+
+
+def _paths(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Paths of the modules of this stage that a pattern names; others are placeholders."""
+    named = module.named_modules()
+    return [path for path, part in named if matches_any(patterns, path) and not isinstance(part, nn.Identity)]
+
+
+def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Module, TensorStyle]]:
+    for path, part in module.named_modules(remove_duplicate=False):
+        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
+        if style is not None and not isinstance(part, nn.Identity):
+            yield path, part, style
+
+
+def _kind(path: str, part: nn.Module, style: TensorStyle, *, sequence_parallel: bool, model: str) -> Kind | None:
+    if style == "replicate":
+        return "sequence_embedding" if isinstance(part, nn.Embedding) and sequence_parallel else None
+    if style not in _KINDS:
+        raise PlanNotExpressible(model=model, problem=f"'{path}' has the style {style}")
+    wanted = (nn.Embedding,) if style == "vocab_embedding" else (nn.Linear, UpdatedLinear)
+    if type(part) not in wanted:
+        raise PlanNotExpressible(model=model, problem=f"'{path}' is {type(part).__name__}, not {wanted[0].__name__}")
+    return _KINDS[style]
+
+
+def _copies(plan: ParallelPlan, tp: int) -> int:
+    """Ranks that hold the same key and value heads."""
+    if plan.heads is None:
+        return 1
+    query, kv = plan.heads.query_heads, plan.heads.kv_heads
+    if query % tp or (kv % tp and tp % kv):
+        raise HeadsDoNotDivide(query_heads=query, kv_heads=kv, tp=tp, reason="")
+    return max(1, tp // kv)
+
+
+def _shards(path: str, part: nn.Module, kind: Kind, tp: int, copies: int) -> Iterator[tuple[str, Shard]]:
+    """Parameters that are sharded: of a row not the bias, of a whole table none, of an update what follows."""
+    if kind == "sequence_embedding":
+        return
+    dim = 1 if kind == "row" else 0
+    for leaf, parameter in part.named_parameters(recurse=False):
+        if dim < parameter.ndim:
+            yield leaf, _shard(f"{path}.{leaf}", parameter, dim, tp, copies)
+    update = getattr(part, "update", None)
+    if isinstance(update, Update):
+        for leaf, parameter in update.named_parameters():
+            if update.follows.get(leaf) == dim:
+                yield f"update.{leaf}", _shard(f"{path}.update.{leaf}", parameter, dim, tp, copies)
+
+
+def _shard(name: str, parameter: nn.Parameter, dim: int, tp: int, copies: int = 1) -> Shard:
+    size, parts = parameter.shape[dim], tp // copies
+    if size % parts:
+        raise ShardDoesNotDivide(module=name, size=size, features=f"elements along dimension {dim}", tp=parts)
+    return Shard(shape=tuple(parameter.shape), dim=dim, parts=parts, copies=copies)
+
+
+def _expert_shards(module: nn.Module, plan: ParallelPlan, tp: int) -> dict[str, Shard]:
+    found = {}
+    for path in _paths(module, plan.experts):
+        for leaf, parameter in module.get_submodule(path).named_parameters():
+            name = f"{path}.{leaf}"
+            side = next((side for pattern, side in plan.expert_tensor.items() if matches(pattern, name)), None)
+            if side is None:
+                problem = f"expert_tensor does not say how '{name}' is sharded"
+                raise PlanNotExpressible(model=type(module).__name__, problem=problem)
+            found[name] = _shard(name, parameter, _EXPERT_DIM[side], tp)
+    return found
+
+
+def _partial(
+    module: nn.Module,
+    shards: Mapping[str, Shard],
+    blocks: Sequence[str],
+    rows: Sequence[str],
+    whole: Sequence[str],
+    *,
+    sequence_parallel: bool,
+) -> Iterator[str]:
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        after_sum = owner in rows or _within(owner, whole)
+        if name not in shards and (sequence_parallel or (_within(owner, blocks) and not after_sum)):
+            yield name
+
+
+def _within(path: str, modules: Sequence[str]) -> bool:
+    return any(path == outer or path.startswith(f"{outer}.") for outer in modules)
+
+
+def _check_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
+    for block in blocks:
+        others = [other for other in blocks if other != block]
+        if _within(block, others):
+            problem = f"the tensor block '{block}' is inside of another one"
+            raise PlanNotExpressible(model=type(module).__name__, problem=problem)
+
+
+def _check_place(module: nn.Module, path: str, part: nn.Module, blocks: Sequence[str]) -> None:
+    if not isinstance(part, nn.Embedding) and not _within(path, blocks):
+        problem = f"'{path}' is sharded, and no pattern of tensor_blocks is around it"
+        raise PlanNotExpressible(model=type(module).__name__, problem=problem)
+
+
+def _check_embeddings(module: nn.Module, blocks: Sequence[str], replaced: set[str]) -> None:
+    """Sequence parallelism divides the sequence at the embeddings."""
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding) and not _within(path, blocks) and path not in replaced:
+            problem = f"sequence parallelism needs a style for the embedding '{path}'"
+            raise PlanNotExpressible(model=type(module).__name__, problem=problem)

@@ -1,0 +1,48 @@
+"""Keys of the configuration become the variables that the Neuron runtime and compiler read."""
+
+from __future__ import annotations
+
+import pytest
+from nxdt_plugin_nxd.environment import apply_environment, variables_of
+
+from nxdt_core.builtins.precision.config import ManualConfig
+from nxdt_core.config import load
+
+KEYS = {
+    "compiler_flags='--model-type transformer'": ("NEURON_CC_FLAGS", "--model-type transformer --auto-cast none"),
+    "compiler_cache_url=/cache": ("NEURON_COMPILE_CACHE_URL", "/cache"),
+    "aync_exec_max_inflight_requests=7": ("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "7"),
+    "bucket_size_collectives=1024": ("BUCKET_CAP_MB", "1024"),
+    "neuron_rt_exec_timeout=100": ("NEURON_RT_EXEC_TIMEOUT", "100"),
+    "neuron_experimental_compress_rg=true": ("NEURON_EXPERIMENTAL_COMPRESS_RG", "1"),
+    "model.fusions.softmax=true": ("NEURON_FUSE_SOFTMAX", "1"),
+}
+
+
+@pytest.mark.parametrize("override", KEYS)
+def test_a_key_becomes_its_variable(override: str) -> None:
+    name, value = KEYS[override]
+    config = load("recipe:llama-tiny", ["parallel_engine.name=nxd", override])
+    assert variables_of(config.run)[name] == value
+    assert not [note for note in config.notes if override.partition("=")[0] in note]  # none says that it has no effect
+
+
+def test_without_keys_only_the_compiler_is_told_to_keep_float32() -> None:
+    run = load("recipe:llama-tiny", ["parallel_engine.name=nxd"]).run
+    assert variables_of(run) == {"NEURON_CC_FLAGS": "--auto-cast none"}
+
+
+def test_switches_of_manual_precision_are_set_where_they_are_on() -> None:
+    run = load("recipe:llama-tiny", ["parallel_engine.name=nxd"]).run
+    section = ManualConfig(xla_downcast_bf16="1", neuron_rt_stochastic_rounding_en=True)
+    found = variables_of(run, section)
+    assert found["XLA_DOWNCAST_BF16"] == found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
+    assert "XLA_USE_BF16" not in found
+
+
+def test_a_variable_that_is_set_wins_but_flags_are_appended_once() -> None:
+    environment = {"NEURON_RT_EXEC_TIMEOUT": "5", "NEURON_CC_FLAGS": "--cache_dir /mine"}
+    asked = {"NEURON_RT_EXEC_TIMEOUT": "100", "NEURON_CC_FLAGS": "--auto-cast none"}
+    for _ in range(2):
+        apply_environment(asked, environment)
+    assert environment == {"NEURON_RT_EXEC_TIMEOUT": "5", "NEURON_CC_FLAGS": "--cache_dir /mine --auto-cast none"}
