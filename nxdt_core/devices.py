@@ -51,6 +51,8 @@ class DeviceProfile:
     """Whether copies to the host run faster, and beside kernels, into memory that is locked in place."""
     broadcast_loads: bool = False
     """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
+    lazy: bool = False
+    """Whether operations are recorded and run later, so that a tensor has no address until it is copied to the host."""
     static_shapes: bool = False
     """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
     compile_backend: str = "inductor"
@@ -111,7 +113,9 @@ PROFILES: Mapping[str, DeviceProfile] = {
     )
 }
 
-_UNLISTED = DeviceProfile(device_type="unlisted", process_group_backend="undefined", lightning_accelerator="auto")
+_UNLISTED = DeviceProfile(
+    device_type="unlisted", process_group_backend="undefined", lightning_accelerator="auto", lazy=True
+)
 
 
 def current_device(accelerator: str = "auto", *, index: int | None = None) -> torch.device:
