@@ -18,6 +18,7 @@ from nxdt_core.testing.stores.memory import MemoryStorage
 from nxdt_core.training import TrainSession
 
 TINY = ("model.num_layers=2", "data.seq_length=16", "trainer.max_steps=2", "exp_manager.exp_dir=null")
+TIED = "model.share_embeddings_and_output_weights=true"
 PIPELINE = ("trainer.devices=2", "distributed_strategy.pipeline_model_parallel_size=2")
 
 
@@ -104,7 +105,11 @@ def save_run(root: str, *overrides: str) -> int:
 
 @pytest.mark.parametrize(
     "overrides",
-    [("model.share_embeddings_and_output_weights=true",), (), (*PIPELINE, "model.share_embeddings_and_output_weights=true")],
+    [
+        (TIED,),
+        (),
+        (*PIPELINE, TIED),
+    ],
     ids=["tied", "untied", "tied ends of a pipeline"],
 )
 def test_a_run_records_how_many_elements_its_model_has(tmp_path: Path, overrides: tuple[str, ...]) -> None:

@@ -48,9 +48,8 @@ class StagingBuffers:
             else:
                 self._buffers[key].copy_(piece.tensor, non_blocking=True)
         for device in {piece.tensor.device for piece in pieces.values()}:
-            profile = profile_of(device)
-            if not profile.host and not profile.lazy:
-                torch.get_device_module(device).synchronize(device)
+            if not profile_of(device).lazy:
+                profile_of(device).operations.synchronize(device)
         return {key: Piece(self._buffers[key], piece.shape, piece.box) for key, piece in pieces.items()}
 
     def _fit(self, pieces: Mapping[_Key, Piece]) -> bool:
