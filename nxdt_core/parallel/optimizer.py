@@ -1,28 +1,26 @@
-"""Parameter groups by the plan's decay rules, and an optimizer over local shards whose state has global names."""
+"""An optimizer over local shards whose state has global names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.config.schema.model import ParamGroupConfig
-from nxdt_core.devices import profile_of
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.distributed.placement import local_of, sharded_over
+from nxdt_core.engines.rejection import DeviceRejection
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
-from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.parallel.rounding.updates import StochasticUpdates
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["GradientNorm", "TorchOptimizer", "chosen", "parameter_groups"]
+__all__ = ["GradientNorm", "TorchOptimizer"]
 
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 """Python numbers that an optimizer may keep as state, and the dtype that holds them exactly."""
@@ -32,46 +30,6 @@ _OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 GradientNorm = Callable[[float | None], torch.Tensor]
 """Finishes the gradients of a step, clips them to a norm unless that is None, and returns the norm before clipping."""
-
-
-def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    plan: ParallelPlan,
-    *,
-    lr: float,
-    weight_decay: float,
-    decay_norms: bool,
-    overrides: Sequence[ParamGroupConfig] = (),
-) -> list[ParameterGroup]:
-    """Split the trainable parameters by learning rate and weight decay, in the order of their first parameters.
-
-    Args:
-        parameters: (global name, parameter) pairs.
-        plan: its ``no_weight_decay`` patterns are never decayed, its ``norms`` only with ``decay_norms``.
-        lr: peak learning rate.
-        weight_decay: of parameters that decay.
-        decay_norms: ``model.do_layer_norm_weight_decay``.
-        overrides: ``model.optim.param_groups``; see :func:`chosen`. What they say of decay counts for all that they
-            choose.
-    """
-    exempt = plan.no_weight_decay if decay_norms else (*plan.no_weight_decay, *plan.norms)
-    groups: dict[tuple[float, float], ParameterGroup] = {}
-    for name, parameter in parameters:
-        if parameter.requires_grad:
-            override = chosen(overrides, name)
-            rate, decay = lr, 0.0 if matches_any(exempt, name) else weight_decay
-            if override is not None:
-                rate = rate if override.lr is None else override.lr
-                decay = decay if override.weight_decay is None else override.weight_decay
-            group = groups.setdefault((rate, decay), ParameterGroup(params=[], names=[], lr=rate, weight_decay=decay))
-            group["params"].append(parameter)
-            group["names"].append(name)
-    return list(groups.values())
-
-
-def chosen(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig | None:
-    """The last of ``model.optim.param_groups`` whose pattern matches a parameter."""
-    return next((override for override in reversed(overrides) if matches(override.params, name)), None)
 
 
 class TorchOptimizer:
@@ -94,12 +52,13 @@ class TorchOptimizer:
         compiled: bool = False,
         before_step: Callable[[int], None] | None = None,
         lr: float = 0.0,
+        never_waits: bool = False,
     ) -> None:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
         ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
         With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically; ``compiled`` says by
         what kernels. ``before_step`` is told the number of each step. ``lr`` is the peak that a rank without anything
-        to train reports.
+        to train reports. With ``never_waits`` the device alone decides whether a step is rejected.
 
         Raises:
             OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
@@ -126,6 +85,7 @@ class TorchOptimizer:
         self._check_whole()
         if self._stochastic is not None:
             self._stochastic.attach(self.inner)
+        self._rejection = DeviceRejection(self._shards, self._trained, self.inner) if never_waits else None
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
         self._before_step = before_step
@@ -164,15 +124,23 @@ class TorchOptimizer:
         """Update, then drop the gradients."""
         self._lend_gradients()
         rejected, self._rejected = self._rejected, None
-        if rejected is None or self._on_device(rejected) or not bool(rejected):
-            if self._stochastic is None:
-                self.inner.step()
-            else:
-                self._stochastic.apply(self._step)
-            if self._after_step is not None:
-                self._after_step()
+        if rejected is None or self._on_device(rejected):
+            self._update()
+        elif self._rejection is not None:
+            with self._rejection.undoing(rejected):
+                self._update()
+        elif not bool(rejected):
+            self._update()
+        if self._after_step is not None:
+            self._after_step()
         for parameter in (*self._shards.values(), *self._named.values()):
             parameter.grad = None
+
+    def _update(self) -> None:
+        if self._stochastic is None:
+            self.inner.step()
+        else:
+            self._stochastic.apply(self._step)
 
     def begin_step(self, step: int) -> None:
         """Number of the coming update; random numbers that it draws depend on it."""
@@ -193,6 +161,8 @@ class TorchOptimizer:
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a plain
         number is a scalar under ``<…>#<its type>``."""
+        if self._rejection is not None:
+            self._rejection.settle()
         state: dict[str, torch.Tensor | Piece] = {}
         for name, trained in self._trained.items():
             for leaf, value in self.inner.state.get(trained, {}).items():
@@ -214,15 +184,28 @@ class TorchOptimizer:
         unknown = sorted({key.rpartition("/")[0] for key in state} - self._named.keys())
         if unknown:
             raise OptimizerStateDoesNotFit(parameters=unknown)
+        if self._rejection is not None:
+            self._rejection.forget()
         by_name: dict[str, dict[str, torch.Tensor | Piece]] = {}
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
             by_name.setdefault(name, {})[leaf] = value
         for name, leaves in by_name.items():
             trained = self._trained[name]
+            counts_on_device = name in self._counting_on_device
             self.inner.state[trained] = dict(
-                _leaf(leaf, self._loaded(name, value), trained) for leaf, value in leaves.items()
+                _leaf(leaf, self._loaded(name, value), trained, counts_on_device) for leaf, value in leaves.items()
             )
+
+    @property
+    def _counting_on_device(self) -> set[str]:
+        """Names of parameters whose step counter torch's optimizer keeps on their device, for a fused kernel.
+
+        Any other kernel would read the counter of each parameter back to the host in every step.
+        """
+        names = {id(trained): name for name, trained in self._trained.items()}
+        groups = [group for group in self.inner.param_groups if group.get("fused") or group.get("capturable")]
+        return {names.get(id(parameter), "") for group in groups for parameter in group["params"]}
 
     def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | Piece:
         """A state tensor as a checkpoint has it: sharded as the parameter, without its zeros."""
@@ -274,7 +257,12 @@ def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _leaf(name: str, value: torch.Tensor, parameter: nn.Parameter) -> tuple[str, torch.Tensor | int | float | bool]:
+def _leaf(
+    name: str, value: torch.Tensor, parameter: nn.Parameter, counts_on_device: bool
+) -> tuple[str, torch.Tensor | int | float | bool]:
     """A state entry as the optimizer had it: a number where the name says so, else a tensor of its own."""
     plain, _, number = name.partition("#")
-    return plain, value.item() if number else value.to(parameter.device, copy=True)
+    if number:
+        return plain, value.item()
+    on_host = plain == "step" and value.dim() == 0 and not counts_on_device  # as torch.optim.Optimizer loads it
+    return plain, value.to(HOST if on_host else parameter.device, copy=True)

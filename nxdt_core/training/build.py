@@ -14,6 +14,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.validate.capabilities import check_capabilities, check_objective, check_policy
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.devices import profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.models import SequenceTooLongForModel, VocabularyTooSmall
@@ -128,6 +129,7 @@ def batches(
         drop_last=repeat,
         repeat=repeat,
         num_workers=data.num_workers,
+        constant_micro_batches=profile_of(engine.device).static_shapes,
     )
 
 

@@ -15,8 +15,9 @@ from nxdt_core.builtins.optimizers.lion import Lion
 from nxdt_core.builtins.optimizers.muon import Muon, orthogonal
 from nxdt_core.builtins.optimizers.novograd import Novograd
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
+from nxdt_core.engines.parameter_groups import parameter_groups
 from nxdt_core.parallel.gradients import global_norm
-from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
+from nxdt_core.parallel.optimizer import TorchOptimizer
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan

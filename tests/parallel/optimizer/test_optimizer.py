@@ -6,9 +6,10 @@ from torch import nn
 
 from nxdt_core.builtins.optimizers.config import AdamWConfig
 from nxdt_core.builtins.optimizers.stock import adamw
+from nxdt_core.engines.parameter_groups import parameter_groups
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.parallel.gradients import clip, global_norm
-from nxdt_core.parallel.optimizer import TorchOptimizer, parameter_groups
+from nxdt_core.parallel.optimizer import TorchOptimizer
 from nxdt_core.protocols.plan import ParallelPlan
 
 PLAN = ParallelPlan(norms=("norm.weight", "layers.*.norm.weight"), no_weight_decay=("*.bias",))
