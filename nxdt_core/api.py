@@ -50,6 +50,7 @@ __all__ = [
     "ConfigFinding",
     "ConfigMigrationComponent",
     "DataloaderComponent",
+    "DeviceProfileComponent",
     "EngineComponent",
     "Kind",
     "LRSchedulerComponent",
@@ -232,6 +233,11 @@ class EngineComponent(Component):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfileComponent(Component):
+    """A :class:`nxdt_core.devices.DeviceProfile`: the target is the profile itself, ``name`` its ``device_type``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerComponent(Component):
     """A factory of a PyTorch Lightning ``Logger``."""
 
@@ -300,11 +306,12 @@ class Kind:
 
 def _kind(name: str, record: type[Component], protocol: str, section: str, summary: str) -> Kind:
     hook = "nxdt_precision_policies" if name == "precision_policy" else f"nxdt_{name}s"
+    package = "nxdt_core" if protocol.startswith("devices:") else "nxdt_core.protocols"
     return Kind(
         name=name,
         hook=hook,
         record=record,
-        protocol=f"nxdt_core.protocols.{protocol}",
+        protocol=f"{package}.{protocol}",
         section=section,
         summary=summary,
         capabilities=CAPABILITIES.get(name, {}),
@@ -357,6 +364,13 @@ KINDS: tuple[Kind, ...] = (
         "parallel.engine:ParallelEngine",
         "parallel_engine.name",
         "runtimes that shard",
+    ),
+    _kind(
+        "device_profile",
+        DeviceProfileComponent,
+        "devices:DeviceProfile",
+        "trainer.accelerator",
+        "facts about device types",
     ),
     _kind("logger", LoggerComponent, "extension:LoggerFactory", "exp_manager.loggers", "where metrics go"),
     _kind("callback", CallbackComponent, "extension:CallbackFactory", "trainer.callbacks", "actions in the loop"),

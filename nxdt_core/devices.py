@@ -6,23 +6,24 @@ Trainium (trn1) and Trainium2 (trn2) per accelerator chip.
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from nxdt_core.device_operations import DeviceOperations, HostOperations, UnknownDeviceOperations
 from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
 
 __all__ = [
     "HOST",
     "DeviceProfile",
+    "available_type",
     "current_device",
     "max_memory_bytes",
     "peak_flops",
     "profile_of",
+    "register_profile",
     "reset_max_memory",
 ]
 
@@ -37,8 +38,10 @@ class DeviceProfile:
     device_type: str
     """``torch.device.type``."""
     process_group_backend: str
-    lightning_accelerator: str
-    """Name under which Lightning knows the device type."""
+    lightning_accelerator: str | None = None
+    """Name under which Lightning knows the device type; None where it does not, and is given an accelerator of ours."""
+    operations: DeviceOperations = field(default_factory=DeviceOperations)
+    """What processes ask of it at run time."""
     host: bool = False
     """Whether its tensors are in host memory: then it has no memory and no random-number generator of its own."""
     cache_bound_kernels: bool = False
@@ -51,6 +54,10 @@ class DeviceProfile:
     """Whether copies to the host run faster, and in parallel with kernels, into pinned memory."""
     broadcast_loads: bool = False
     """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
+    host_random: bool = False
+    """Whether random numbers are drawn on the host, since the device has no generator, or none that can be seeded."""
+    lazy: bool = False
+    """Whether operations are recorded and run later, so that a tensor has no address until it is copied to the host."""
     static_shapes: bool = False
     """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
     compile_backend: str = "inductor"
@@ -63,55 +70,77 @@ class DeviceProfile:
     peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
 
+    @property
+    def never_waits(self) -> bool:
+        """Whether a step must not read a value of the device: that ends a graph, or empties the queue of graphs."""
+        return self.lazy or self.static_shapes
+
 
 _T = 1e12
 
-PROFILES: Mapping[str, DeviceProfile] = {
-    profile.device_type: profile
-    for profile in (
-        DeviceProfile(
-            device_type="cpu",
-            process_group_backend="gloo",
-            lightning_accelerator="cpu",
-            host=True,
-            cache_bound_kernels=True,
-            fused_optimizers=True,
-            attention_kernel="masked_flash",
-        ),
-        DeviceProfile(
-            device_type="cuda",
-            process_group_backend="nccl",
-            lightning_accelerator="cuda",
-            fused_optimizers=True,
-            pinned_host_memory=True,
-            broadcast_loads=True,
-            attention_kernel="flash_or_efficient",
-            peak_flops={
-                "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},
-                "H100": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
-                "H200": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
-                "L40S": {"float32": 91.6 * _T, "bfloat16": 362 * _T},
-                "L4": {"float32": 30.3 * _T, "bfloat16": 121 * _T},
-            },
-        ),
-        DeviceProfile(
-            device_type="neuron",
-            process_group_backend="neuron",
-            lightning_accelerator="neuron",
-            point_to_point=False,
-            context_parallel_method="gather",
-            broadcast_loads=True,
-            static_shapes=True,
-            compile_backend="neuron",
-            peak_flops={
-                "trn1": {"float32": 47.5 * _T, "bfloat16": 190 * _T},
-                "trn2": {"float32": 181 * _T, "bfloat16": 667 * _T},
-            },
-        ),
-    )
-}
+CPU = DeviceProfile(
+    device_type="cpu",
+    process_group_backend="gloo",
+    lightning_accelerator="cpu",
+    operations=HostOperations(),
+    host=True,
+    cache_bound_kernels=True,
+    fused_optimizers=True,
+    attention_kernel="masked_flash",
+)
+"""The host."""
 
-_UNLISTED = DeviceProfile(device_type="unlisted", process_group_backend="undefined", lightning_accelerator="auto")
+CUDA = DeviceProfile(
+    device_type="cuda",
+    process_group_backend="nccl",
+    lightning_accelerator="cuda",
+    fused_optimizers=True,
+    pinned_host_memory=True,
+    broadcast_loads=True,
+    attention_kernel="flash_or_efficient",
+    peak_flops={
+        "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},
+        "H100": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
+        "H200": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
+        "L40S": {"float32": 91.6 * _T, "bfloat16": 362 * _T},
+        "L4": {"float32": 30.3 * _T, "bfloat16": 121 * _T},
+    },
+)
+"""GPUs of NVIDIA."""
+
+NEURON = DeviceProfile(
+    device_type="neuron",
+    process_group_backend="neuron",
+    point_to_point=False,
+    context_parallel_method="gather",
+    broadcast_loads=True,
+    static_shapes=True,
+    compile_backend="neuron",
+    peak_flops={
+        "trn1": {"float32": 47.5 * _T, "bfloat16": 190 * _T},
+        "trn2": {"float32": 181 * _T, "bfloat16": 667 * _T},
+    },
+)
+"""AWS Trainium under torch-neuronx."""
+
+PROFILES: MutableMapping[str, DeviceProfile] = {profile.device_type: profile for profile in (CPU, CUDA, NEURON)}
+"""By device type. :func:`register_profile` adds to it."""
+
+_UNLISTED = DeviceProfile(
+    device_type="unlisted",
+    process_group_backend="undefined",
+    operations=UnknownDeviceOperations(),
+    lazy=True,
+    host_random=True,
+)
+
+
+def register_profile(profile: DeviceProfile) -> None:
+    """Let this process know a device type by ``profile``, in place of any that it knew before.
+
+    A run registers the component of kind ``device_profile`` that ``trainer.accelerator`` selects by itself.
+    """
+    PROFILES[profile.device_type] = profile
 
 
 def current_device(accelerator: str = "auto", *, index: int | None = None) -> torch.device:
@@ -125,16 +154,22 @@ def current_device(accelerator: str = "auto", *, index: int | None = None) -> to
         UnknownAccelerator: no such device type in the table.
         AcceleratorMissing: torch finds no such device on this machine.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    available = found.type if found is not None and found.type in PROFILES else HOST.type
-    wanted = available if accelerator == "auto" else accelerator
+    wanted = available_type() if accelerator == "auto" else accelerator
     if wanted not in PROFILES:
         raise UnknownAccelerator(accelerator=wanted, known=tuple(PROFILES))
-    if PROFILES[wanted].host:
+    profile = PROFILES[wanted]
+    if profile.host:
         return torch.device(wanted)
-    if wanted != available:
-        raise AcceleratorMissing(accelerator=wanted, found=available)
-    return torch.device(wanted, torch.accelerator.current_device_index() if index is None else index)
+    if not profile.operations.is_available(wanted):
+        raise AcceleratorMissing(accelerator=wanted, found=available_type())
+    number = profile.operations.current_index() if index is None else index
+    return torch.device(wanted) if number is None else torch.device(wanted, number)
+
+
+def available_type() -> str:
+    """Return the type of the accelerator that torch finds here and a profile describes; else that of the host."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type in PROFILES else HOST.type
 
 
 def profile_of(device: torch.device) -> DeviceProfile:
@@ -148,20 +183,16 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     table = profile_of(device).peak_flops
     if not table:
         return None
-    name = torch.get_device_module(device).get_device_name(device)
+    name = profile_of(device).operations.name(device) or device.type
     match = max((part for part in table if part.lower() in name.lower()), key=len, default=None)
     return None if match is None else table[match].get(dtype)
 
 
-def max_memory_bytes(device: torch.device) -> int:
-    """Return the highest memory use: allocated on an accelerator, the process's resident set on the CPU."""
-    if profile_of(device).host:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return int(torch.accelerator.max_memory_allocated(device))
+def max_memory_bytes(device: torch.device) -> int | None:
+    """Return the highest memory use: allocated on an accelerator, the process's resident set on the CPU; None if not known."""
+    return profile_of(device).operations.max_memory_bytes(device)
 
 
 def reset_max_memory(device: torch.device) -> None:
     """Reset the peak of the memory in use; on the CPU the kernel keeps one for the process's life."""
-    if not profile_of(device).host:
-        torch.accelerator.reset_peak_memory_stats(device)
+    profile_of(device).operations.reset_max_memory(device)

@@ -9,6 +9,7 @@ from nxdt_core.api import (
     CallbackComponent,
     CheckpointFormatComponent,
     DataloaderComponent,
+    DeviceProfileComponent,
     EngineComponent,
     LoggerComponent,
     LRSchedulerComponent,
@@ -19,6 +20,7 @@ from nxdt_core.api import (
     TokenizerComponent,
     hookimpl,
 )
+from nxdt_core.builtins.device_profiles import DEVICE_PROFILES
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.builtins.precision.records import POLICIES
 from nxdt_core.builtins.schedules.records import SCHEDULES
@@ -87,6 +89,12 @@ def nxdt_tokenizers() -> list[TokenizerComponent]:
             summary="a file of BPE ranks, such as Llama 3's tokenizer.model",
         ),
     ]
+
+
+@hookimpl
+def nxdt_device_profiles() -> list[DeviceProfileComponent]:
+    """Declare the device types of the core's own table."""
+    return [*DEVICE_PROFILES]
 
 
 @hookimpl

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
+from nxdt_core.devices import profile_of
 from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Held, Piece
@@ -20,7 +21,7 @@ def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
 
     Raises:
         TensorStateUnsupported: it has no plain bytes (sparse, quantised, complex, on the meta device, a subclass of
-            Tensor), or no place in the whole (:func:`nxdt_core.distributed.placement.piece_of`).
+            Tensor, freed memory), or no place in the whole (:func:`nxdt_core.distributed.placement.piece_of`).
     """
     if not isinstance(tensor, (DTensor, Piece)):
         _check_plain(name, tensor)
@@ -29,18 +30,30 @@ def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
     return piece
 
 
-def list_pieces(section: str, tensors: Mapping[str, torch.Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, Held]]:
-    """Return the pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner."""
+def list_pieces(
+    section: str, tensors: Mapping[str, torch.Tensor | Piece], ties: Mapping[str, str] | None = None
+) -> tuple[dict[str, Piece], dict[str, Held]]:
+    """Return the pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner.
+
+    Args:
+        section: of the checkpoint.
+        tensors: by name.
+        ties: name of a tied tensor → name of its owner. None compares addresses, which finds tensors that are the same
+            memory; a device may give none, and then nothing is tied.
+
+    Raises:
+        TensorStateUnsupported: as of :func:`storable_piece`, or a tensor does not fit the owner that ``ties`` names.
+    """
     pieces = {name: storable_piece(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
-    seen: dict[object, str] = {}
+    owners = _owners_by_address(pieces) if ties is None else ties
     held: dict[str, Held] = {}
     for name, piece in pieces.items():
-        local = piece.tensor
-        memory = (local.device, local.data_ptr(), local.dtype, local.stride(), local.is_neg(), piece.shape, piece.box)
-        owner = seen.setdefault(memory, name) if local.numel() else name
-        held[name] = Held(
-            dtype=dtype_name(local), shape=piece.shape, box=piece.box, same_as=None if owner == name else owner
-        )
+        owner = owners.get(name)
+        if owner is not None and owner not in pieces:
+            owner = None  # another rank has the owner, so this one writes its own copy
+        if owner is not None and (pieces[owner].shape, pieces[owner].box) != (piece.shape, piece.box):
+            raise TensorStateUnsupported(where=f"{section}/{name}", reason=f"it is tied to {owner} of another shape")
+        held[name] = Held(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box, same_as=owner)
     return pieces, held
 
 
@@ -63,10 +76,28 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def _owners_by_address(pieces: Mapping[str, Piece]) -> dict[str, str]:
+    """Names of tensors that are the same memory as an earlier one → that one's name."""
+    seen: dict[object, str] = {}
+    owners: dict[str, str] = {}
+    for name, piece in pieces.items():
+        local = piece.tensor
+        address = local.data_ptr() if local.numel() else 0
+        if address == 0:  # also of every tensor of a lazy device, such as torch-xla's: equal zeros say nothing
+            continue
+        memory = (local.device, address, local.dtype, local.stride(), local.is_neg(), piece.shape, piece.box)
+        owner = seen.setdefault(memory, name)
+        if owner != name:
+            owners[name] = owner
+    return owners
+
+
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise TensorStateUnsupported(where=name, reason=f"it is a {type(tensor).__qualname__}")
     if tensor.layout != torch.strided or tensor.is_meta:
         raise TensorStateUnsupported(where=name, reason=f"it is {tensor.layout} on the device {tensor.device.type}")
+    if profile_of(tensor.device).host and tensor.numel() and tensor.data_ptr() == 0:
+        raise TensorStateUnsupported(where=name, reason="its memory was freed, or was never allocated")
     if dtype_name(tensor) not in ITEM_BYTES:
         raise TensorStateUnsupported(where=name, reason=f"its dtype is {tensor.dtype}")

@@ -37,6 +37,8 @@ class GlobalBatchLoader:
             many on each rank.
         repeat: begin again at the end of the data. False is one pass, for validation; each new iteration is then a
             pass of its own, unless ``load_state_dict`` has just set a position.
+        constant_micro_batches: fill the last global batch of a single pass up to as many micro-batches as all others
+            have, for devices that compile a graph for each number.
         num_workers: threads that prepare steps ahead; 0 prepares each when it is asked for. Map-style datasets are
             read from that many threads at once, others from one.
 
@@ -59,6 +61,7 @@ class GlobalBatchLoader:
         drop_last: bool = False,
         repeat: bool = True,
         num_workers: int = 0,
+        constant_micro_batches: bool = False,
     ) -> None:
         if dp_rank is None and dp_size is None:
             dp_rank, dp_size = _only_rank()
@@ -75,6 +78,7 @@ class GlobalBatchLoader:
             dp_size=dp_size,
             repeat=repeat,
             drop_last=drop_last,
+            constant=constant_micro_batches,
         )
         self._dataset = dataset
         self._repeat = repeat

@@ -52,6 +52,8 @@ class Slicing:
     dp_size: int
     repeat: bool
     drop_last: bool
+    constant: bool = False
+    """Whether every global batch has equally many micro-batches, also the last one of a single pass."""
 
     @property
     def mine(self) -> range:
@@ -68,7 +70,7 @@ class Slicing:
             found: samples in the global batch; fewer than its size only at the end of a single pass.
         """
         size = self.micro_batch_size
-        micro_batches = -(-min(found, len(self.mine)) // size)
+        micro_batches = -(-(len(self.mine) if self.constant else min(found, len(self.mine))) // size)
         blanks = [blank_like(template)] * (micro_batches * size - len(samples))
         rows = [*samples, *blanks]
         return [collate(rows[i : i + size]) for i in range(0, len(rows), size)]

@@ -89,7 +89,7 @@ class Ranks:
             return
         if device.index is not None:
             check_devices(device, device.index + 1, self.host)
-            torch.accelerator.set_device_index(device.index)
+            profile_of(device).operations.set_index(device.index)
         self.collective_timeout_s = timeout_s * (_SUPERVISED_FACTOR if PROGRESS.supervised else 1)
         timeout = timedelta(seconds=self.collective_timeout_s)
         if not dist.is_initialized():
@@ -224,6 +224,6 @@ def check_devices(device: torch.device, wanted: int, host: str) -> None:
     """
     if profile_of(device).host:
         return
-    found = torch.accelerator.device_count()
+    found = profile_of(device).operations.count()
     if wanted > found:
         raise NotEnoughDevices(host=host, wanted=wanted, found=found, device_type=device.type)

@@ -22,6 +22,7 @@ __all__ = [
     "NoSoundCheckpoint",
     "OwnershipLost",
     "SameWeightsSaved",
+    "SaveLacksElements",
     "SaveTookTooLong",
     "StorageDenied",
     "StorageError",
@@ -280,4 +281,15 @@ class SaveTookTooLong(StorageError):
     remedy = (
         "Checkpoints committed before are intact. See that the store answers on every node, then run the same command "
         "again; checkpoint.deadline_s allows more time."
+    )
+
+
+class SaveLacksElements(StorageError):
+    """What the ranks wrote is not the whole model."""
+
+    code = "NXDT-S022"
+    happened = "The checkpoint {where} was not committed: {reason}."
+    remedy = (
+        "This is a defect of the parallel engine: its state_dict has to give each parameter once, with the shape of "
+        "the whole. Save with parallel_engine.name=torch, and report it to the authors of the engine."
     )

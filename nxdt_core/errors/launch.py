@@ -8,6 +8,7 @@ from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
     "AcceleratorMissing",
+    "BadDeviceProfile",
     "EngineWithoutEstimate",
     "HeadsDoNotDivide",
     "SequenceDoesNotDivide",
@@ -126,3 +127,18 @@ class EngineWithoutEstimate(NxdtError):
     remedy = "Plan with parallel_engine.name=torch, whose memory and traffic may differ; training needs no estimate."
     engine: str
     dist: str
+
+
+class BadDeviceProfile(NxdtError):
+    """A plugin's record of a device type names something else."""
+
+    code = "NXDT-P006"
+    happened = "The plugin {plugin!r} describes devices of type {accelerator!r} by {reference}, which is {found}."
+    remedy = (
+        "Let the record's target be a nxdt_core.devices.DeviceProfile whose device_type is the record's name, or block "
+        "the plugin with plugins.block."
+    )
+    plugin: str
+    accelerator: str
+    reference: str
+    found: str

@@ -19,6 +19,7 @@ __all__ = [
     "PipelineCutsDoNotFit",
     "PipelinePlanMissing",
     "RingNeedsPointToPoint",
+    "ShapesDependOnData",
     "ShardNotComputed",
     "TiedParametersCutApart",
     "TooManyGraphs",
@@ -280,3 +281,23 @@ class ZeroBubbleCannot(NxdtError):
     remedy = "Set distributed_strategy.pipeline_schedule=1f1b or interleaved, or {without}."
     feature: str
     without: str
+
+
+class ShapesDependOnData(NxdtError):
+    """A layer whose shapes follow from values, on a device that compiles for fixed shapes."""
+
+    code = "NXDT-P037"
+    happened = (
+        "The router '{path}' drops nothing, so that each of its {experts} experts gets another number of tokens in "
+        "every step, and devices of this type compile each shape anew."
+    )
+    remedy = (
+        "Give experts a fixed capacity by the model's capacity factor (model.moe.capacity_factor of mixtral): "
+        "{whole:g} has room for every token, 1.25 costs less and drops the assignments that exceed it."
+    )
+    path: str
+    experts: int
+    top_k: int
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "whole": self.experts / self.top_k}

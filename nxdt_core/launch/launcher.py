@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device
+from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.ranks import RankDied, RanksMissing
@@ -55,6 +56,7 @@ def launch(config: ResolvedConfig) -> Outcome:
     trainer = config.run.trainer
     node = node_from_environment(trainer.devices, trainer.num_nodes)
     place = node.place()
+    register_profile_of(config)
     check_devices(current_device(trainer.accelerator), node.devices, place.host)
     store = connect_store(place, who=f"Node {node.number}")
     supervisor = _open_supervisor(node, store) if node.number == 0 else None

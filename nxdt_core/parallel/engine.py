@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engines.parameter_groups import chosen, parameter_groups
-from nxdt_core.errors.optimizers import ParameterGroupEmpty
+from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS
 from nxdt_core.parallel.data import check_sums, needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
@@ -113,7 +111,8 @@ class TorchEngine:
             OptimizerNeedsWholeParameters: the optimizer would take shards for wholes.
         """
         overrides = self._run.model.optim.param_groups
-        self._check_chosen(model, overrides)
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        check_overrides(overrides, trained, self.ranks)
         groups = parameter_groups(
             model.named_parameters(),
             model.plan,
@@ -134,6 +133,7 @@ class TorchEngine:
             compiled=rounding is not None and self._compiles(groups),
             before_step=model.begin_step,
             lr=config.lr,
+            never_waits=profile_of(self.device).never_waits,
         )
 
     def _compiles(self, groups: Sequence[ParameterGroup]) -> bool:
@@ -142,16 +142,6 @@ class TorchEngine:
             return all(self.ranks.all_gather_object(can_compile(self.device)))
         elements = sum(parameter.numel() for group in groups for parameter in group["params"])
         return elements >= SMALL_ELEMENTS and can_compile(self.device)
-
-    def _check_chosen(self, model: TorchModel, overrides: Sequence[ParamGroupConfig]) -> None:
-        if not overrides:
-            return
-        own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        names = sorted({name for each in self.ranks.all_gather_object(own) for name in each})
-        used = [chosen(overrides, name) for name in names]
-        empty = [override.params for override in overrides if not any(override is each for each in used)]
-        if empty:
-            raise ParameterGroupEmpty(patterns=empty, names=names)
 
     @staticmethod
     def estimate(config: ResolvedConfig, parts: RunParts) -> Estimate:

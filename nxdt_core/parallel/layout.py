@@ -18,8 +18,8 @@ from nxdt_core.devices import DeviceProfile
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.engines.stages import cut_stage, stages_of_rank
-from nxdt_core.errors.layouts import LayoutRefused
-from nxdt_core.nn.random.init import draw, rule_for
+from nxdt_core.engines.weights import allocate, draw_piece
+from nxdt_core.errors.layouts import LayoutRefused, ShapesDependOnData
 from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
@@ -124,6 +124,8 @@ def lay_out(
             plan = adapter.apply(whole, plan)
             rules = [*adapter.init_rules(), *rules]
     _check_refused(whole, plan, mesh)
+    if options.static_shapes:
+        _check_static(whole, plan)
     _set_dtypes(whole, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     modules = tuple(_cut(whole, plan, mesh, number, options.pipeline_cuts) for number in numbers)
@@ -179,6 +181,14 @@ def _check_refused(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> 
             raise LayoutRefused(model=model, dimension=dimension, size=mesh.size(dimension), reason=reason)
 
 
+def _check_static(whole: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse routers that give their experts as many tokens as choose them."""
+    for path in routers_of(whole, plan):
+        router = whole.get_submodule(path)
+        if getattr(router, "capacity_factor", 0) is None:
+            raise ShapesDependOnData(path=path, experts=int(router.experts), top_k=int(router.top_k))
+
+
 def _cut(
     whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, number: int, cuts: tuple[str, ...] | None
 ) -> nn.Module:
@@ -210,12 +220,7 @@ def materialise(stages: Stages, device: torch.device, *, seed: int, base: bool =
     Every rank draws its own shards alone, bit-equal to those elements of the whole.
     """
     for module in stages.modules:
-        module.to_empty(device=device)
-        _tie(module, stages.plan.tied)
-        for part in module.modules():
-            reset = getattr(part, "reset_buffers", None)
-            if callable(reset):
-                reset()
+        allocate(module, device, tied=stages.plan.tied)
         _draw(module, stages, seed, base=base)
 
 
@@ -230,23 +235,4 @@ def _draw(module: nn.Module, stages: Stages, seed: int, *, base: bool) -> None:
         if name in stages.padded:
             piece.tensor.zero_()
             piece = real_part(parameter, stages.padded[name])
-        piece.tensor.copy_(
-            draw(
-                piece.shape,
-                rule_for(name, stages.rules),
-                name=name,
-                seed=seed,
-                dtype=parameter.dtype,
-                offsets=piece.box.offsets,
-                local_shape=piece.box.shape,
-            )
-        )
-
-
-def _tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
-    """Make the second parameter of each pair the first; moving off the meta device separates them."""
-    present = dict(module.named_parameters(remove_duplicate=False))
-    for owner, user in tied:
-        if owner in present and user in present:
-            path, _, leaf = user.rpartition(".")
-            setattr(module.get_submodule(path), leaf, present[owner])
+        draw_piece(piece, name, stages.rules, seed=seed)

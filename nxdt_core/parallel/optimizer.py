@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.devices import profile_of
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.distributed.placement import local_of, sharded_over
+from nxdt_core.engines.rejection import DeviceRejection
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.parallel.rounding.policy import StochasticRounding
@@ -51,12 +52,13 @@ class TorchOptimizer:
         compiled: bool = False,
         before_step: Callable[[int], None] | None = None,
         lr: float = 0.0,
+        never_waits: bool = False,
     ) -> None:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
         ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
         With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically; ``compiled`` says by
         what kernels. ``before_step`` receives the number of each step. ``lr`` is the peak that a rank without anything
-        to train reports.
+        to train reports. With ``never_waits`` the device alone decides whether a step is rejected.
 
         Raises:
             OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
@@ -83,6 +85,7 @@ class TorchOptimizer:
         self._check_whole()
         if self._stochastic is not None:
             self._stochastic.attach(self.inner)
+        self._rejection = DeviceRejection(self._shards, self._trained, self.inner) if never_waits else None
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
         self._before_step = before_step
@@ -121,15 +124,23 @@ class TorchOptimizer:
         """Update, then drop the gradients."""
         self._lend_gradients()
         rejected, self._rejected = self._rejected, None
-        if rejected is None or self._on_device(rejected) or not bool(rejected):
-            if self._stochastic is None:
-                self.inner.step()
-            else:
-                self._stochastic.apply(self._step)
-            if self._after_step is not None:
-                self._after_step()
+        if rejected is None or self._on_device(rejected):
+            self._update()
+        elif self._rejection is not None:
+            with self._rejection.undoing(rejected):
+                self._update()
+        elif not bool(rejected):
+            self._update()
+        if self._after_step is not None:
+            self._after_step()
         for parameter in (*self._shards.values(), *self._named.values()):
             parameter.grad = None
+
+    def _update(self) -> None:
+        if self._stochastic is None:
+            self.inner.step()
+        else:
+            self._stochastic.apply(self._step)
 
     def begin_step(self, step: int) -> None:
         """Set the number of the coming update; its random numbers depend on it."""
@@ -148,8 +159,10 @@ class TorchOptimizer:
         return float(self.inner.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
-        """Return the ``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a
-        plain number is a scalar under ``<…>#<its type>``."""
+        """Return the ``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a plain
+        number is a scalar under ``<…>#<its type>``."""
+        if self._rejection is not None:
+            self._rejection.settle()
         state: dict[str, torch.Tensor | Piece] = {}
         for name, trained in self._trained.items():
             for leaf, value in self.inner.state.get(trained, {}).items():
@@ -171,15 +184,28 @@ class TorchOptimizer:
         unknown = sorted({key.rpartition("/")[0] for key in state} - self._named.keys())
         if unknown:
             raise OptimizerStateDoesNotFit(parameters=unknown)
+        if self._rejection is not None:
+            self._rejection.forget()
         by_name: dict[str, dict[str, torch.Tensor | Piece]] = {}
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
             by_name.setdefault(name, {})[leaf] = value
         for name, leaves in by_name.items():
             trained = self._trained[name]
+            counts_on_device = name in self._counting_on_device
             self.inner.state[trained] = dict(
-                _leaf(leaf, self._loaded(name, value), trained) for leaf, value in leaves.items()
+                _leaf(leaf, self._loaded(name, value), trained, counts_on_device) for leaf, value in leaves.items()
             )
+
+    @property
+    def _counting_on_device(self) -> set[str]:
+        """Names of parameters whose step counter torch's optimizer keeps on their device, for a fused kernel.
+
+        Any other kernel would read the counter of each parameter back to the host in every step.
+        """
+        names = {id(trained): name for name, trained in self._trained.items()}
+        groups = [group for group in self.inner.param_groups if group.get("fused") or group.get("capturable")]
+        return {names.get(id(parameter), "") for group in groups for parameter in group["params"]}
 
     def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | Piece:
         """A state tensor as a checkpoint has it: sharded as the parameter, without its zeros."""
@@ -231,7 +257,12 @@ def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _leaf(name: str, value: torch.Tensor, parameter: nn.Parameter) -> tuple[str, torch.Tensor | int | float | bool]:
+def _leaf(
+    name: str, value: torch.Tensor, parameter: nn.Parameter, counts_on_device: bool
+) -> tuple[str, torch.Tensor | int | float | bool]:
     """A state entry as the optimizer had it: a number where the name says so, else a tensor of its own."""
     plain, _, number = name.partition("#")
-    return plain, value.item() if number else value.to(parameter.device, copy=True)
+    if number:
+        return plain, value.item()
+    on_host = plain == "step" and value.dim() == 0 and not counts_on_device  # as torch.optim.Optimizer loads it
+    return plain, value.to(HOST if on_host else parameter.device, copy=True)

@@ -14,6 +14,8 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.validate.capabilities import check_capabilities, check_objective, check_policy
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.devices import profile_of
+from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.models import SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.optimizers import NoMasterWeights
@@ -51,8 +53,10 @@ def engine(config: ResolvedConfig) -> ParallelEngine:
 
     Raises:
         ConfigError: the engine, the model or the optimizer does not declare what the run asks of them.
+        UnknownAccelerator, BadDeviceProfile: see :func:`register_profile_of`.
     """
     check_capabilities(config, world_size=Ranks.from_environment().world_size)
+    register_profile_of(config)
     target = config.selected("parallel_engine").component.load_target()
     return cast(ParallelEngine, target(config))
 
@@ -125,6 +129,7 @@ def batches(
         drop_last=repeat,
         repeat=repeat,
         num_workers=data.num_workers,
+        constant_micro_batches=profile_of(engine.device).static_shapes,
     )
 
 

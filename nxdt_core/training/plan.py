@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import PROFILES, available_type
 from nxdt_core.errors.launch import EngineWithoutEstimate
 from nxdt_core.protocols.parallel.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.torch_versions import memory_info
 from nxdt_core.training import build
 from nxdt_core.training.weights.average import AVERAGE_BYTES
 
@@ -96,9 +94,7 @@ def run_parts(config: ResolvedConfig) -> RunParts:
 
 def accelerator_memory_bytes() -> int | None:
     """Return the memory of this machine's accelerator; None where it has none."""
-    if not torch.accelerator.is_available():
-        return None
-    return memory_info()[1]
+    return PROFILES[available_type()].operations.total_memory_bytes()
 
 
 def _rank(rank: RankEstimate) -> dict[str, Any]:

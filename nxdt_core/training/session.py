@@ -15,6 +15,7 @@ A whole training loop, right on any number of ranks::
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class _Parts(TypedDict):
     optimizer: dict[str, torch.Tensor | Piece]
     state: dict[str, Any]
     facts: CheckpointFacts
+    ties: dict[str, str]
 
 
 def start_engine(config: ResolvedConfig, engine: ParallelEngine) -> None:
@@ -149,6 +151,7 @@ class TrainSession:
         if optimizer is not None:
             self.optimizer = optimizer
         self._referenced = False
+        self._elements: int | None = None
         self._weights: tuple[CheckpointStorage, Manifest] | None = None
         self._foreign: Path | None = None
 
@@ -222,7 +225,7 @@ class TrainSession:
         Args:
             resumes: the checkpoint that :meth:`load_checkpoint` will load, so that what it holds is not drawn.
         """
-        seed_all(self.config.run.seed)
+        seed_all(self.config.run.seed, self.engine.device)
         loads = any(source is not None for source in (resumes, self._weights, self._foreign))
         strict = self.config.run.checkpoint.strict
         fresh = not (loads and strict)  # what a checkpoint lacks keeps its first values
@@ -541,8 +544,18 @@ class TrainSession:
                 versions=versions_of(config.kernel),
                 keep=about.keep,
                 fencing=about.fencing,
+                elements=self._count_elements(weights),
                 base=base_digest(model, engine.ranks) if model.added else "",
                 without_base=alone,
                 hf=self.hf_facts,
             ),
+            "ties": {},
         }
+
+    def _count_elements(self, weights: Mapping[str, torch.Tensor | Piece]) -> int:
+        """Return the number of elements that all ranks together save. Collective at the first call."""
+        if self._elements is None:
+            own = {name: math.prod(weight.shape) for name, weight in weights.items()}
+            by_name = {name: size for held in self.engine.ranks.all_gather_object(own) for name, size in held.items()}
+            self._elements = sum(by_name.values())
+        return self._elements

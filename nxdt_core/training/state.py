@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxdt_core.devices import profile_of
+from nxdt_core.devices import HOST, profile_of
 
 __all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all"]
 
@@ -37,11 +37,12 @@ class TrainState:
             setattr(self, name, saved.get(name, getattr(self, name)))
 
 
-def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators (torch's on every device)."""
+def seed_all(seed: int, device: torch.device = HOST) -> None:
+    """Seed Python's, NumPy's and torch's generators, on every device that torch knows and on ``device``."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # the legacy global generator: third-party datasets draw from it
     torch.manual_seed(seed)
+    profile_of(device).operations.seed(seed)
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
@@ -59,9 +60,8 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
             "cached": float(cached),
         },
     }
-    if not profile_of(device).host:
-        state["device"] = torch.get_device_module(device).get_rng_state()
-    return state
+    on_device = profile_of(device).operations.rng_state(device)
+    return state if on_device is None else {**state, "device": on_device}
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:
@@ -71,5 +71,5 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    if not profile_of(device).host and "device" in state:
-        torch.get_device_module(device).set_rng_state(state["device"])
+    if "device" in state:
+        profile_of(device).operations.set_rng_state(state["device"], device)

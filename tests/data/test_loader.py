@@ -260,3 +260,17 @@ def test_an_iterable_dataset_is_read_by_one_thread_at_a_time(in_order, names):
 
 def test_an_endless_dataset_needs_no_repetition(in_order, names):
     assert steps(loader(in_order(None), 4, 2, repeat=False), names, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_last_batch_of_a_pass_has_as_many_micro_batches_as_the_others_where_that_is_asked(dataset, names, ranks):
+    """The samples are those of a pass that is not filled up; what is added has no loss tokens."""
+    one_pass = {"shuffle": False, "repeat": False, "dp_size": ranks}
+    for rank in range(ranks):
+        filled = [*loader(dataset(), **one_pass, dp_rank=rank, constant_micro_batches=True)]
+        plain = [*loader(dataset(), **one_pass, dp_rank=rank)]
+        assert [len(batches) for batches in filled] == [8 // 2 // ranks] * 4
+        assert len(plain[-1]) <= len(filled[-1])
+        assert [sum(float(batch.weight()) for batch in batches) for batches in filled] == [
+            sum(float(batch.weight()) for batch in batches) for batches in plain
+        ]

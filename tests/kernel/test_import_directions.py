@@ -19,7 +19,9 @@ CORE = ROOT / "nxdt_core"
 LAYERS = (
     {"_version", "capabilities", "visible_text"},
     {"errors"},
-    {"api", "compile_counts", "devices", "mounts", "regular_files", "torch_versions"},
+    {"api", "compile_counts", "mounts", "regular_files", "torch_versions"},
+    {"device_operations"},
+    {"devices"},
     {"progress", "protocols"},
     {"file_lock", "kernel"},
     {"config"},
@@ -112,7 +114,7 @@ def test_a_torch_free_layer_imports_nothing_heavy_when_it_is_imported(part):
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in files
         for line, name in runs_at_import(path)
-        if name.partition(".")[0] in HEAVY or name == "nxdt_core.devices"
+        if name.partition(".")[0] in HEAVY or name in ("nxdt_core.devices", "nxdt_core.device_operations")
     ]
     assert files
     assert wrong == []

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
+from math import prod
 from typing import Any, Literal, get_args
 
 from nxdt_core.checkpoint.format import file_names
@@ -65,6 +66,8 @@ class CheckpointFacts:
     """Digest of the frozen weights below an adapter; empty without one."""
     without_base: bool = False
     """Whether it leaves them out."""
+    elements: int = 0
+    """Elements of the weights by the model's own count, a tied one once; 0: not known."""
     hf: Mapping[str, Any] = field(default_factory=dict)
     """What the Hugging Face directory that the weights came from says of using the model
     (:meth:`nxdt_core.checkpoint.hf.source.HFSource.facts`); empty where they came from elsewhere."""
@@ -105,6 +108,12 @@ class Manifest:
     def size_bytes(self) -> int:
         """Bytes of all its files, without the manifest itself."""
         return sum(entry.size_bytes + entry.digests_bytes for entry in self.files.values())
+
+    @property
+    def stored_elements(self) -> int:
+        """Elements of the weights that its files hold."""
+        weights = self.tensors.get("model", {})
+        return sum(prod(entry.shape) for entry in weights.values() if entry.same_as is None)
 
 
 def encode_facts(facts: CheckpointFacts) -> dict[str, Any]:
@@ -152,6 +161,9 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
         manifest = _from_table(table)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(where=where, reason=f"it is not a manifest ({error})") from error
+    stored, counted = manifest.stored_elements, manifest.facts.elements
+    if counted and stored != counted:  # digests agree also where a save has left something out
+        raise CheckpointDamaged(where=where, reason=f"it stores {stored} elements of a model that has {counted}")
     if manifest.step != step:
         raise CheckpointDamaged(where=where, reason=f"it is the manifest of step {manifest.step}")
     return manifest
@@ -188,7 +200,7 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
 
 def _check_facts(facts: CheckpointFacts) -> None:
     """Check types and ranges: what reads a manifest takes them for granted."""
-    for name in ("consumed_samples", "consumed_tokens", "updates", "fencing"):
+    for name in ("consumed_samples", "consumed_tokens", "updates", "fencing", "elements"):
         _count(getattr(facts, name), name)
     for name in ("plugin_fingerprint", "base"):
         _require(type(getattr(facts, name)) is str, name)

@@ -119,6 +119,7 @@ class CheckpointManager:
         optimizer: Mapping[str, torch.Tensor | Piece],
         state: Mapping[str, Any],
         facts: CheckpointFacts,
+        ties: Mapping[str, str] | None = None,
     ) -> bool:
         """Begin a save of everything as it is now; arguments are those of :func:`save_checkpoint`.
 
@@ -139,7 +140,7 @@ class CheckpointManager:
 
         def prepare() -> Listing:
             encode_facts(facts)
-            shares.append(prepare_share(model, optimizer, state, rank=self._rank))
+            shares.append(prepare_share(model, optimizer, state, rank=self._rank, ties=ties))
             return shares[0].listing
 
         plan = self._planner.plan(prepare, where=self._where(step))

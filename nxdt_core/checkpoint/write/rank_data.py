@@ -37,8 +37,11 @@ def prepare_share(
     state: Mapping[str, Any],
     *,
     rank: int,
+    ties: Mapping[str, str] | None = None,
 ) -> Share:
     """Check everything of this rank, before anything is written anywhere. The pieces are the tensors' own memory.
+
+    ``ties``: as of :func:`nxdt_core.checkpoint.save_checkpoint`.
 
     Raises:
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
@@ -48,7 +51,7 @@ def prepare_share(
     pieces: dict[Place, Piece] = {}
     listing: dict[Place, Held] = {}
     for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
-        own, held = list_pieces(section, tensors)
+        own, held = list_pieces(section, tensors, ties if ties is None or tensors is model else {})
         pieces |= {(section, name): piece for name, piece in own.items()}
         listing |= {(section, name): each for name, each in held.items()}
     return Share(pieces, listing, encoded)

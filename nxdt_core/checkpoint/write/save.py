@@ -34,7 +34,7 @@ from nxdt_core.checkpoint.write.assignment import merge
 from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step, withdraw
 from nxdt_core.checkpoint.write.plan import SavePlan, agree_on_plan
 from nxdt_core.checkpoint.write.rank_data import Share, prepare_share, write_share
-from nxdt_core.errors.checkpoints import CheckpointFilesMissing
+from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElements
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
@@ -56,6 +56,7 @@ def save_checkpoint(
     ranks: RankAgreement | None = None,
     before_commit: Callable[[], None] | None = None,
     signer: Signer | None = None,
+    ties: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Save everything under ``step`` and commit it. A step that is committed already is replaced.
 
@@ -73,6 +74,9 @@ def save_checkpoint(
         before_commit: called on rank 0 once every file is durable, directly before the manifest is written. What it
             raises fails the save on all ranks, and nothing is committed.
         signer: signs the manifest, on rank 0; given on all ranks or on none. None leaves the checkpoint unsigned.
+        ties: of the model's plan, name of the user → name of the owner; where ``model`` holds both, the user is not
+            stored. None compares addresses, which lazy devices do not have. A training session passes ``{}``,
+            since the ``state_dict`` of a parallel model has a tied parameter once.
 
     Raises:
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes; nothing was written.
@@ -80,12 +84,13 @@ def save_checkpoint(
             this save wrote is deleted as far as the store lets it.
         CheckpointConflict: another run committed the same step meanwhile.
         CheckpointFilesMissing: rank 0 does not see what was written, whole.
+        SaveLacksElements: the tensors are not as many elements as ``facts`` counts.
     """
     rank = rank_of(ranks)
     prepared: list[Share] = []
 
     def prepare() -> Listing:
-        prepared.append(prepare_share(model, optimizer, state, rank=rank))
+        prepared.append(prepare_share(model, optimizer, state, rank=rank, ties=ties))
         return prepared[0].listing
 
     return save_listed(
@@ -226,11 +231,20 @@ def _commit(
     signer: Signer | None,
 ) -> None:
     with explained_os_errors(f"{storage.uri}/{step_name(manifest.step)}"):
+        _check_elements(storage, manifest)
         _check_visible(storage, manifest)
         if before_commit is not None:
             before_commit(manifest)
         check_in_time()
         commit(storage, manifest, replaces, signer=signer)
+
+
+def _check_elements(storage: CheckpointStorage, manifest: Manifest) -> None:
+    """A reader would call it damaged."""
+    stored, counted = manifest.stored_elements, manifest.facts.elements
+    if counted and stored != counted:
+        reason = f"it would store {stored} elements of a model that has {counted}"
+        raise SaveLacksElements(where=f"{storage.uri}/{step_name(manifest.step)}", reason=reason)
 
 
 def _check_visible(storage: CheckpointStorage, manifest: Manifest) -> None:

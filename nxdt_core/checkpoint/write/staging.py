@@ -43,10 +43,13 @@ class StagingBuffers:
             self._buffers = {}  # freed before more is taken
             self._buffers = _allocate(pieces)
         for key, piece in pieces.items():
-            self._buffers[key].copy_(piece.tensor, non_blocking=True)
+            if profile_of(piece.tensor.device).lazy:
+                self._buffers[key].copy_(piece.tensor.to(HOST))  # functional tensors cannot be copied in place
+            else:
+                self._buffers[key].copy_(piece.tensor, non_blocking=True)
         for device in {piece.tensor.device for piece in pieces.values()}:
-            if not profile_of(device).host:
-                torch.get_device_module(device).synchronize(device)
+            if not profile_of(device).lazy:
+                profile_of(device).operations.synchronize(device)
         return {key: Piece(self._buffers[key], piece.shape, piece.box) for key, piece in pieces.items()}
 
     def _fit(self, pieces: Mapping[_Key, Piece]) -> bool:

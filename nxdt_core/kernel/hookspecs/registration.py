@@ -16,6 +16,7 @@ from nxdt_core.api import (
     Component,
     ConfigMigrationComponent,
     DataloaderComponent,
+    DeviceProfileComponent,
     EngineComponent,
     Kind,
     LoggerComponent,
@@ -40,6 +41,7 @@ __all__ = [
     "nxdt_components",
     "nxdt_config_migrations",
     "nxdt_dataloaders",
+    "nxdt_device_profiles",
     "nxdt_kinds",
     "nxdt_loggers",
     "nxdt_lr_schedulers",
@@ -223,6 +225,19 @@ def nxdt_parallel_engines() -> Iterable[EngineComponent]:  # type: ignore[empty-
         @hookimpl
         def nxdt_parallel_engines():
             return [EngineComponent(name="mine", target="my_plugin.engine:MyEngine")]
+    """
+
+
+@hookspec
+def nxdt_device_profiles() -> Iterable[DeviceProfileComponent]:  # type: ignore[empty-body]
+    """Describe device types, selected by ``trainer.accelerator``. The target is a
+    :class:`nxdt_core.devices.DeviceProfile`, and ``name`` is what torch calls the type.
+
+    Example::
+
+        @hookimpl
+        def nxdt_device_profiles():
+            return [DeviceProfileComponent(name="xpu", target="my_plugin.device:PROFILE", summary="Intel GPUs")]
     """
 
 

@@ -73,7 +73,7 @@ class Dropout(nn.Module):
         kept = None if self.part is None else self.part.mask(hidden, self.p)
         if kept is None:
             if self._salt is None or hidden.is_meta:
-                return functional.dropout(hidden, self.p)
+                return _dropped(hidden, self.p)
             kept = _seeded_mask(_salted(self._salt), list(hidden.shape), self.p, hidden.device)
         return torch.where(kept, hidden / (1 - self.p), 0)
 
@@ -123,15 +123,31 @@ def _salted(salt: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _seeded(seed: torch.Tensor, device: torch.device) -> Iterator[None]:
     """Seed the random numbers of ``device`` within the block; after it the earlier sequence continues."""
-    on_host = profile_of(device).host
-    with torch.random.fork_rng([] if on_host else [device], device_type=HOST.type if on_host else device.type):
+    operations = profile_of(device).operations
+    before = operations.rng_state(device)
+    with torch.random.fork_rng([], device_type=HOST.type):
         torch.manual_seed(int(seed))
-        yield
+        operations.seed(int(seed))
+        try:
+            yield
+        finally:
+            if before is not None:
+                operations.set_rng_state(before, device)
+
+
+def _dropped(hidden: torch.Tensor, p: float) -> torch.Tensor:
+    """Return ``hidden`` with dropout, by the generator of its device or, where that has none, of the host."""
+    if not profile_of(hidden.device).host_random or hidden.is_meta:
+        return functional.dropout(hidden, p)
+    kept = torch.empty(hidden.shape, dtype=torch.bool, device=HOST).bernoulli_(1 - p).to(hidden.device)
+    return torch.where(kept, hidden / (1 - p), 0)
 
 
 def _dropped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float
 ) -> torch.Tensor:
+    if profile_of(query.device).host_random and not query.is_meta:
+        return _composed_attention(query, key, value, mask, p)
     return functional.scaled_dot_product_attention(
         query,
         key,
@@ -141,6 +157,21 @@ def _dropped_attention(
         is_causal=mask is None,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _composed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float
+) -> torch.Tensor:
+    """As torch's kernel, of matrix products, so that the probabilities to drop can be drawn on the host."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    if mask is None:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal, -torch.inf)
+    else:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return _dropped(scores.float().softmax(-1).to(value.dtype), p) @ value
 
 
 @torch.compiler.disable(reason="the kernel draws its mask itself")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -159,8 +190,9 @@ def _seeded_attention(
 @torch.library.custom_op("nxdt::seeded_mask", mutates_args=())
 def _seeded_mask(seed: torch.Tensor, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
     """Draw which elements dropout of ``p`` keeps, as torch's own operator draws them."""
-    with _seeded(seed, device):
-        return functional.dropout(torch.ones(tuple(shape), device=device), p) != 0
+    drawing = HOST if profile_of(device).host_random else device
+    with _seeded(seed, drawing):
+        return (functional.dropout(torch.ones(tuple(shape), device=drawing), p) != 0).to(device)
 
 
 @_seeded_mask.register_fake

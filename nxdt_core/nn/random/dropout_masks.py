@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.devices import HOST
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.nn.scoped import Scoped
 
 __all__ = ["MaskPart", "draws_of_step", "encoded_name", "rows_of_batch", "same_draws", "whole_sequence"]
@@ -136,16 +136,17 @@ def _position_mask(
     seed, step, first_row = numbers.tolist()
     module = bytes(name.tolist()).rstrip(b"\0").decode()
     rows, tokens, width = shape
-    kept = torch.ones((rows, tokens, width), dtype=torch.bool, device=device)
-    generator = torch.Generator(device)
+    drawing = HOST if profile_of(device).host_random else device
+    kept = torch.ones((rows, tokens, width), dtype=torch.bool, device=drawing)
+    generator = torch.Generator(drawing)
     for row in range(rows):
         generator.manual_seed(_seed(seed, step, module, first_row + row))
-        drawn = torch.empty(tuple(whole), dtype=torch.bool, device=device).bernoulli_(kept_share, generator=generator)
+        drawn = torch.empty(tuple(whole), dtype=torch.bool, device=drawing).bernoulli_(kept_share, generator=generator)
         held = [drawn[begin:end] for begin, end in zip(runs[::2], runs[1::2], strict=True)]
         own = (held[0] if len(held) == 1 else torch.cat(held)).narrow(0, first_token, tokens)
         own = own[:, first_feature : first_feature + width]
         kept[row, :, : own.shape[1]] = own  # features that fill a dimension up are zero anyway
-    return kept
+    return kept.to(device)
 
 
 @_position_mask.register_fake

@@ -6,7 +6,7 @@ import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import PROFILES, DeviceProfile, profile_of
-from nxdt_core.errors.launch import UnknownAccelerator
+from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.parallel.estimate.run import estimate
 from nxdt_core.parallel.estimate.weights import needs_stand_ins, optimizer_bytes_per_element
 from nxdt_core.parallel.estimate.workload import Workload
@@ -30,6 +30,7 @@ def estimate_configured(config: ResolvedConfig, parts: RunParts) -> Estimate:
 
 def workload(config: ResolvedConfig, parts: RunParts) -> Workload:
     """Sizes of the run of ``config``."""
+    register_profile_of(config)
     run = config.run
     sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
     return Workload(
@@ -69,6 +70,4 @@ def _profile(accelerator: str) -> DeviceProfile:
     """The row of the device type that the run is for; ``auto`` is not known here, so it promises nothing."""
     if accelerator == "auto":
         return profile_of(torch.device("meta"))
-    if accelerator not in PROFILES:
-        raise UnknownAccelerator(accelerator=accelerator, known=tuple(PROFILES))
     return PROFILES[accelerator]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.strategies import Strategy
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
@@ -20,6 +21,7 @@ from nxdt_core.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.training import build
+from nxdt_core.training.lightning.accelerator import EngineAccelerator
 from nxdt_core.training.lightning.managed_save import ManagedSave
 from nxdt_core.training.lightning.module import NxdtModule
 from nxdt_core.training.lightning.user_trainer import check_trainer
@@ -53,9 +55,9 @@ class NxdtStrategy(Strategy):
         self._started = self._broken = False
 
     @property
-    def lightning_accelerator(self) -> str:
-        """Name to pass as the trainer's ``accelerator``."""
-        return profile_of(self.engine.device).lightning_accelerator
+    def lightning_accelerator(self) -> str | Accelerator:
+        """What to pass as the trainer's ``accelerator``: the name that Lightning has for the device type, or ours."""
+        return profile_of(self.engine.device).lightning_accelerator or EngineAccelerator(self.engine.device)
 
     @property
     def root_device(self) -> torch.device:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import max_memory_bytes, profile_of
 from nxdt_core.errors.ranks import OutOfMemory
-from nxdt_core.torch_versions import memory_info
 
 if TYPE_CHECKING:
     from nxdt_core.training.lightning.module import NxdtModule
@@ -63,11 +62,13 @@ def memory_errors_explained(config: ResolvedConfig, module: NxdtModule) -> Itera
 
 def _explained(config: ResolvedConfig, module: NxdtModule) -> OutOfMemory:
     engine = module.engine
-    peak, host = max_memory_bytes(engine.device), profile_of(engine.device).host
-    if host:
+    profile = profile_of(engine.device)
+    peak, total = max_memory_bytes(engine.device), profile.operations.total_memory_bytes(engine.device)
+    if peak is None or (total is None and not profile.host):
+        usage, part = "the device does not say how much memory tensors had taken", ""
+    elif total is None:
         usage, part = f"the process had taken up to {peak / _GIB:.1f} GiB", ""
     else:
-        total = memory_info(engine.device)[1]
         usage = f"tensors had taken up to {peak / _GIB:.1f} GiB of {total / _GIB:.1f} GiB"
         held = _held_bytes(module)
         sizes = engine.rank_info.mesh

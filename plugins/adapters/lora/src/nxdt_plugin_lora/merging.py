@@ -98,13 +98,14 @@ def merge_lora(
         return _write(writer, saved, {name: held["model", name] for _, name in held if ("model", name) in mine}, ranks)
 
     facts = saved.manifest.facts
+    elements = sum(each.box.elements for each in held.values())
     config = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
     manifest = save_listed(
         target,
         step=saved.manifest.step,
         prepare=prepare,
         write=write,
-        facts=replace(facts, config=config, base="", without_base=False, fencing=0, keep="regular"),
+        facts=replace(facts, config=config, base="", without_base=False, fencing=0, keep="regular", elements=elements),
         ranks=ranks,
         signer=signer,
     )

@@ -1,0 +1,132 @@
+"""What a process asks of its device type at run time: which devices there are, their memory, their random numbers.
+
+:class:`DeviceOperations` asks ``torch.accelerator`` and the module ``torch.<type>``, as devices provide them that
+torch knows, PrivateUse1 devices among them. A device profile names another class where its library does otherwise.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from nxdt_core.torch_versions import memory_info
+
+__all__ = ["DeviceOperations", "HostOperations", "UnknownDeviceOperations"]
+
+_T = TypeVar("_T")
+
+
+class DeviceOperations:
+    """Operations of an accelerator; a plugin's profile subclasses this and replaces what its device does otherwise.
+
+    Figures (a name, sizes of memory) are None where the device has none: no run needs them.
+    """
+
+    def is_available(self, device_type: str) -> bool:
+        """Return whether this machine has such a device."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found is not None and found.type == device_type
+
+    def count(self) -> int:
+        """Return the number of devices of this machine; each process of a run uses one."""
+        return int(torch.accelerator.device_count())
+
+    def current_index(self) -> int | None:
+        """Return the number of the device that this process uses; None for a type without numbers."""
+        return int(torch.accelerator.current_device_index())
+
+    def set_index(self, index: int) -> None:
+        """Let this process use the device of that number."""
+        torch.accelerator.set_device_index(index)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done what it was given."""
+        torch.accelerator.synchronize(device)
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator, if ``torch.manual_seed`` does not."""
+
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        """Return the state of the device's generator; None where it has none."""
+        state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Restore what :meth:`rng_state` returned."""
+        torch.get_device_module(device).set_rng_state(state)
+
+    def name(self, device: torch.device) -> str | None:
+        """Return the product name of the device, in which a profile's figures are looked up."""
+        return _figure(lambda: str(torch.get_device_module(device).get_device_name(device)))
+
+    def total_memory_bytes(self, device: torch.device | None = None) -> int | None:
+        """Return the size of a device's memory; ``device`` is the current one by default."""
+        return _figure(lambda: memory_info(device)[1])
+
+    def max_memory_bytes(self, device: torch.device) -> int | None:
+        """Return the most bytes that tensors had taken since :meth:`reset_max_memory`."""
+        return _figure(lambda: int(torch.accelerator.max_memory_allocated(device)))
+
+    def reset_max_memory(self, device: torch.device) -> None:
+        """Start counting :meth:`max_memory_bytes` again."""
+        _figure(lambda: torch.accelerator.reset_peak_memory_stats(device))
+
+
+class HostOperations(DeviceOperations):
+    """Operations of the host's own memory, of which there are no numbered devices and no second generator."""
+
+    def is_available(self, device_type: str) -> bool:
+        """Return True."""
+        return True
+
+    def current_index(self) -> None:
+        """Return None: the host has no number."""
+
+    def set_index(self, index: int) -> None:
+        """Do nothing."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """Do nothing: the host waits for each operation."""
+
+    def rng_state(self, device: torch.device) -> None:
+        """Return None: its generator is torch's own."""
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Do nothing."""
+
+    def name(self, device: torch.device) -> None:
+        """Return None: no figures depend on it."""
+
+    def total_memory_bytes(self, device: torch.device | None = None) -> None:
+        """Return None: a process shares the host's memory with others."""
+
+    def max_memory_bytes(self, device: torch.device) -> int:
+        """Return the largest resident set of the process."""
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def reset_max_memory(self, device: torch.device) -> None:
+        """Do nothing: the kernel keeps one high-water mark for the process's life."""
+
+
+class UnknownDeviceOperations(HostOperations):
+    """Operations of a type that no profile describes: nothing is asked of it, so that an engine can use it anyway."""
+
+    def is_available(self, device_type: str) -> bool:
+        """Return False."""
+        return False
+
+    def max_memory_bytes(self, device: torch.device) -> None:  # type: ignore[override]
+        """Return None."""
+
+
+def _figure(ask: Callable[[], _T]) -> _T | None:
+    """What ``ask`` returns; None from a device that does not implement it, which must not end a run."""
+    try:
+        return ask()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None

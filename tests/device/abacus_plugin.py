@@ -1,0 +1,14 @@
+"""A plugin file that describes the device type of ``abacus.cpp``."""
+
+import sys
+from pathlib import Path
+
+from nxdt_core.api import DeviceProfileComponent, hookimpl
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+
+@hookimpl
+def nxdt_device_profiles():
+    """Declare the profile."""
+    return [DeviceProfileComponent(name="abacus", target="tests.device.abacus:PROFILE", summary="a device of tests")]

@@ -1,0 +1,183 @@
+"""A run on a device type that is neither the host nor one that the core describes: an out-of-tree device of torch.
+
+Nothing asks it for ``cuda``, and no step reads one of its values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.checkpoint import load_model, read_manifest
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import TrainSession
+from tests import processes
+from tests.device.building import CACHE
+
+PLUGIN = f"plugins.local=[{Path(__file__).with_name('abacus_plugin.py')}]"
+ROOT = Path(__file__).parents[2]
+SMALL = ("data.seq_length=32", "model.num_layers=2", "trainer.max_steps=4", "exp_manager.exp_dir=null")
+MODELS = {
+    "llama": ("recipe:llama-tiny",),
+    "compiled": ("recipe:llama-tiny", "model.compile=true"),
+    "gpt with dropout": ("recipe:gpt-tiny", "model.hidden_dropout=0.1", "model.attention_dropout=0.1"),
+    "experts": ("recipe:mixtral-tiny", "model.moe.capacity_factor=1.25"),
+    "adapter": ("recipe:llama-tiny", "adapter.name=lora"),
+    "rounded": ("recipe:llama-tiny", "precision.type=bf16SR"),
+    "novograd": ("recipe:llama-tiny", "model.optim.name=novograd"),
+    "lion": ("recipe:llama-tiny", "model.optim.name=lion"),
+}
+
+
+def session(recipe: str, *overrides: str, accelerator: str = "abacus") -> TrainSession:
+    """A started session of a small run on the device."""
+    sys.path.append(str(ROOT))
+    return TrainSession.load(
+        recipe, [PLUGIN, f"trainer.accelerator={accelerator}", "checkpoint.uri=unused", *SMALL, *overrides]
+    ).start()
+
+
+def steps(run: TrainSession) -> tuple[list[float], list[int]]:
+    """Losses, and how often each step read a value of the device."""
+    from tests.device.abacus import waits
+
+    losses, waited = [], []
+    for batch in run.batches():
+        before = waits()
+        result = run.step(batch)
+        waited.append(waits() - before)
+        losses.append(float(result.loss.loss))
+    return losses, waited
+
+
+def train_on_both(recipe: str, *overrides: str) -> dict[str, Any]:
+    """Train the same run on the device and on the host."""
+    own = session(recipe, *overrides)
+    host = session(recipe, *overrides, "model.compile=false", accelerator="cpu")
+    from tests.device.abacus import COMPILED
+
+    losses, waited = steps(own)
+    types = {parameter.device.type for _, parameter in own.model.named_parameters()}
+    compiled = [*COMPILED]
+    return {"losses": losses, "host": steps(host)[0], "waited": waited, "types": types, "compiled": compiled}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_it_trains_as_on_the_host_and_no_step_waits(abacus_cache: str, model: str) -> None:
+    found = RankPool(1).run(train_on_both, *MODELS[model], environment={CACHE: abacus_cache})[0]
+    assert found["types"] == {"abacus"}
+    assert found["waited"] == [0] * 4
+    if model != "gpt with dropout":  # the host draws the masks of its attention in its kernel
+        assert found["losses"] == pytest.approx(found["host"], rel=1e-5 if model != "rounded" else 2e-3)
+    assert found["losses"][-1] < found["losses"][0]
+    assert bool(found["compiled"]) == (model == "compiled")
+
+
+def wait_where_shapes_may_change() -> list[int]:
+    """The waits of a run under a profile without fixed shapes, which reads a value so that no copy is needed."""
+    sys.path.append(str(ROOT))
+    from tests.device import abacus
+
+    abacus.PROFILE = replace(abacus.PROFILE, static_shapes=False)
+    return steps(session("recipe:llama-tiny"))[1]
+
+
+def test_waits_are_seen(abacus_cache: str) -> None:
+    assert RankPool(1).run(wait_where_shapes_may_change, environment={CACHE: abacus_cache}) == [[1] * 4]
+
+
+def resume_with(root: str) -> tuple[list[float], list[float], list[int]]:
+    """Losses of a whole run and of one that was saved and resumed, and the waits of the latter."""
+    uri = f"checkpoint.uri={root}"
+    whole, first = session("recipe:llama-tiny"), session("recipe:llama-tiny", uri, "trainer.max_steps=2")
+    expected = steps(whole)[0]
+    steps(first)
+    first.save()
+    again = session("recipe:llama-tiny", uri)
+    again.resume()
+    resumed, waited = steps(again)
+    return expected, resumed, waited
+
+
+def test_a_run_that_is_resumed_does_not_wait_either(abacus_cache: str, tmp_path: Path) -> None:
+    """Step counters of the optimizer are loaded to the host, where its kernels read them."""
+    whole, resumed, waited = RankPool(1).run(resume_with, str(tmp_path), environment={CACHE: abacus_cache})[0]
+    assert resumed == whole[2:]
+    assert waited == [0, 0]
+
+
+def reject_steps(optimizer: str) -> tuple[bool, bool, int, list[float], list[float]]:
+    """Whether a step that is not finite leaves the weights and the state; the losses of a run with one and without."""
+    losses, plain = [], session("recipe:llama-tiny", f"model.optim.name={optimizer}")
+    run = session("recipe:llama-tiny", f"model.optim.name={optimizer}")
+    same_weights = same_state = False
+    for number, batch in enumerate(run.batches()):
+        if number == 2:
+            before = {name: value.clone() for name, value in run.model.state_dict().items()}
+            state = {name: value.clone() for name, value in run.optimizer.state_dict().items()}
+            run.model.run_train(batch.micro_batches, run.objective)
+            norm = run.optimizer.clip_grad_norm(None)
+            run.optimizer.reject_unless_finite(torch.full_like(norm, float("nan")), norm)
+            run.optimizer.step()
+            same_weights = all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+            after = run.optimizer.state_dict()
+            same_state = after.keys() == state.keys() and all(torch.equal(after[name], state[name]) for name in state)
+        losses.append(float(run.step(batch).loss.loss))
+    return same_weights, same_state, int(run.optimizer.skipped_steps), losses, steps(plain)[0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon"])
+def test_a_step_that_is_not_finite_leaves_weights_and_state(abacus_cache: str, optimizer: str) -> None:
+    """The device alone knows that it is not."""
+    found = RankPool(1).run(reject_steps, optimizer, environment={CACHE: abacus_cache})[0]
+    assert found[:3] == (True, True, 1)
+    assert found[3] == found[4]
+
+
+def refuse_dropless() -> str:
+    """The error of experts that drop nothing."""
+    try:
+        session("recipe:mixtral-tiny", "model.moe.capacity_factor=null")
+    except Exception as error:  # noqa: BLE001: it is pickled as text
+        return str(error)
+    return ""
+
+
+def test_experts_without_a_capacity_are_refused_where_shapes_are_fixed(abacus_cache: str) -> None:
+    (said,) = RankPool(1).run(refuse_dropless, environment={CACHE: abacus_cache})
+    assert re.search(r"(?s)NXDT-P037.*'layers\.0\.moe\.router'.*2 has room for every token", said)
+
+
+def command(*overrides: str) -> list[str]:
+    run = [PLUGIN, "trainer.accelerator=abacus", *SMALL[:2], *overrides]
+    return [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *run]
+
+
+def test_nxdt_train_runs_validates_saves_and_resumes_on_it(abacus_cache: str, tmp_path: Path) -> None:
+    """The run's memory is not known, its peak is that of the profile."""
+    common = (f"exp_manager.exp_dir={tmp_path}", "trainer.val_check_interval=2", "trainer.limit_val_batches=1")
+    for last in (2, 4):
+        done = processes.run(
+            command(*common, f"trainer.max_steps={last}"),
+            env={**os.environ, CACHE: abacus_cache},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    trained = [row for row in rows if "mfu" in row]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4]
+    assert all(row["mfu"] > 0 for row in trained)
+    store = LocalStorage(str(next(tmp_path.rglob("checkpoints"))))
+    manifest = read_manifest(store, 4)
+    assert sum(value.numel() for value in load_model(store, manifest).values()) == manifest.facts.elements
