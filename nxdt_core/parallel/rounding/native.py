@@ -83,12 +83,18 @@ def _library() -> ctypes.CDLL | None:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
             return ctypes.CDLL(str(built))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
         _log.warning(
             "Stochastic rounding runs operation by operation on this machine's CPU, which takes longer: %s failed "
-            "with %s: %s. Install a C++ compiler with OpenMP, such as g++, or name one in CXX.",
+            "with %s. Install a C++ compiler with OpenMP, such as g++, or name one in CXX.",
             compiler[0],
-            type(error).__name__,
-            next(iter(str(said).strip().splitlines()), ""),
+            _reason(error),
         )
         return None
+
+
+def _reason(error: OSError | subprocess.SubprocessError) -> str:
+    """The first line that says why."""
+    if isinstance(error, subprocess.CalledProcessError):
+        status = f"exit status {error.returncode}"
+        return next((f"{status}: {line}" for line in error.stderr.splitlines()), status)
+    return next(iter(str(error).splitlines()), type(error).__name__)
