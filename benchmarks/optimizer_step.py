@@ -1,8 +1,9 @@
-"""Claim: a step of ``adamw`` takes at most 5 % longer than that of torch's AdamW with the same kernels.
+"""Claims: a step of ``adamw`` takes at most 5 % longer than that of torch's AdamW with the same kernels, and one whose
+weights are rounded stochastically at most 1.5 times as long as torch's fused one in float32.
 
 All step in turn on parameters of one Llama's shapes, in one process; each row gives the median of the ratios to torch's
-in the same round and their quartiles, in CPU time on a host and in wall time elsewhere. The other optimizers, and AdamW
-over bfloat16 weights that are rounded stochastically, are there to be known.
+in the same round and their quartiles, in CPU time on a host and in wall time elsewhere. The other optimizers are there
+to be known. On a machine that others use too, set OMP_NUM_THREADS=1: threads that wait for each other count as well.
 
     python benchmarks/optimizer_step.py [--shape 15M] [--rounds 15] [--others] [--rounded]
 """
@@ -10,6 +11,8 @@ over bfloat16 weights that are rounded stochastically, are there to be known.
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import statistics
 import sys
 import time
@@ -34,7 +37,8 @@ ROUNDED: dict[str, tuple[str, ...]] = {
     "bf16SR, bf16 state": ("precision.type=bf16SR", "precision.optimizer_state=bfloat16"),
 }
 """Over the same parameters in bfloat16, against torch's fused AdamW in float32."""
-CLAIM = 1.05
+CLAIMS = {"adamw": 1.05, "bf16SR": 1.5}
+"""Highest ratio by the first word of a row."""
 STEPS = 3
 """Steps of one timing."""
 
@@ -139,7 +143,7 @@ def main() -> int:
     for label, found in ratios.items():
         low, middle, high = statistics.quantiles(found, n=4)
         print(f"{label:>18}  {statistics.median(spent[label]):8.2f} ms  x {middle:.3f}  ({low:.3f} to {high:.3f})")
-        slower |= label.startswith("adamw") and middle > CLAIM
+        slower |= middle > CLAIMS.get(re.split("[ ,]", label)[0], math.inf)
     return int(slower)
 
 

@@ -15,7 +15,7 @@ from accelerator.bench import Bench
 from nxdt_core.devices import HOST, peak_flops, profile_of
 from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.nn.random.rounding import rounding_key
-from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, can_compile
+from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, backend_on
 from nxdt_core.parallel.rounding.updates import round_into
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box
@@ -104,8 +104,9 @@ def _rounding(bench: Bench, repeats: int, copy: float) -> None:
     elements = 2**12 if bench.small else 2**25
     values = torch.randn(elements, device=bench.device)
     target = torch.empty(elements, device=bench.device, dtype=torch.bfloat16)
-    (key,) = apart(torch.tensor([rounding_key(0, "rounding")], dtype=torch.int32, device=bench.device))
-    kernel = BlockKernel(round_into, compiled=bench.compiles and can_compile(bench.device))
+    backend = backend_on(bench.device, elements) if bench.compiles else "eager"
+    (key,) = apart(torch.tensor([rounding_key(0, "rounding")], dtype=torch.int32, device=bench.device), backend)
+    kernel = BlockKernel(round_into, backend=backend)
     place = ParameterShard(shape=(elements,), box=Box.whole((elements,)))
     seconds = bench.seconds(lambda: kernel(place, (target, values), key), repeats)
     _moved(bench, "stochastic rounding", 6 * elements, seconds, copy)

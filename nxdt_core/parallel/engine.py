@@ -19,7 +19,7 @@ from nxdt_core.parallel.loss.compiled_rows import compiled_rows
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.parallel.optimizer import TorchOptimizer
-from nxdt_core.parallel.rounding.kernels import SMALL_ELEMENTS, can_compile
+from nxdt_core.parallel.rounding.kernels import Backend, backend_on
 from nxdt_core.parallel.rounding.policy import updates_rounded
 from nxdt_core.parallel.shards import tables
 from nxdt_core.protocols.adapter import Adapter
@@ -130,18 +130,18 @@ class TorchEngine:
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
             rounding=rounding,
-            compiled=rounding is not None and self._compiles(groups),
+            backend="eager" if rounding is None else self._rounding_backend(groups),
             before_step=model.begin_step,
             lr=config.lr,
             never_waits=profile_of(self.device).never_waits,
         )
 
-    def _compiles(self, groups: Sequence[ParameterGroup]) -> bool:
-        """Whether this rank's updates are compiled. Off hosts that changes bits, so that all ranks do or none."""
-        if not profile_of(self.device).host:
-            return all(self.ranks.all_gather_object(can_compile(self.device)))
-        elements = sum(parameter.numel() for group in groups for parameter in group["params"])
-        return elements >= SMALL_ELEMENTS and can_compile(self.device)
+    def _rounding_backend(self, groups: Sequence[ParameterGroup]) -> Backend:
+        """What runs this rank's updates. Off hosts it changes bits, so that all ranks have the same there."""
+        backend = backend_on(self.device, sum(parameter.numel() for group in groups for parameter in group["params"]))
+        if profile_of(self.device).host:
+            return backend
+        return "compile" if all(each == "compile" for each in self.ranks.all_gather_object(backend)) else "eager"
 
     @staticmethod
     def estimate(config: ResolvedConfig, parts: RunParts) -> Estimate:

@@ -13,6 +13,7 @@ from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engines.rejection import DeviceRejection
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
+from nxdt_core.parallel.rounding.kernels import Backend
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.parallel.rounding.updates import StochasticUpdates
 from nxdt_core.parallel.shards import shard_of
@@ -49,14 +50,14 @@ class TorchOptimizer:
         padded: Mapping[str, PaddedDim] | None = None,
         tables: Collection[str] = (),
         rounding: StochasticRounding | None = None,
-        compiled: bool = False,
+        backend: Backend = "eager",
         before_step: Callable[[int], None] | None = None,
         lr: float = 0.0,
         never_waits: bool = False,
     ) -> None:
         """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
         ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
-        With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically; ``compiled`` says by
+        With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically; ``backend`` says by
         what kernels. ``before_step`` receives the number of each step. ``lr`` is the peak that a rank without anything
         to train reports. With ``never_waits`` the device alone decides whether a step is rejected.
 
@@ -78,7 +79,7 @@ class TorchOptimizer:
             for name, parameter in self._named.items()
         }
         self._stochastic = (
-            None if rounding is None else StochasticUpdates(self._shards, self._places, rounding, compiled=compiled)
+            None if rounding is None else StochasticUpdates(self._shards, self._places, rounding, backend=backend)
         )
         self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
         self.inner = build([self._of_shards(group) for group in groups]) if groups else _idle(lr)

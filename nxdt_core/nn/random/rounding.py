@@ -56,10 +56,10 @@ def noise(numbers: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         numbers: int32, see :func:`element_numbers`.
         key: int32 [KEY_WORDS], see :func:`rounding_key`.
     """
-    bits = numbers * key[0] + key[1]  # int32 wraps modulo 2³²
-    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _MULTIPLIER_1
-    bits = ((bits ^ ((bits >> 15) & 0x1FFFF)) + key[2]) * _MULTIPLIER_2
-    return (bits >> 16) & _LOW_BITS
+    bits = (numbers * key[0]).add_(key[1])  # int32 wraps modulo 2³²
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLIER_1)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).add_(key[2]).mul_(_MULTIPLIER_2)
+    return bits.bitwise_right_shift_(16).bitwise_and_(_LOW_BITS)
 
 
 def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -69,4 +69,4 @@ def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     infinities and NaN.
     """
     noise = torch.where(values == values, noise, 0)  # a NaN of all ones would overflow into a zero
-    return ((values.view(torch.int32) + noise) & ~_LOW_BITS).view(torch.float32)
+    return (values.view(torch.int32) + noise).bitwise_and_(~_LOW_BITS).view(torch.float32)

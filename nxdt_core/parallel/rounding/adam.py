@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from nxdt_core.devices import profile_of
 from nxdt_core.nn.random.rounding import KEY_WORDS, noise, rounded
-from nxdt_core.parallel.rounding.kernels import BlockKernel, Numbers, apart
+from nxdt_core.parallel.rounding.kernels import Backend, BlockKernel, Numbers, apart
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.protocols.optimizer import ParameterShard
 
@@ -39,11 +41,12 @@ class AdamUpdates:
         stand_ins: Mapping[str, torch.nn.Parameter],
         rounding: StochasticRounding,
         *,
-        compiled: bool,
+        backend: Backend,
     ) -> None:
         """``weights``: this rank's shards by global name; ``stand_ins``: what the optimizer was built over, the keys of
-        its state; ``compiled`` as for :class:`BlockKernel`."""
+        its state; ``backend`` as for :class:`BlockKernel`."""
         self._optimizer = optimizer
+        self._backend: Backend = backend
         self._weights = weights
         self._places = places
         self._stand_ins = stand_ins
@@ -51,7 +54,7 @@ class AdamUpdates:
         self._dtype: torch.dtype = getattr(torch, rounding.state)
         self._leaves = _LEAVES if rounding.state == "bfloat16" else _LEAVES[:1]
         self._kernels = {
-            decoupled: BlockKernel(_decoupled if decoupled else _coupled, compiled=compiled)
+            decoupled: BlockKernel(_decoupled if decoupled else _coupled, backend=backend)
             for decoupled in (True, False)
         }
         names = {stand_in: name for name, stand_in in stand_ins.items()}
@@ -80,12 +83,13 @@ class AdamUpdates:
         taken = 1.0 if rejected is None else 1.0 - rejected
         factors = self._factors(names, torch.stack([state["step"] for state in states]).double() + taken)
         keys = self._rounding.keys(step, [f"{name}{leaf}" for name in names for leaf in self._leaves], device)
-        of_leaves = apart(keys.view(len(names), len(self._leaves), KEY_WORDS))
-        for name, state, *shared in zip(names, states, of_leaves, apart(factors), strict=True):
+        of_leaves = apart(keys.view(len(names), len(self._leaves), KEY_WORDS), self._backend)
+        shared = apart(factors, self._backend)
+        for name, state, key, factor in zip(names, states, of_leaves, shared, strict=True):
             weight = self._weights[name].detach()
             tensors = (weight, gradients[name], state["exp_avg"], state["exp_avg_sq"])
             kernel = self._kernels[self._groups[name]["decoupled_weight_decay"]]
-            kernel(self._places[name], tensors, *shared, rejected)
+            kernel(self._places[name], tensors, key, factor, rejected)
         _count([state["step"] for state in states], taken)
 
     def _rejected(self) -> torch.Tensor | None:
@@ -153,9 +157,10 @@ def _update(
 ) -> None:
     """Write the new ``weight``, ``mean`` and ``square``, all flat; see :meth:`AdamUpdates._factors`."""
     old = (value, mean.float(), square.float())
-    new_mean = old[1] + (grad - old[1]) * factors[0]
-    new_square = old[2] * factors[1] + grad * grad * factors[2]
-    new = (decayed - new_mean / (new_square.sqrt() * factors[5] + factors[6]) * factors[7], new_mean, new_square)
+    new_mean = (grad - old[1]).mul_(factors[0]).add_(old[1])
+    new_square = (old[2] * factors[1]).add_((grad * grad).mul_(factors[2]))
+    change = (new_mean / _root(new_square).mul_(factors[5]).add_(factors[6])).mul_(factors[7])
+    new = (decayed - change, new_mean, new_square)
     for leaf, (target, before, after) in enumerate(zip((weight, mean, square), old, new, strict=True)):
         written = after
         if target.dtype == torch.bfloat16:
@@ -163,3 +168,14 @@ def _update(
         if rejected is not None:
             written = torch.where(rejected != 0, before, written)
         target.copy_(written)
+
+
+def _root(square: torch.Tensor) -> torch.Tensor:
+    """Return square roots that are right to the last bit on a host, as those of compiled code.
+
+    Torch's own are MKL's there, of which one in five is not. NumPy uses the processor's instruction.
+    """
+    if torch.compiler.is_compiling() or not profile_of(square.device).host:
+        return square.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(square.numpy()))

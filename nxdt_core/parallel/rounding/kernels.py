@@ -1,7 +1,7 @@
 """One kernel for each parameter: element-wise functions over a parameter's block, compiled or operation by operation.
 
-Both ways are the same function, and on a host they give the same bits (no compiler setting there merges a product and
-a sum), so that what is too small to be worth compiling need not be.
+On a host all ways give the same bits (no compiler setting there merges a product and a sum), so that what is too small
+to be worth compiling need not be.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from nxdt_core.devices import profile_of
-from nxdt_core.nn.random.positions import rows_of
+from nxdt_core.nn.random.positions import Rows, rows_of
 from nxdt_core.nn.random.rounding import element_numbers
+from nxdt_core.parallel.rounding import native
 from nxdt_core.protocols.optimizer import ParameterShard
 
-__all__ = ["SMALL_ELEMENTS", "BlockKernel", "Numbers", "apart", "can_compile"]
+__all__ = ["Backend", "BlockKernel", "Numbers", "apart", "backend_on", "can_compile"]
 
-SMALL_ELEMENTS = 2**23
-"""On a host, runs of fewer elements are not compiled: forward and backward in bfloat16 take many times as long there as
-the update does without a compiler, and compiling takes seconds."""
+Backend = Literal["eager", "compile", "native"]
+"""What runs a kernel: torch operation by operation, ``torch.compile``, or on hosts :mod:`.native`."""
+
+_SMALL_ELEMENTS = 2**20
+"""On a host, updates of fewer elements run operation by operation: building the kernels takes half a second."""
 
 _PIECE_COMPILED = 2**30
 """Elements of a kernel's call: 32-bit numbers count them."""
@@ -52,11 +55,14 @@ class Numbers:
         return element_numbers(self.first, elements.numel(), skipped=self.skipped, columns=self.columns, gap=self.gap)
 
 
-def apart(table: torch.Tensor) -> list[torch.Tensor]:
-    """Return the rows of a small table as tensors with memory of their own, copied together.
+def apart(table: torch.Tensor, backend: Backend) -> list[torch.Tensor]:
+    """Return the rows of a small table, which kernels of ``backend`` take.
 
-    Compiled code would depend on where a row starts in its table, and on an equal size of a row and a parameter.
+    Rows for ``torch.compile`` have memory of their own, copied together: compiled code would depend on where a row
+    starts in its table, and on an equal size of a row and a parameter.
     """
+    if backend != "compile":
+        return list(table.unbind())
     rows = [torch.empty(table.shape[1:], dtype=table.dtype, device=table.device) for _ in table]
     torch._foreach_copy_(rows, list(table.unbind()))
     for row in rows:
@@ -67,10 +73,11 @@ def apart(table: torch.Tensor) -> list[torch.Tensor]:
 class BlockKernel:
     """An element-wise function ``function(*tensors, numbers, *others)``, which writes its results into its tensors."""
 
-    def __init__(self, function: Function, *, compiled: bool) -> None:
-        """``compiled``: by the device's compiler, where :func:`can_compile` found one."""
+    def __init__(self, function: Function, *, backend: Backend = "eager") -> None:
+        """``backend``: see :func:`backend_on`. A native kernel has the function's name without a leading underscore;
+        where there is none for the tensors' dtypes, the function runs operation by operation."""
         self._function = function
-        self._compiled = compiled
+        self._backend = backend
 
     @torch.no_grad()
     def __call__(self, place: ParameterShard, tensors: Sequence[torch.Tensor], *others: Any) -> None:
@@ -85,23 +92,46 @@ class BlockKernel:
         if not shard.numel():
             return
         flat = [_plain(tensor.reshape(-1)) for tensor in tensors]
-        function, limit = self._on(shard.device)
-        parts = _first_numbers(place.shape, place.box.offsets, tuple(shard.shape), shard.device)
-        elements = shard.numel() // len(parts)
-        for number, (first, columns, gap) in enumerate(parts):
-            for skipped in range(0, elements, limit):
-                start, count = number * elements + skipped, min(limit, elements - skipped)
-                pieces = flat if count == shard.numel() else [_plain(each[start : start + count]) for each in flat]
-                function(*pieces, Numbers(first, skipped, columns, gap), *others)
+        rows = _rows(place.shape, place.box.offsets, tuple(shard.shape))
+        if not (self._backend == "native" and self._run_native(rows, flat, others)):
+            self._run(rows, flat, others)
         for tensor, each in zip(tensors, flat, strict=True):
             if each.data_ptr() != tensor.data_ptr():  # a copy, since the tensor is not contiguous
                 tensor.copy_(each.view(tensor.shape))
 
+    def _run_native(self, parts: Sequence[Rows], flat: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
+        kernel = native.kernel_for(self._function.__name__.lstrip("_"), flat)
+        if kernel is None:
+            return False
+        pieces = [flat] if len(parts) == 1 else zip(*(each.chunk(len(parts)) for each in flat), strict=True)
+        for rows, piece in zip(parts, pieces, strict=True):
+            kernel(rows, piece, others)
+        return True
+
+    def _run(self, parts: Sequence[Rows], flat: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
+        whole, device = flat[0].numel(), flat[0].device
+        function, limit = self._on(device)
+        elements = whole // len(parts)
+        for number, rows in enumerate(parts):
+            first = _first_number(rows, device)
+            columns, gap = rows.columns if rows.count > 1 else 0, _int32(rows.gap)
+            for skipped in range(0, elements, limit):
+                start, count = number * elements + skipped, min(limit, elements - skipped)
+                pieces = flat if count == whole else [_plain(each[start : start + count]) for each in flat]
+                function(*pieces, Numbers(first, skipped, columns, gap), *others)
+
     def _on(self, device: torch.device) -> tuple[Function, int]:
         profile = profile_of(device)
-        if self._compiled:
+        if self._backend == "compile":
             return _compiled(self._function, profile.compile_backend), _PIECE_COMPILED
         return self._function, _PIECE_ON_HOST if profile.cache_bound_kernels else _PIECE
+
+
+def backend_on(device: torch.device, elements: int) -> Backend:
+    """Return what runs the kernels of one rank fastest, for an update of so many elements."""
+    if profile_of(device).host:
+        return "native" if elements >= _SMALL_ELEMENTS and native.available() else "eager"
+    return "compile" if can_compile(device) else "eager"
 
 
 @functools.cache
@@ -140,18 +170,14 @@ def _plain(view: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _first_numbers(
-    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
-) -> list[tuple[torch.Tensor, int, int]]:
-    """First number, columns and gap of each part of a block. Kept from step to step; layers share theirs."""
-    return [
-        (
-            torch.tensor(_int32(rows.first), dtype=torch.int32, device=device),
-            rows.columns if rows.count > 1 else 0,
-            _int32(rows.gap),
-        )
-        for rows in rows_of(shape, offsets, sizes)
-    ]
+def _rows(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Rows]:
+    return rows_of(shape, offsets, sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _first_number(rows: Rows, device: torch.device) -> torch.Tensor:
+    """Number of a block's first element. Kept from step to step; layers share theirs."""
+    return torch.tensor(_int32(rows.first), dtype=torch.int32, device=device)
 
 
 def _int32(number: int) -> int:

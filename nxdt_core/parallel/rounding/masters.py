@@ -8,10 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from nxdt_core.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.nn.random.rounding import noise, rounded
-from nxdt_core.parallel.rounding.kernels import SMALL_ELEMENTS, BlockKernel, Numbers, apart, can_compile
+from nxdt_core.parallel.rounding.kernels import BlockKernel, Numbers, apart, backend_on
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.protocols.optimizer import ParameterShard
 
@@ -50,9 +49,9 @@ def _round(
     if not shards:
         return []
     device = shards[0].device
-    small = profile_of(device).host and sum(shard.numel() for shard in shards) < SMALL_ELEMENTS
-    kernel = BlockKernel(_keep_and_round, compiled=not small and can_compile(device))
-    keys = apart(rounding.keys(step, [name for _, name, _ in parameters], device))
+    backend = backend_on(device, sum(shard.numel() for shard in shards))
+    kernel = BlockKernel(_keep_and_round, backend=backend)
+    keys = apart(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
     kept = []
     for (parameter, _, place), shard, key in zip(parameters, shards, keys, strict=True):
         copy = torch.empty_like(shard)

@@ -10,7 +10,7 @@ from torch import nn
 
 from nxdt_core.nn.random.rounding import noise, rounded
 from nxdt_core.parallel.rounding.adam import AdamUpdates
-from nxdt_core.parallel.rounding.kernels import BlockKernel, Numbers, apart
+from nxdt_core.parallel.rounding.kernels import Backend, BlockKernel, Numbers, apart
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.protocols.optimizer import ParameterShard
 
@@ -34,15 +34,15 @@ class StochasticUpdates:
         places: Mapping[str, ParameterShard],
         rounding: StochasticRounding,
         *,
-        compiled: bool = False,
+        backend: Backend = "eager",
     ) -> None:
-        """``weights``: this rank's shards by global name; ``places``: where each is in its whole; ``compiled`` as for
+        """``weights``: this rank's shards by global name; ``places``: where each is in its whole; ``backend`` as for
         :class:`BlockKernel`."""
         self._weights = weights
         self._places = places
         self._rounding = rounding
-        self._compiled = compiled
-        self._kernel = BlockKernel(round_into, compiled=compiled)
+        self._backend: Backend = backend
+        self._kernel = BlockKernel(round_into, backend=backend)
         self._adam: AdamUpdates | None = None
         self.stand_ins = {name: nn.Parameter(_without_memory(weight)) for name, weight in weights.items()}
         """What the optimizer is to be built over; they have memory while it works on them."""
@@ -52,7 +52,7 @@ class StochasticUpdates:
         self._optimizer = optimizer
         if AdamUpdates.handles(optimizer):
             self._adam = AdamUpdates(
-                optimizer, self._weights, self._places, self.stand_ins, self._rounding, compiled=self._compiled
+                optimizer, self._weights, self._places, self.stand_ins, self._rounding, backend=self._backend
             )
 
     def apply(self, step: int) -> None:
@@ -85,7 +85,7 @@ class StochasticUpdates:
                 state[leaf] = target
             rounded.append((name, name, self._weights[name].detach(), self.stand_ins[name].data))
         keys = self._rounding.keys(step, [key for _, key, _, _ in rounded], rounded[0][2].device)
-        for (name, _, target, values), key in zip(rounded, apart(keys), strict=True):
+        for (name, _, target, values), key in zip(rounded, apart(keys, self._backend), strict=True):
             self._kernel(self._places[name], (target, values), key)
         for name in names:
             stand_in = self.stand_ins[name]

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engines.parameter_groups import chosen, parameter_groups
-from nxdt_core.errors.optimizers import ParameterGroupEmpty
+from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
@@ -145,13 +144,8 @@ class NxdEngine:
         from nxdt_plugin_nxd.optimizer import NxdOptimizer
 
         overrides = self._run.model.optim.param_groups
-        if overrides:
-            own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-            names = sorted({name for each in self.ranks.all_gather_object(own) for name in each})
-            used = [chosen(overrides, name) for name in names]
-            empty = [override.params for override in overrides if not any(override is each for each in used)]
-            if empty:
-                raise ParameterGroupEmpty(patterns=empty, names=names)
+        own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        check_overrides(overrides, own, self.ranks)
         groups = parameter_groups(
             model.named_parameters(),
             model.plan,
