@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.layouts import LAYOUT_KEYS, ShardNotComputed
 from nxdt_core.nn.patterns import matches
@@ -20,8 +21,8 @@ __all__ = ["misfits_named"]
 
 _NOT_THE_PLAN = (*(NxdtError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, IndexError),)
 """What a forward may raise on any number of ranks: lack of memory, lost ranks, token ids beyond the vocabulary."""
-_TRANSPORT = ("gloo", "Connection closed", "Connection reset")
-"""In texts of the plain RuntimeError that gloo raises where another rank has ended."""
+_TRANSPORT = (profile_of(HOST).process_group_backend, "Connection closed", "Connection reset")
+"""In texts of the plain RuntimeError that the host's backend raises where another rank has ended."""
 
 
 @contextmanager
