@@ -136,9 +136,11 @@ class ModelComponent(Component):
     recompute_names: tuple[str, ...] | None = None
     """Names that the plan's ``recompute`` has with every configuration; None if they depend on it. ``nxdt config
     check`` reports others in ``model.activations_checkpoint_recompute``."""
-    tried_before_launch: bool = False
+    tried_before_launch: bool | None = None
     """Whether ``nxdt config check`` and ``nxdt train`` build the model without memory before anything is launched, in
-    the layout of the run. It is for builders whose models and plans come from elsewhere. It imports torch."""
+    the layout of the run, and send shapes through it. None: where the run shards the model (TP, PP, CP or EP). True:
+    always, for builders whose models come from elsewhere. False: never, for plans that are tested in all layouts. It
+    imports torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def max_memory_bytes(device: torch.device) -> int | None:
-    """Return the highest memory use: allocated on an accelerator, the process's resident set on the CPU; None if not known."""
+    """Return the highest memory use: allocated on an accelerator, the resident set on a CPU; None if not known."""
     return profile_of(device).operations.max_memory_bytes(device)
 
 

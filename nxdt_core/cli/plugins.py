@@ -36,9 +36,10 @@ def plugins() -> None:
 def list_(json_output: bool) -> None:
     """List all plugins, also those that cannot be used, with the reason.
 
-    Notes below the table name plugins whose import changes more than themselves, such as functions of torch.
+    Notes below the table name plugins whose import changes more than themselves, such as functions of torch, and
+    plugins whose authors forgot something, such as a range of nxdt-core.
     """
-    from nxdt_core.kernel.plugin import plugin_notes
+    from nxdt_core.kernel.plugin import plugin_hints, plugin_notes
 
     kernel = _start_kernel()
     if json_output:
@@ -49,8 +50,37 @@ def list_(json_output: bool) -> None:
         offers = plugin.reason or ", ".join(c.record.name for c in _components(kernel, plugin))
         rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
     print_table(("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT"), rows)
-    for note in plugin_notes(kernel.plugins):
+    for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
         print_note(note)
+
+
+@plugins.command("doctor", examples=("nxdt plugins doctor", "nxdt plugins doctor --json"))
+@as_json
+@click.pass_context
+def doctor(ctx: click.Context, json_output: bool) -> None:
+    """Say what is wrong with the installed plugins; exit status 1 where something is.
+
+    Found are plugins that cannot be used; entry modules that import heavy libraries, replace functions of torch, start
+    threads, implement no hook or change the environment; and distributions that require no range of nxdt-core. The
+    table shows how long each entry module takes.
+    """
+    from nxdt_core.kernel.doctor import complaints
+
+    kernel = _start_kernel()
+    found = list(complaints(kernel.plugins))
+    if json_output:
+        seconds = {plugin.name: round(plugin.import_s, 6) for plugin in kernel.plugins if plugin.state == "ok"}
+        print_json({"import_s": seconds, "problems": found})
+    else:
+        slowest = sorted(kernel.plugins, key=lambda plugin: -plugin.import_s)
+        rows = [(each.name, each.dist, shade(each.state), f"{1000 * each.import_s:.1f}") for each in slowest]
+        print_table(("NAME", "DIST", "STATE", "IMPORT MS"), rows)
+        click.echo()
+        for line in found:
+            click.echo(f"{click.style('problem', fg='red')}: {visible(line)}")
+        if not found:
+            click.echo(f"{click.style('ok', fg='green')}: nothing is wrong with {len(kernel.plugins)} plugins")
+    ctx.exit(1 if found else 0)
 
 
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))
@@ -131,6 +161,7 @@ def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
         "state": plugin.state,
         "reason": plugin.reason,
         "note": plugin.note,
+        "hints": list(plugin.hints),
         "components": [{"kind": c.kind, "name": c.record.name} for c in _components(kernel, plugin)],
     }
 
@@ -142,6 +173,7 @@ def _print_plugin(kernel: Kernel, plugin: PluginInfo) -> None:
         ("state", shade(plugin.state)),
         ("reason", plugin.reason),
         ("note", plugin.note),
+        ("to change", "; ".join(plugin.hints)),
         ("module", plugin.module),
         ("location", plugin.location),
         ("requires", ", ".join(plugin.requires)),

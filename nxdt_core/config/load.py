@@ -25,6 +25,7 @@ from nxdt_core.config.resolve.normalize import (
 )
 from nxdt_core.config.resolve.path_values import Locator
 from nxdt_core.config.resolve.plugin_policy import read_policy, start_kernel, unusable_files
+from nxdt_core.config.resolve.replaced import Replaced, drop_replaced, find_replaced
 from nxdt_core.config.resolve.select import select, selecting_keys
 from nxdt_core.config.resolved import ResolvedConfig, Selected
 from nxdt_core.config.schema.run import RunConfig
@@ -34,7 +35,7 @@ from nxdt_core.config.secrets.messages import Redaction, notes_on_secrets
 from nxdt_core.config.sources.files import Source
 from nxdt_core.config.sources.inheritance import read_based
 from nxdt_core.config.sources.node import Node, Origin
-from nxdt_core.config.sources.overrides import apply_overrides
+from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
 from nxdt_core.config.validate import (
     Checked,
     find_conflicts,
@@ -115,13 +116,17 @@ class _Load:
         """The completed tree with resolved interpolations."""
         self.reading: Reading | None = None
         self.notes: list[str] = []
+        self.replaced: list[Replaced] = []
+        """Components that something above the source that names them replaces."""
 
     def run(self) -> ResolvedConfig:
-        source = read_based(self.wanted, self._kernel_for_recipes, self.label)
+        source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced)
         given = self._collect(source)
         locator = Locator(source.label)
         kernel = self.started = self._start_kernel(given, locator)
         self.problems += unusable_files(kernel, given) if self.passed is None else ()
+        given, notes = drop_replaced(given, self.replaced, kernel)
+        self.notes += notes
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
         given, pairs = spread_alignment(given)
         given, composition = self._compose(given, kernel, locator)
@@ -155,6 +160,9 @@ class _Load:
         self.problems += problems
         return tree
 
+    def _note_replaced(self, low: Node, high: Node) -> None:
+        self.replaced += find_replaced(low, high)
+
     def _kernel_for_recipes(self, above: Node) -> Kernel:
         """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
         tree, _ = apply_overrides(above, self.overrides)
@@ -164,6 +172,8 @@ class _Load:
     def _collect(self, source: Source) -> Node:
         """What was written, overrides included."""
         self.problems += source.problems
+        above, _ = apply_overrides(Node({}, COMMAND_LINE), self.overrides)
+        self._note_replaced(source.tree, above)
         given = self._keep(apply_overrides(source.tree, self.overrides))
         self.given = given
         self.mandatory = mandatory_keys(given)

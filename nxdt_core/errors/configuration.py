@@ -145,9 +145,12 @@ class UnknownRecipe(ConfigProblem):
     remedy = "{near}"
     reason: str
     candidates: tuple[str, ...] = ()
+    advice: str = ""
+    """What makes the plugin usable that has the recipe."""
 
     def _view(self) -> dict[str, Any]:
         near = f"Did you mean {listing(self.candidates)}?" if self.candidates else "'nxdt recipes list' shows all."
+        near = f"{self.advice[0].upper()}{self.advice[1:]}." if self.advice else near
         return {**super()._view(), "near": near}
 
 

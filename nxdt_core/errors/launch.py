@@ -102,11 +102,16 @@ class TensorPlanUnusable(NxdtError):
     """A model's plan names something that tensor parallelism cannot shard."""
 
     code = "NXDT-P022"
-    happened = "The model's plan cannot be followed: {problem}."
+    happened = "The plan of {owner} cannot be followed: {problem}."
     remedy = (
         "Correct the plan of the model (or of the adapter that changed it), or train it without tensor parallelism."
     )
     problem: str
+    plugin: str = ""
+    """The model's name and who brought it; empty where that is not known."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "owner": f"the model {self.plugin}" if self.plugin else "the model"}
 
 
 class SequenceDoesNotDivide(NxdtError):

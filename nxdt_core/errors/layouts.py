@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
+    "LAYOUT_KEYS",
     "AttentionCoreMissing",
     "AttentionCoreUnknown",
     "ContextSequenceDoesNotDivide",
@@ -28,6 +29,15 @@ __all__ = [
 ]
 
 
+LAYOUT_KEYS = {
+    "tp": "distributed_strategy.tensor_model_parallel_size",
+    "pp": "distributed_strategy.pipeline_model_parallel_size",
+    "cp": "distributed_strategy.context_parallel_size",
+    "ep": "distributed_strategy.expert_model_parallel_size",
+}
+"""Mesh dimension along which a plan shards a model → key of the configuration."""
+
+
 class LayoutRefused(NxdtError):
     """A model's plan says that, and why, it cannot be laid out along a mesh dimension."""
 
@@ -39,28 +49,19 @@ class LayoutRefused(NxdtError):
     size: int
     reason: str
 
-    _KEYS: ClassVar = {
-        "tp": "tensor_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "cp": "context_parallel_size",
-        "ep": "expert_model_parallel_size",
-    }
-
     def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "key": f"distributed_strategy.{self._KEYS[self.dimension]}"}
+        return {**super()._view(), "key": LAYOUT_KEYS[self.dimension]}
 
 
 class ShardNotComputed(NxdtError):
     """A model's plan can be applied, and the model cannot compute with the shards that it makes."""
 
     code = "NXDT-P071"
-    happened = (
-        "{model} cannot be computed with distributed_strategy.tensor_model_parallel_size={tp}: {place} fails on its"
-        " shard ({reason}). {held}{named}"
-    )
-    remedy = "Set distributed_strategy.tensor_model_parallel_size=1, or correct the plan of the model's plugin."
+    happened = "{model}{by} cannot be computed with {layout}: {place} fails on its shard ({reason}). {held}{named}"
+    remedy = "Set {alone}, or correct the plan of the model's plugin."
     model: str
-    tp: int
+    sizes: dict[str, int]
+    """Mesh dimension (``tp``, ``pp``, ``ep``, ``cp``) → number of ranks, of those above 1."""
     module: str
     """Path of the innermost module that fails; empty where that is not known."""
     parameters: list[str]
@@ -68,10 +69,15 @@ class ShardNotComputed(NxdtError):
     entry: str
     """The plan's entry for it; empty where there is none."""
     reason: str
+    plugin: str = ""
+    """The model's name and who brought it; empty where that is not known."""
 
     def _view(self) -> dict[str, Any]:
         return {
             **super()._view(),
+            "layout": " and ".join(f"{LAYOUT_KEYS[name]}={size}" for name, size in self.sizes.items()),
+            "alone": " and ".join(f"{LAYOUT_KEYS[name]}=1" for name in self.sizes),
+            "by": f", the model {self.plugin}," if self.plugin else "",
             "place": f"'{self.module}'" if self.module else "it",
             "held": f"A rank holds {', '.join(self.parameters)}. " if self.parameters else "",
             "named": f"The plan's entry is {self.entry}." if self.entry else "No entry of the plan names it.",

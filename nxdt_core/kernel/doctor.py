@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo, PluginState
 
-__all__ = ["advise", "diagnose"]
+__all__ = ["advise", "complaints", "diagnose"]
 
 _ADVICE: Final[dict[PluginState, str]] = {
     "ok": "",
@@ -28,3 +29,13 @@ def advise(plugin: PluginInfo) -> str:
     if plugin.dist == LOCAL and plugin.state == "broken":
         return f"correct {plugin.location}"
     return _ADVICE[plugin.state].format(dist=plugin.dist)
+
+
+def complaints(plugins: Iterable[PluginInfo]) -> Iterator[str]:
+    """Yield a line for each thing that is wrong with a plugin; one that is blocked is as its user wants it."""
+    for plugin in plugins:
+        if plugin.state not in ("ok", "blocked"):
+            yield f"plugin {diagnose(plugin)} ({advise(plugin)})"
+        for line in (plugin.note, *plugin.hints):
+            if line:
+                yield f"plugin {plugin.label}: {line}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["BUILTIN", "LOCAL", "PluginInfo", "PluginState", "plugin_notes"]
+__all__ = ["BUILTIN", "LOCAL", "PluginInfo", "PluginState", "plugin_hints", "plugin_notes"]
 
 PluginState = Literal["ok", "blocked", "incompatible", "broken", "shadowed", "corrupt"]
 """``ok`` registered · ``blocked`` by the policy · ``incompatible`` with this nxdt-core · ``broken``: its module or its
@@ -41,6 +41,11 @@ class PluginInfo:
     note: str = ""
     """What importing it changed in the process that is not its own, such as functions of torch; one line."""
 
+    hints: tuple[str, ...] = ()
+    """What its authors should change, such as a missing range of nxdt-core; sentences without an end."""
+    import_s: float = field(default=0.0, compare=False)
+    """Seconds that importing and asking it took, what others had imported before left out."""
+
     @property
     def label(self) -> str:
         """Return the name for messages: ``'llama' (nxdt-plugin-llama 0.1.0)``."""
@@ -50,3 +55,8 @@ class PluginInfo:
 def plugin_notes(plugins: Iterable[PluginInfo]) -> list[str]:
     """Return a line for each plugin with a note."""
     return [f"plugin {plugin.label}: {plugin.note}" for plugin in plugins if plugin.note]
+
+
+def plugin_hints(plugins: Iterable[PluginInfo]) -> list[str]:
+    """Return a line for each thing that the authors of a plugin should change."""
+    return [f"plugin {plugin.label}: {hint}" for plugin in plugins for hint in plugin.hints]

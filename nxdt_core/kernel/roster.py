@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from time import perf_counter
 
 from nxdt_core.api import KINDS, Kind
 from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.kernel.components.declaration import Declaration, declare, fill_added_kinds
 from nxdt_core.kernel.defect import PluginDefect
 from nxdt_core.kernel.discovery.loading import import_plugin
+from nxdt_core.kernel.discovery.side_effects import note_on_threads
+from nxdt_core.kernel.discovery.threads import threads_detached
 from nxdt_core.kernel.hooks.checks import HookSet, collect_hooks
 from nxdt_core.kernel.hooks.facade import Hooks
 from nxdt_core.kernel.hooks.table import own_hooks, specifications
@@ -31,11 +34,13 @@ class Roster:
         """Import the entry modules and check their hook functions."""
         hooks = specifications()
         for index in self._usable():
-            plugin = self.plugins[index]
+            plugin, begun = self.plugins[index], perf_counter()
             try:
                 loaded, note = import_plugin(plugin, strict=strict)
-                self.plugins[index] = replace(plugin, note=note)
+                self.plugins[index] = replace(plugin, note=note, import_s=perf_counter() - begun)
                 self._hooks[index] = collect_hooks(loaded, hooks)
+                if not dir(self._hooks[index]):
+                    self._hint(index, "its entry module implements no hook, so that it offers nothing")
             except PluginDefect as defect:
                 self._drop(index, defect)
 
@@ -44,7 +49,11 @@ class Roster:
         for index in self._usable():
             plugin = self.plugins[index]
             try:
-                self._declarations[index] = declare(plugin, Hooks(own_hooks(plugin, self._hooks[index])))
+                with threads_detached() as started:
+                    self._declarations[index] = declare(plugin, Hooks(own_hooks(plugin, self._hooks[index])))
+                if started:
+                    note = "; ".join(filter(None, (plugin.note, note_on_threads(started))))
+                    self.plugins[index] = replace(plugin, note=note)
             except PluginDefect as defect:
                 self._drop(index, defect)
         self._refuse_second_kinds()
@@ -69,6 +78,9 @@ class Roster:
 
     def _usable(self) -> list[int]:
         return [index for index, plugin in enumerate(self.plugins) if plugin.state == "ok"]
+
+    def _hint(self, index: int, hint: str) -> None:
+        self.plugins[index] = replace(self.plugins[index], hints=(*self.plugins[index].hints, hint))
 
     def _drop(self, index: int, defect: PluginDefect) -> None:
         self.plugins[index] = replace(self.plugins[index], state="broken", reason=str(defect))

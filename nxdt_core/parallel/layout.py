@@ -98,6 +98,8 @@ class Stages:
     """Whether FSDP2 holds the parameters."""
     sequence_parallel: bool
     """Whether hidden states between layers are parts of the sequence."""
+    compiled: bool
+    """Whether layers are compiled."""
     routers: Mapping[str, int]
     """Number of experts by router of the whole model, those of other stages included."""
 
@@ -156,6 +158,7 @@ def lay_out(
         padded=padded,
         sharded=needs_sharding(mesh, precision),
         sequence_parallel=options.sequence_parallel,
+        compiled=compiled,
         routers=routers_of(whole, plan),
     )
 

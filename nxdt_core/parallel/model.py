@@ -19,6 +19,7 @@ from nxdt_core.nn.loss.token_losses import token_labels
 from nxdt_core.nn.random.dropout_masks import rows_of_batch
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
+from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
 from nxdt_core.parallel.gradients import GradientSums, clip, global_norm
@@ -75,6 +76,7 @@ class TorchModel:
         self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._routers = RouterFigures(stages.routers, stages.modules, device=numerics.device, dtype=numerics.figures)
+        self._has_run = False
         self._pipeline: PipelineRunner | None = None
         if mesh.sizes.pp > 1:
             self._pipeline = PipelineRunner(
@@ -121,7 +123,7 @@ class TorchModel:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         batch = self._begin(micro_batches, objective, training=True)
         rounded = rounded_weights(self._placed(), self._numerics.masters_rounded, self._step)
-        with batch.running(), self._routers.counting(), rounded:
+        with self._name_shape_errors(), batch.running(), self._routers.counting(), rounded:
             if self._pipeline is not None:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.loss)
             else:
@@ -135,7 +137,7 @@ class TorchModel:
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Return the loss without gradients, in evaluation mode."""
         batch = self._begin(micro_batches, objective, training=False)
-        with self._forward_only(), batch.running(), self._routers.counting():
+        with self._name_shape_errors(), self._forward_only(), batch.running(), self._routers.counting():
             if self._pipeline is not None:
                 self._pipeline.forward(batch.micro_batches, _inputs, batch.loss)
             else:
@@ -255,6 +257,16 @@ class TorchModel:
         for module in self._stages.modules:
             module.train(training)
         return GlobalBatch(micro_batches, objective, self._mesh, self._numerics, self._metric_names, self._step)
+
+    @contextmanager
+    def _name_shape_errors(self) -> Iterator[None]:
+        """Name the plan's entry where the first batch shows that a module cannot run on its shard."""
+        if self._has_run or self._stages.compiled:
+            yield
+            return
+        with name_shape_errors(self._stages.modules, self._stages.plan, self._mesh.sizes):
+            yield
+        self._has_run = True
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         rows = rows_of_batch(batch.first_row, batch.input_ids)

@@ -160,8 +160,10 @@ class TorchOptimizer:
         return float(self.inner.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
-        """Return the ``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape; a plain
-        number is a scalar under ``<…>#<its type>``."""
+        """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape.
+
+        A plain number is a scalar under ``<…>#<its type>``.
+        """
         if self._rejection is not None:
             self._rejection.settle()
         state: dict[str, torch.Tensor | Piece] = {}

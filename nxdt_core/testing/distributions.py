@@ -21,9 +21,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nxdt_core._version import __version__
 from nxdt_core.api import ENTRY_POINT_GROUP
 
 __all__ = ["write_distribution"]
+
+_MAJOR, _MINOR = map(int, __version__.split(".")[:2])
+_RANGE = (f"nxdt-core>={_MAJOR}.{_MINOR},<{_MAJOR}.{_MINOR + 1}",)
 
 
 def write_distribution(
@@ -33,7 +37,7 @@ def write_distribution(
     version: str = "1.0",
     plugins: Mapping[str, str] | None = None,
     files: Mapping[str, str] | None = None,
-    requires: Sequence[str] = ("nxdt-core",),
+    requires: Sequence[str] = _RANGE,
     entry_points: str | bytes | None = None,
     metadata: str | bytes | None = None,
 ) -> Path:
@@ -45,7 +49,7 @@ def write_distribution(
         version: Of the distribution.
         plugins: Entry points of the group ``nxdt.plugins``: module by name.
         files: Source text by path relative to ``root``.
-        requires: ``Requires-Dist`` lines.
+        requires: ``Requires-Dist`` lines; by default the range of this minor version of nxdt-core.
         entry_points: Content of ``entry_points.txt`` in place of the one made from ``plugins``.
         metadata: Content of ``METADATA`` in place of the usual one; empty means that the file is missing.
 

@@ -35,6 +35,7 @@ from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.nn.random.init import initialize
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.testing.model_layouts import LAYOUTS, compare, component_of, has_lora, planned_capabilities
 from nxdt_core.testing.models.hf_config import config_from_hf
 
 __all__ = ["ModelContract"]
@@ -51,12 +52,22 @@ class ModelContract:
 
     replicated: ClassVar[tuple[str, ...]] = ()
     """Patterns of matrices that every tensor parallel rank holds whole on purpose, without a style that says so."""
+    capabilities: ClassVar[frozenset[str] | None] = None
+    """What the model's record declares. None: as the installed record says whose target is the builder's class, or,
+    where there is none, whatever the plan has entries for."""
     exchanges_with_hf: ClassVar[bool] = True
     """False for a kind of model that has no form there although the builder exchanges others."""
 
+    def tries(self, layout: str, config: pytest.Config) -> bool:
+        """Whether this run of pytest trains in ``layout``, one of :data:`nxdt_core.testing.model_layouts.LAYOUTS`.
+
+        By default exhaustive ones are left out, unless pytest has an option ``--samples`` and that is ``all``.
+        """
+        return not LAYOUTS[layout].exhaustive or config.getoption("samples", default=None) == "all"
+
     @pytest.fixture
     def builder(self) -> ModelBuilder:
-        """Return a builder of a small model."""
+        """Return a builder of a small model without dropout, whose sizes two ranks can share."""
         raise NotImplementedError("override the fixture 'builder'")
 
     @pytest.fixture
@@ -219,6 +230,33 @@ class ModelContract:
             found = _gradients(module, ids)
             assert all(torch.equal(found[name], wanted[name]) for name in wanted), names or "whole layers"
 
+    # Layouts
+
+    def test_the_plan_has_what_the_record_declares(self, builder: ModelBuilder, plan: ParallelPlan) -> None:
+        """A run that asks for a layout which the record declares must find it in the plan."""
+        missing = (self._declared(builder) - {"lora"}) - planned_capabilities(plan)
+        assert not missing, f"the record declares {', '.join(sorted(missing))}, and the plan has no entry for that"
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_it_trains_in_a_layout_as_in_one_process(
+        self, builder: ModelBuilder, layout: str, pytestconfig: pytest.Config
+    ) -> None:
+        """On real ranks: losses and the update of every parameter, for each layout that the record declares."""
+        wanted = LAYOUTS[layout]
+        missing = wanted.needs - self._declared(builder)
+        if missing:
+            pytest.skip(f"the model does not declare {', '.join(sorted(missing))}")
+        if wanted.lora and not has_lora():
+            pytest.skip("nxdt-plugin-lora is not installed")
+        if not self.tries(layout, pytestconfig):
+            pytest.skip("this run of pytest leaves the layout out")
+        problems = compare(builder, wanted)
+        assert not problems, (
+            f"In the layout {' '.join(wanted.settings)} the model does not train as in one process: "
+            f"{'; '.join(problems)}. Correct the plan, or what a module computes from the size of its shard. Values "
+            "for each head or channel belong in a module that the plan names 'heads' or 'channels'."
+        )
+
     # Pipelines
 
     def test_stages_have_the_names_and_weights_of_the_whole(self, builder: ModelBuilder, model: nn.Module) -> None:
@@ -301,6 +339,12 @@ class ModelContract:
         found = other(ids)
         expected = model(ids)[..., : found.shape[-1]]  # rows that fill a vocabulary up are not written
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+    def _declared(self, builder: ModelBuilder) -> frozenset[str]:
+        if self.capabilities is not None:
+            return self.capabilities
+        component = component_of(builder)
+        return planned_capabilities(builder.plan()) if component is None else component.record.capabilities
 
 
 def _fresh(builder: ModelBuilder, seed: int = _SEED) -> nn.Module:

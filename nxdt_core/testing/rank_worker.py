@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["STACK_SIGNAL", "Outcome", "Task", "serve"]
+__all__ = ["STACK_SIGNAL", "Outcome", "Task", "import_module", "serve"]
 
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a worker write the stacks of all its threads to its log, also where it is stuck in C code."""
@@ -80,15 +80,17 @@ def _outcome(task: Task) -> bytes:
 
 
 def _function(task: Task) -> Callable[..., Any]:
-    module: Any = sys.modules.get(task.module) or _module(task.module, task.file)
+    module: Any = import_module(task.module, task.file)
     for name in task.qualname.split("."):
         module = getattr(module, name)
     function: Callable[..., Any] = module
     return function
 
 
-def _module(name: str, file: str) -> ModuleType:
+def import_module(name: str, file: str) -> ModuleType:
     """Import ``name``, or the file under that name where it cannot be found: a test's file is in no package."""
+    if name in sys.modules:
+        return sys.modules[name]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

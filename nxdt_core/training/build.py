@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +18,11 @@ from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.errors.launch import TensorPlanUnusable
+from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.errors.models import SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.optimizers import NoMasterWeights
+from nxdt_core.kernel.plugin import LOCAL
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, IterableDataset, MapDataset
@@ -39,6 +43,7 @@ __all__ = [
     "locate",
     "model_builder",
     "objective",
+    "plan_errors_named",
     "precision",
     "schedule",
     "schedule_horizon",
@@ -72,6 +77,18 @@ def model_builder(config: ResolvedConfig) -> ModelBuilder:
     if longest is not None and config.run.data.seq_length > longest:
         raise SequenceTooLongForModel(sequence=config.run.data.seq_length, longest=longest)
     return builder
+
+
+@contextmanager
+def plan_errors_named(config: ResolvedConfig) -> Iterator[None]:
+    """Say in errors of the model's plan which plugin brought the model."""
+    try:
+        yield
+    except (TensorPlanUnusable, ShardNotComputed) as error:
+        component = config.selected("model").component
+        origin = component.dist if component.dist == LOCAL else f"{component.dist} {component.version}"
+        error.plugin = f"{component.qualified_name!r} ({origin})"
+        raise
 
 
 def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenizer | None:

@@ -74,9 +74,11 @@ def plan(config: ResolvedConfig, *, memory_bytes: int | None = None) -> RunPlan:
     engine = selected.load_target()
     if not isinstance(engine, EstimatesRuns):
         raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)
+    with build.plan_errors_named(config):
+        estimate = engine.estimate(config, run_parts(config))
     return RunPlan(
         config=config,
-        estimate=engine.estimate(config, run_parts(config)),
+        estimate=estimate,
         memory_bytes=accelerator_memory_bytes() if memory_bytes is None else memory_bytes,
     )
 

@@ -49,13 +49,14 @@ def initialize_parallel_model(
         engine: started.
         materialise: False where a checkpoint will be loaded: allocate, draw nothing.
     """
-    return engine.initialize_model(
-        build.model_builder(config),
-        precision=build.precision(config),
-        seed=config.run.seed,
-        adapters=build.adapters(config),
-        materialise=materialise,
-    )
+    with build.plan_errors_named(config):
+        return engine.initialize_model(
+            build.model_builder(config),
+            precision=build.precision(config),
+            seed=config.run.seed,
+            adapters=build.adapters(config),
+            materialise=materialise,
+        )
 
 
 def initialize_parallel_optimizer(

@@ -334,16 +334,17 @@ class TrainSession:
             apply: called in place of ``optimizer.step``, by a loop that counts updates itself and ends in it.
         """
         micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
-        result = train_step(
-            self.model,
-            self.optimizer,
-            self._with_base(micro_batches),
-            self.objective,
-            self.schedule,
-            self.state,
-            max_norm=self.config.run.trainer.gradient_clip_val,
-            apply=apply,
-        )
+        with build.plan_errors_named(self.config):
+            result = train_step(
+                self.model,
+                self.optimizer,
+                self._with_base(micro_batches),
+                self.objective,
+                self.schedule,
+                self.state,
+                max_norm=self.config.run.trainer.gradient_clip_val,
+                apply=apply,
+            )
         if isinstance(batch, StepInput):
             self.state.data = batch.position
         if self.average is not None:

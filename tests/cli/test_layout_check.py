@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
+
+from nxdt_core.cli import main
+from nxdt_core.testing.ranks import RankPool, RanksFailed
 
 COHERE = {
     "model_type": "cohere",
@@ -66,7 +70,7 @@ def test_a_plan_that_overlooks_a_parameter_is_found_before_launch(nxdt, words):
         done = nxdt(*command, *words("forgetful"), *TWO)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
-        assert "[NXDT-P071] CohereForCausalLM cannot be computed with" in done.stderr
+        assert "[NXDT-P071] CohereForCausalLM, the model 'forgetful:forgetful' (local), cannot be" in done.stderr
         assert "tensor_model_parallel_size=2: 'model.layers.0.self_attn.q_norm' fails on its shard" in done.stderr
         assert (
             "A rank holds weight [4, 8]. The plan's entry is tensor_blocks 'model.layers.*.self_attn'." in done.stderr
@@ -92,3 +96,65 @@ def test_a_model_that_cannot_be_built_is_found_before_launch(nxdt, words):
 def test_a_model_with_a_plan_of_its_own_is_checked_without_torch(nxdt):
     done = nxdt("config", "check", "recipe:llama-tiny", *TWO, without=("torch", "numpy", "transformers"))
     assert done.returncode == 0, done.stderr
+
+
+SWAPPED = """
+from nxdt_core.api import ModelComponent, hookimpl
+
+
+@hookimpl
+def nxdt_model_builders():
+    return [
+        ModelComponent(
+            name="swapped",
+            target="swapped:Swapped",
+            config="nxdt_plugin_llama.config:LlamaConfig",
+            capabilities=frozenset({"tp", "pp"}),
+        )
+    ]
+
+
+def __getattr__(name):
+    from dataclasses import replace
+
+    from nxdt_plugin_llama.builder import LlamaBuilder
+
+    class Swapped(LlamaBuilder):
+        def plan(self):
+            plan = super().plan()
+            others = {"column": "row", "row": "column"}
+            mlp = {path: others[style] for path, style in plan.tensor.items() if ".mlp." in path}
+            return replace(plan, tensor={**plan.tensor, **mlp})
+
+    if name != "Swapped":
+        raise AttributeError(name)
+    return Swapped
+"""
+
+
+def test_column_and_row_that_are_swapped_are_found_by_default_and_named_with_their_plugin(nxdt, work):
+    (work / "swapped.py").write_text(SWAPPED)
+    run = ("recipe:llama-tiny", "plugins.local=[./swapped.py]", "model.name=swapped", "trainer.accelerator=cpu")
+    for command in (("config", "check"), ("train",), ("plan",)):
+        done = nxdt(*command, *run, *TWO)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "the model 'swapped:swapped' (local), cannot be computed with" in done.stderr
+        assert "tensor_model_parallel_size=2: 'layers.0.mlp." in done.stderr
+        assert "The plan's entry is tensor 'layers.*.mlp." in done.stderr
+    assert nxdt("config", "check", *run, "trainer.devices=2").returncode == 0, "weights are not sharded"
+
+
+def train_as_a_rank(directory, arguments):
+    sys.path.insert(0, directory)
+    return main(["train", *arguments])
+
+
+@pytest.mark.slow
+def test_ranks_that_another_launcher_started_name_the_plan_in_the_first_step(work):
+    (work / "swapped.py").write_text(SWAPPED)
+    run = ("recipe:llama-tiny", f"plugins.local=[{work}/swapped.py]", "model.name=swapped", "trainer.accelerator=cpu")
+    with pytest.raises(RanksFailed, match="died with exit code 2") as raised:
+        RankPool(2).run(train_as_a_rank, str(work), (*run, *TWO, f"exp_manager.exp_dir={work}"))
+    assert "[NXDT-P071]" in str(raised.value)
+    assert "The plan's entry is tensor 'layers.*.mlp." in str(raised.value)

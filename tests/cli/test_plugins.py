@@ -17,7 +17,7 @@ def test_list_json_has_the_promised_shape_and_nothing_else_on_stdout(nxdt, dist)
     dist("broken", "raise RuntimeError('at import')")
     dist("ancient", OFFER, requires="nxdt-core<0.0.1")
     rows = {row["name"]: row for row in json.loads(nxdt("plugins", "list", "--json").stdout)}
-    assert set(rows["acme"]) == {"name", "dist", "version", "state", "reason", "note", "components"}
+    assert set(rows["acme"]) == {"name", "dist", "version", "state", "reason", "note", "hints", "components"}
     assert rows["acme"] == {
         "name": "acme",
         "dist": "acme",
@@ -25,6 +25,7 @@ def test_list_json_has_the_promised_shape_and_nothing_else_on_stdout(nxdt, dist)
         "state": "ok",
         "reason": "",
         "note": "",
+        "hints": [],
         "components": [{"kind": "optimizer", "name": "wolf"}],
     }
     assert (rows["broken"]["state"], rows["broken"]["components"]) == ("broken", [])
@@ -115,3 +116,45 @@ def test_a_plugin_that_imports_and_changes_torch_is_named_by_list_show_and_check
     assert "it replaces torch.nn.functional.dropout" in nxdt("plugins", "show", "acme", fork=False).stdout
     checked = nxdt("config", "check", "recipe:llama-tiny", fork=False)
     assert checked.stderr.count("it replaces torch.nn.functional.dropout") == 1
+
+
+BUSY = """
+import threading, time
+from concurrent.futures import ThreadPoolExecutor
+
+threading.Thread(target=time.sleep, args=(1000,), name="poll").start()
+ThreadPoolExecutor(1, "pool").submit(time.sleep, 1000)
+"""
+
+
+def test_commands_end_although_a_plugin_left_threads_running(nxdt, dist):
+    dist("acme", BUSY + OFFER)
+    note = "it starts threads ('poll', 'pool_0'), which nxdt makes daemons so that commands end"
+    for command in (("plugins", "list"), ("config", "check", "recipe:llama-tiny")):
+        done = nxdt(*command, fork=False)
+        assert done.returncode == 0, done.stderr
+        assert note in done.stderr
+
+
+def test_doctor_names_what_is_wrong_and_exits_with_1(nxdt, dist):
+    dist("acme", PATCH + OFFER)
+    dist("bolt", "")
+    dist("crow", "1 / 0")
+    dist("dove", OFFER.replace("wolf", "dove"))
+    done = nxdt("plugins", "doctor", fork=False)
+    assert done.returncode == 1
+    for line in (
+        "plugin 'acme' (acme 1.0): its entry module imports torch, numpy, which makes every command slow; it replaces",
+        "plugin 'bolt' (bolt 1.0): its entry module implements no hook, so that it offers nothing",
+        "plugin 'crow' (crow 1.0) is broken: importing 'crow' raised ZeroDivisionError",
+    ):
+        assert f"problem: {line}" in done.stdout
+    assert "problem: plugin 'dove'" not in done.stdout
+    found = json.loads(nxdt("plugins", "doctor", "--json", fork=False).stdout)
+    assert found["import_s"]["acme"] > found["import_s"]["dove"]
+    assert len(found["problems"]) == 3
+
+
+def test_doctor_is_content_with_the_plugins_of_this_repository(nxdt):
+    done = nxdt("plugins", "doctor")
+    assert (done.returncode, done.stdout.splitlines()[-1].partition(":")[0]) == (0, "ok")

@@ -89,7 +89,61 @@ def test_a_mapping_without_a_name_is_called_after_its_base_or_refused(good, load
 
 def test_the_policy_of_a_file_decides_who_brings_its_base():
     (problem,) = config.check({"base": "recipe:llama-tiny", "plugins": {"block": ["nxdt-plugin-llama"]}})
-    assert problem.row().startswith("mapping: base: no plugin has a recipe of that name.")
+    assert problem.row().startswith(
+        "mapping: base: the recipe 'llama-tiny' belongs to a plugin that is not used: 'llama'"
+    )
+    assert "is blocked: named in plugins.block. " in problem.row()
+    assert "Change plugins.block or plugins.allow to use it." in problem.row()
+    for named in ("recipe:llama:llama-tiny", "recipe:llama-tiny"):
+        (problem,) = config.check({"base": named, "plugins": {"allow": ["nxdt-plugin-text"]}})
+        assert "is blocked: " in problem.row()
+
+
+SCHEDULE = "model: {optim: {sched: {name: cosine, warmup_steps: 3, min_lr: 0.001, constant_steps: 2}}}\n"
+
+
+def test_another_component_takes_the_keys_of_the_first_with_it(load, good):
+    write(common=good, middle=f"base: common.yaml\n{SCHEDULE}")
+    resolved = load("base: middle.yaml\nmodel: {optim: {sched: {name: constant}}}\n")
+    assert resolved.selected("lr_scheduler").component.record.name == "constant"
+    assert "model.optim.sched.min_lr" not in resolved.origins
+    assert resolved.selected("lr_scheduler").config.warmup_steps == 3, "both have it"
+    (note,) = [note for note in resolved.notes if "replaces" in note]
+    assert note == (
+        "model.optim.sched.name: 'constant' replaces 'cosine', whose keys are left out: min_lr, constant_steps"
+    )
+
+
+def test_so_does_one_that_an_override_names(load, good):
+    write(common=good, middle=f"base: common.yaml\n{SCHEDULE}")
+    resolved = load("base: middle.yaml\n", "model.optim.sched.name=constant", "model.optim.sched.warmup_steps=1")
+    assert "model.optim.sched.min_lr" not in resolved.origins
+    assert resolved.selected("lr_scheduler").config.warmup_steps == 1
+
+
+def test_null_takes_a_key_back_that_the_component_of_the_base_had(load, good):
+    write(common=good, middle=f"base: common.yaml\n{SCHEDULE}")
+    resolved = load("base: middle.yaml\nmodel: {optim: {sched: {name: constant, min_lr: null}}}\n")
+    assert "model.optim.sched.min_lr" not in resolved.origins
+
+
+def test_another_store_takes_the_keys_of_the_first_with_it_even_where_the_address_chooses_it(load, good):
+    write(common=good + "checkpoint: {uri: memory://a, storage: {parts: 2}}\n")
+    resolved = load("base: common.yaml\ncheckpoint: {uri: here}\n")
+    assert resolved.selected("checkpoint_storage").component.record.name == "local"
+    assert "checkpoint.storage.parts" not in resolved.origins
+
+
+def test_a_key_that_is_given_together_with_the_component_must_be_one_of_its_keys(report, good):
+    write(common=good, middle=f"base: common.yaml\n{SCHEDULE}")
+    rows = report("base: middle.yaml\nmodel: {optim: {sched: {name: constant, min_lr: 0.1}}}\n")
+    assert [row for row in rows if "model.optim.sched.min_lr" in row]
+
+
+def test_a_key_of_nobody_stays_an_unknown_key(report, good):
+    write(common=good, middle="base: common.yaml\nmodel: {optim: {sched: {name: cosine, top: 3}}}\n")
+    rows = report("base: middle.yaml\nmodel: {optim: {sched: {name: constant}}}\n")
+    assert [row for row in rows if "model.optim.sched.top: unknown key" in row]
 
 
 @pytest.mark.parametrize(

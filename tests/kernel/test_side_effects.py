@@ -17,7 +17,7 @@ CHANGES = {
     "logging": ("import logging; logging.getLogger().addHandler(logging.NullHandler())", "it changes the root logger"),
     "thread": (
         "import threading; go = threading.Event(); threading.Thread(target=go.wait, name='poll').start()",
-        "it starts 'poll', a non-daemon thread, which keeps commands from ending",
+        "it starts threads ('poll'), which nxdt makes daemons so that commands end",
     ),
     "daemon": ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", ""),
     "nothing": ("import json, decimal; LIMIT = 3", ""),
@@ -44,8 +44,10 @@ def test_a_change_to_the_process_is_noted(site, plugin_named, change):
     module = site.add("nxdt-plugin-acme", source)
     plugin = plugin_named(site.start(), "acme")
     if change == "thread":
+        thread = next(thread for thread in threading.enumerate() if thread.name == "poll")
+        assert thread.daemon
         sys.modules[module].go.set()
-        next(thread for thread in threading.enumerate() if thread.name == "poll").join()
+        thread.join()
     assert (plugin.state, plugin.note) == ("ok", note)
 
 
@@ -75,3 +77,64 @@ def test_a_function_of_torch_that_was_loaded_before_is_missed(site, plugin_named
     )
     note = plugin_named(site.start(), "acme").note
     assert note == "it replaces torch.Tensor.cosh, torch.nn.functional.silu, also for the other plugins and the core"
+
+
+def test_a_thread_that_a_registration_hook_starts_becomes_a_daemon_too(site, plugin_named):
+    module = site.add(
+        "nxdt-plugin-acme",
+        """
+        import threading
+        from nxdt_core.api import hookimpl
+
+        go = threading.Event()
+
+        @hookimpl
+        def nxdt_optimizers():
+            threading.Thread(target=go.wait, name="late").start()
+            return []
+        """,
+    )
+    plugin = plugin_named(site.start(), "acme")
+    late = next(thread for thread in threading.enumerate() if thread.name == "late")
+    assert late.daemon
+    assert plugin.note == "it starts threads ('late'), which nxdt makes daemons so that commands end"
+    sys.modules[module].go.set()
+    late.join()
+
+
+def test_threads_that_others_start_stay_as_they_are(site):
+    site.add("nxdt-plugin-acme", CHANGES["nothing"][0])
+    site.start()
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    assert not thread.daemon
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("requires", "hinted"),
+    [
+        ((), True),
+        (("nxdt-core",), True),
+        (("nxdt-core>=0.1",), True),
+        (("nxdt-core!=0.0.9; python_version < '4'",), True),
+        (("nxdt-core>=0.1,<0.2",), False),
+        (("nxdt-core~=0.1.0",), False),
+        (("nxdt-core==0.1.*",), False),
+        (("nxdt_core (>=0.1,<1)",), False),
+    ],
+)
+def test_a_distribution_without_a_range_of_nxdt_core_is_hinted_at(site, plugin_named, requires, hinted):
+    site.add_optimizer("nxdt-plugin-acme", "wolf", requires=requires)
+    plugin = plugin_named(site.start(), "acme")
+    assert (plugin.state, plugin.note) == ("ok", "")
+    assert [hint.partition(",")[0] for hint in plugin.hints] == ["it requires no range of nxdt-core"] * hinted
+
+
+def test_an_entry_module_without_a_hook_is_hinted_at(site, plugin_named):
+    site.add("nxdt-plugin-acme", "LIMIT = 3")
+    site.add_optimizer("nxdt-plugin-bolt", "wolf")
+    kernel = site.start()
+    hints = plugin_named(kernel, "acme").hints
+    assert hints == ("its entry module implements no hook, so that it offers nothing",)
+    assert plugin_named(kernel, "bolt").hints == ()

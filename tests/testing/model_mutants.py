@@ -16,35 +16,48 @@ from torch.nn import functional
 from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.testing.model_contract import ModelContract
-from tests.testing.small_model import HEADS, ROWS, WIDTH, Layer, Small, SmallBuilder, SmallConfig
+from tests.testing.small_model import HEADS, ROWS, WIDTH, Attention, Layer, Small, SmallBuilder, SmallConfig
 
 PLAN = SmallBuilder().plan()
 MUTANTS: list[type[SmallBuilder]] = [SmallBuilder]
 
 
+def mutant(name: str, **members: Any) -> None:
+    """Add a builder. Ranks import it by name, so that it must be an attribute of this module."""
+    builders = type(f"{name}Builder", (SmallBuilder,), {**members, "mutant": name, "__module__": __name__})
+    globals()[builders.__name__] = builders
+    MUTANTS.append(builders)
+
+
 def builder(cls: type[SmallBuilder]) -> type[SmallBuilder]:
+    cls.mutant = cls.__name__
     MUTANTS.append(cls)
     return cls
 
 
 def model(cls: type[Small]) -> type[Small]:
-    MUTANTS.append(type(cls.__name__, (SmallBuilder,), {"model": cls}))
+    mutant(cls.__name__, model=cls)
     return cls
 
 
 def layer(cls: type[Layer]) -> type[Layer]:
-    MUTANTS.append(type(cls.__name__, (SmallBuilder,), {"model": type("Model", (Small,), {"layer_type": cls})}))
+    mutant(cls.__name__, model=type("Model", (Small,), {"layer_type": cls}))
+    return cls
+
+
+def attention(cls: type[Attention]) -> type[Attention]:
+    own = type("Own", (Layer,), {"attention_type": cls})
+    mutant(cls.__name__, model=type("Model", (Small,), {"layer_type": own}))
     return cls
 
 
 def core(cls: type[CausalAttention]) -> type[CausalAttention]:
-    own = type("Model", (Small,), {"layer_type": type("Own", (Layer,), {"core_type": cls})})
-    MUTANTS.append(type(cls.__name__, (SmallBuilder,), {"model": own}))
+    mutant(cls.__name__, model=type("Model", (Small,), {"layer_type": type("Own", (Layer,), {"core_type": cls})}))
     return cls
 
 
 def plan(name: str, **changes: Any) -> None:
-    MUTANTS.append(type(name, (SmallBuilder,), {"plan": lambda self: replace(PLAN, **changes)}))
+    mutant(name, plan=lambda self: replace(PLAN, **changes))
 
 
 # Building
@@ -139,10 +152,10 @@ class CountsItsCalls(Layer):
 
 # Planning
 
-plan("NamesNothing", attention_cores=("layers.*.attention",))
+plan("NamesNothing", attention_cores=("layers.*.attend",))
 plan("NamesNoParameter", norms=(*PLAN.norms, "final_norm.weight"))
-plan("PlansTwice", tensor={**PLAN.tensor, "layers.0.out": "row"})
-plan("ForgetsAMatrix", tensor={name: style for name, style in PLAN.tensor.items() if name != "layers.*.out"})
+plan("PlansTwice", tensor={**PLAN.tensor, "layers.0.attention.out": "row"})
+plan("ForgetsAMatrix", tensor={name: style for name, style in PLAN.tensor.items() if name != "layers.*.attention.out"})
 plan("LetsNormsDecay", norms=("norm.weight",))
 plan("LetsBiasesDecay", no_weight_decay=())
 plan("TiesWhatIsNotOne", tied=(("tokens.weight", "head.weight"),))
@@ -162,6 +175,39 @@ class TiesInSilence(Small):
 class KnowsOnlyTheWhole(Small):
     def forward(self, input_ids, position_ids=None, document_ids=None):
         return super().forward(input_ids, position_ids, document_ids) / len(self.layers)
+
+
+# Layouts
+
+plan("SwapsColumnAndRow", tensor={**PLAN.tensor, "layers.*.attention.qkv": "row", "layers.*.attention.out": "column"})
+plan("ForgetsTheStyleOfAnEmbedding", tensor={name: each for name, each in PLAN.tensor.items() if name != "places"})
+plan("KeepsItsCoreToItself", attention_cores=("layers.*.norm",))
+plan("HasItsResidualInABlock", tensor_blocks=("layers.*", "head"))
+plan("ShardsWithoutABlock", tensor_blocks=("head",))
+
+
+@attention
+class CountsAllHeadsOnAShard(Attention):
+    def heads(self, projected):
+        return projected.unflatten(-1, (HEADS, -1))
+
+
+@attention
+class TakesSlopesOfTheFirstHeads(Attention):
+    """ALiBi with slopes from the number of heads on the rank."""
+
+    def forward(self, hidden, document_ids=None):
+        query, key, value = self.heads(self.qkv(hidden)).transpose(1, 2).chunk(3, -1)
+        heads, places = query.shape[1], torch.arange(query.shape[2])
+        slopes, distance = torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads), places[:, None] - places
+        bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, float("-inf")).to(query.dtype)
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        return self.out(attended.transpose(1, 2).flatten(-2))
+
+
+@builder
+class DeclaresWhatItsPlanLacks(SmallBuilder):
+    capabilities = frozenset({"tp", "sp", "pp", "cp", "ep"})
 
 
 # Counting
@@ -238,14 +284,16 @@ class ReadsKeysThatItDoesNotHave(SmallBuilder):
     config_type = ReadsAnotherKey
 
 
-def under_contract(mutant: type[SmallBuilder]) -> type[ModelContract]:
+def under_contract(made: type[SmallBuilder]) -> type[ModelContract]:
     class Contract(ModelContract):
+        capabilities = made.capabilities
+
         @pytest.fixture
         def builder(self):
-            return mutant()
+            return made()
 
-    return type(f"Test{mutant.__name__}", (Contract,), {})
+    return type(f"Test{made.mutant}", (Contract,), {})
 
 
 for _mutant in MUTANTS:
-    globals()[f"Test{_mutant.__name__}"] = under_contract(_mutant)
+    globals()[f"Test{_mutant.mutant}"] = under_contract(_mutant)

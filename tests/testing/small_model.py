@@ -16,23 +16,38 @@ from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan
 
 HEADS, WIDTH, ROWS, PLACES = 2, 16, 32, 64
-PARTS = ("tokens", "places", "layers.*.norm", "layers.*.qkv", "layers.*.out", "norm", "head")
+PARTS = ("tokens", "places", "layers.*.norm", "layers.*.attention.qkv", "layers.*.attention.out", "norm", "head")
+
+
+class Attention(nn.Module):
+    def __init__(self, core: CausalAttention) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.core = core
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
+        heads = self.heads(self.qkv(hidden)).transpose(1, 2)
+        attended = self.core(*heads.chunk(3, -1), document_ids)
+        output: torch.Tensor = self.out(attended.transpose(1, 2).flatten(-2))
+        return output
+
+    def heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, 3 * WIDTH // HEADS))
 
 
 class Layer(nn.Module):
     core_type: type[CausalAttention] = CausalAttention
+    attention_type: type[Attention] = Attention
 
     def __init__(self, masks: DocumentMasks) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.core = self.core_type(masks)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.attention = self.attention_type(self.core_type(masks))
 
     def forward(self, hidden: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
-        heads = self.qkv(self.norm(hidden)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        attended = self.core(*heads.chunk(3, -1), document_ids)
-        return hidden + self.out(attended.transpose(1, 2).flatten(-2))
+        attended: torch.Tensor = self.attention(self.norm(hidden), document_ids)
+        return hidden + attended
 
 
 class Small(nn.Module):
@@ -74,6 +89,8 @@ class SmallConfig:
 class SmallBuilder:
     model: type[nn.Module] = Small
     config_type: type = SmallConfig
+    mutant = "SmallBuilder"
+    capabilities: frozenset[str] | None = None
     vocab_size = ROWS
     max_sequence_length: int | None = PLACES
     hf_architectures: tuple[str, ...] = ("SmallForCausalLM",)
@@ -92,16 +109,18 @@ class SmallBuilder:
             tensor={
                 "tokens": "vocab_embedding",
                 "places": "replicate",
-                "layers.*.qkv": "column",
-                "layers.*.out": "row",
+                "layers.*.attention.qkv": "column",
+                "layers.*.attention.out": "row",
                 "head": "vocab_head",
             },
-            tensor_blocks=("layers.*", "head"),
-            sequence_norms=("norm",),
-            heads=AttentionHeads(query_heads=HEADS, kv_heads=HEADS, query=("layers.*.qkv",), output=("layers.*.out",)),
+            tensor_blocks=("layers.*.attention", "head"),
+            sequence_norms=("layers.*.norm", "norm"),
+            heads=AttentionHeads(
+                query_heads=HEADS, kv_heads=HEADS, query=("layers.*.attention.qkv",), output=("layers.*.attention.out",)
+            ),
             pipeline=PipelinePlan(hidden_size=WIDTH, first=("tokens", "places"), last=("norm", "head")),
-            attention_cores=("layers.*.core",),
-            recompute={"Core": ("layers.*.core",)},
+            attention_cores=("layers.*.attention.core",),
+            recompute={"Core": ("layers.*.attention.core",)},
             norms=("layers.*.norm.weight", "norm.weight"),
         )
 

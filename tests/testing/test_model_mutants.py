@@ -12,6 +12,7 @@ from tests.testing.small_model import SmallBuilder
 
 FILE = Path(__file__).with_name("model_mutants.py")
 RIGHT = SmallBuilder.__name__
+LAYOUT = "test_it_trains_in_a_layout_as_in_one_process"
 CAUGHT_BY = {
     "HasNoPlan": "test_it_has_the_members_of_the_protocol",
     "LeavesMeta": "test_it_is_built_on_meta_and_is_then_the_same",
@@ -37,6 +38,14 @@ CAUGHT_BY = {
     "ForgetsAFirstPart": "test_stages_have_the_names_and_weights_of_the_whole",
     "TravelsWider": "test_stages_in_turn_compute_what_the_whole_does",
     "KnowsOnlyTheWhole": "test_stages_in_turn_compute_what_the_whole_does",
+    "SwapsColumnAndRow": f"{LAYOUT}[tp]",
+    "ShardsWithoutABlock": f"{LAYOUT}[tp]",
+    "HasItsResidualInABlock": f"{LAYOUT}[tp]",
+    "CountsAllHeadsOnAShard": f"{LAYOUT}[tp]",
+    "TakesSlopesOfTheFirstHeads": f"{LAYOUT}[tp]",
+    "ForgetsTheStyleOfAnEmbedding": f"{LAYOUT}[tp-sp]",
+    "KeepsItsCoreToItself": f"{LAYOUT}[cp]",
+    "DeclaresWhatItsPlanLacks": "test_the_plan_has_what_the_record_declares",
     "CountsWhatIsLookedUp": "test_operations_follow_from_the_weights",
     "ForgetsTheHead": "test_operations_follow_from_the_weights",
     "GivesTwoOneName": "test_a_directory_has_every_parameter_once_and_comes_back",
@@ -61,7 +70,7 @@ def test_the_contract_catches(outcomes: Outcomes, mutant: str, test: str) -> Non
 
 
 def test_every_mutant_is_expected_to_be_caught() -> None:
-    assert {mutant.__name__ for mutant in MUTANTS} == {RIGHT, *CAUGHT_BY}
+    assert {mutant.mutant for mutant in MUTANTS} == {RIGHT, *CAUGHT_BY}
 
 
 def test_the_right_model_passes_every_test_that_catches_one(outcomes: Outcomes) -> None:

@@ -13,15 +13,21 @@ __all__ = ["check_layout"]
 def check_layout(config: ResolvedConfig) -> None:
     """Build the model on the meta device, and send shapes through every shard of a run of several processes.
 
-    It does nothing for a model whose plugin does not set ``tried_before_launch``: then it imports no torch.
+    It does nothing, and imports no torch, for a model whose record sets ``tried_before_launch`` to False, or leaves it
+    out where the run does not shard the model.
 
     Raises:
         NxdtError: the model cannot be built, or not in this layout.
     """
     from nxdt_core.api import ModelComponent
 
-    record = config.selected("model").component.record
-    if not isinstance(record, ModelComponent) or not record.tried_before_launch:
+    record, run = config.selected("model").component.record, config.run
+    world_size = run.trainer.devices * run.trainer.num_nodes
+    sizes = run.distributed_strategy.mesh_sizes(world_size)
+    wanted = record.tried_before_launch if isinstance(record, ModelComponent) else False
+    if wanted is None:
+        wanted = max(sizes.tp, sizes.pp, sizes.cp, sizes.ep) > 1
+    if not wanted:
         return
     from nxdt_core.errors.launch import EngineWithoutEstimate
     from nxdt_core.errors.models import ModelReadsValues
@@ -29,7 +35,7 @@ def check_layout(config: ResolvedConfig) -> None:
     from nxdt_core.training.plan import plan
 
     build.model_builder(config).plan()
-    if config.run.trainer.devices * config.run.trainer.num_nodes == 1:
+    if world_size == 1:
         return
     try:
         plan(config)

@@ -63,7 +63,8 @@ def read_source(
         try:
             recipe = find_recipe(find_kernel(), label.removeprefix(RECIPE_SCHEME))
         except UnknownRecipe as unknown:
-            return _failed(label, UnknownRecipe(**named, reason=unknown.reason, candidates=unknown.candidates))
+            found = {name: getattr(unknown, name) for name in ("reason", "candidates", "advice")}
+            return _failed(label, UnknownRecipe(**named, **found))
         return replace(_parsed(label, recipe.text, recipe.path.parent.absolute()), stem=recipe.name)
     path = expand_home(source)
     try:

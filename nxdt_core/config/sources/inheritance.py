@@ -23,7 +23,10 @@ _KEY = "base"
 
 
 def read_based(
-    source: str | Path | Mapping[str, Any], find_kernel: Callable[[Node], Kernel], label: str | None = None
+    source: str | Path | Mapping[str, Any],
+    find_kernel: Callable[[Node], Kernel],
+    label: str | None = None,
+    merging: Callable[[Node, Node], object] = lambda low, high: None,
 ) -> Source:
     """Read a source and, below it, what it is based on; problems are returned, not raised.
 
@@ -31,6 +34,7 @@ def read_based(
         source: A path, ``recipe:NAME``, or a mapping.
         find_kernel: Given what was read so far, called where a recipe is named; its plugins bring the recipes.
         label: What a mapping is called.
+        merging: Called with each tree below and with what it is about to be merged under.
     """
     top = read_source(source, partial(find_kernel, Node({}, COMMAND_LINE)), label=label)
     tree, problems, seen, below, stem = top.tree.without(_KEY), [*top.problems], [top.label], top, top.stem
@@ -42,6 +46,7 @@ def read_based(
         below = read_source(named, partial(find_kernel, tree), node.origin.at(_KEY))
         stem = stem or below.stem
         problems += below.problems
+        merging(below.tree, tree)
         tree = merge(below.tree.without(_KEY), tree)
     return replace(top, tree=tree, problems=tuple(problems), readable=below.readable, stem=stem)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nxdt_core.errors.configuration import UnknownRecipe
 from nxdt_core.kernel import Kernel, PluginInfo
+from nxdt_core.kernel.doctor import advise, diagnose
 
 __all__ = ["RECIPE_SCHEME", "Recipe", "find_recipe", "list_recipes"]
 
@@ -44,7 +45,7 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
     """Return the recipe called ``name``, or ``plugin:name`` where several plugins have one of that name.
 
     Raises:
-        UnknownRecipe: there is none, or more than one.
+        UnknownRecipe: there is none, there is more than one, or its plugin cannot be used.
     """
     recipes = list_recipes(kernel)
     plugin, _, short = name.rpartition(":")
@@ -57,6 +58,10 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
         raise UnknownRecipe(
             place=place, key="", reason="several plugins have a recipe of that name", candidates=spelled
         )
+    for unusable in (each for each in kernel.plugins if each.state not in ("ok", "shadowed")):
+        if plugin in ("", unusable.name) and any(recipe.name == short for recipe in _recipes_of(unusable)):
+            reason = f"the recipe {short!r} belongs to a plugin that is not used: {diagnose(unusable)}"
+            raise UnknownRecipe(place=place, key="", reason=reason, advice=advise(unusable))
     close = difflib.get_close_matches(short, [recipe.name for recipe in recipes], n=3)
     candidates = tuple(f"{RECIPE_SCHEME}{match}" for match in dict.fromkeys(close))
     raise UnknownRecipe(place=place, key="", reason="no plugin has a recipe of that name", candidates=candidates)

@@ -21,11 +21,17 @@ from nxdt_core.kernel.discovery.metadata import (
     plugin_entries,
     read_core_metadata,
 )
-from nxdt_core.kernel.discovery.requirement import admits
+from nxdt_core.kernel.discovery.requirement import admits, is_bounded
 from nxdt_core.kernel.plugin import PluginInfo
 from nxdt_core.kernel.policy import PluginPolicy, normalise
 
 __all__ = ["find_plugins"]
+
+_MAJOR, _MINOR = __version__.split(".")[:2]
+_UNBOUNDED = (
+    "it requires no range of nxdt-core, so that a later nxdt-core may break it; "
+    f"write 'nxdt-core>={_MAJOR}.{_MINOR},<{_MAJOR}.{int(_MINOR) + 1}'"
+)
 
 
 def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> list[PluginInfo]:
@@ -115,4 +121,4 @@ def _with_state(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
         return replace(plugin, state="corrupt", reason=str(error))
     if refused:
         return replace(plugin, state="incompatible", reason=f"requires {refused[0]}; this is nxdt-core {__version__}")
-    return plugin
+    return replace(plugin, hints=() if any(map(is_bounded, plugin.requires)) else (_UNBOUNDED,))

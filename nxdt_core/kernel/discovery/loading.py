@@ -13,6 +13,7 @@ from types import ModuleType
 
 from nxdt_core.kernel.defect import GUARDED, PluginDefect, describe_failure
 from nxdt_core.kernel.discovery.side_effects import Watch
+from nxdt_core.kernel.discovery.threads import threads_detached
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 
 __all__ = ["import_local", "import_plugin", "import_reference", "local_module_name"]
@@ -31,8 +32,9 @@ def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, 
     Raises:
         PluginDefect: missing, raises, calls ``sys.exit``, has no such attribute, or imports what it must not.
     """
-    watch = Watch(plugin.module)
-    loaded = import_local(plugin) if plugin.dist == LOCAL else import_reference(plugin.module)
+    with threads_detached() as started:
+        watch = Watch(plugin.module, started)
+        loaded = import_local(plugin) if plugin.dist == LOCAL else import_reference(plugin.module)
     note, heavy = watch.note(), watch.heavy()
     if strict and heavy:
         raise PluginDefect(f"its entry module imports {heavy[0]}, which makes every command slow")

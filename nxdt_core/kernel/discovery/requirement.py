@@ -6,7 +6,7 @@ import re
 
 from nxdt_core.kernel.discovery.metadata import MalformedMetadata
 
-__all__ = ["admits"]
+__all__ = ["admits", "is_bounded"]
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 _CLAUSE = re.compile(rf"(>=|<=|>|<|==|!=)\s*({_RELEASE.pattern})")
@@ -34,6 +34,12 @@ def admits(requirement: str, version: str) -> bool:
     if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
         return True
     return parsed.specifier.contains(version, prereleases=True)
+
+
+def is_bounded(requirement: str) -> bool:
+    """Whether ``requirement`` excludes some later release, as a range or an exact version does."""
+    specifier = requirement.partition(";")[0].partition("@")[0]
+    return re.search(r"<|==|~=", specifier) is not None
 
 
 def _holds(version: str, operator: str, bound: str) -> bool:

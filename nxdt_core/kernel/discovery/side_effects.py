@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["HEAVY", "Watch"]
+__all__ = ["HEAVY", "Watch", "note_on_threads"]
 
 HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
 """Libraries that an entry module must leave alone; strict mode holds plugins to it."""
@@ -37,8 +37,14 @@ class Watch:
         note = watch.note()
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, started: Sequence[str] = ()) -> None:
+        """
+        Args:
+            module: that is about to be imported.
+            started: Names of the threads that it starts, as they are started.
+        """
         self._module = module.partition(":")[0]
+        self._started = started
         self._imported = self._module in sys.modules
         self._before: Mapping[str, Any] = {} if self._imported else _state()
 
@@ -61,9 +67,8 @@ class Watch:
         )
         if replaced:
             yield f"it replaces {_listed(replaced)}, also for the other plugins and the core"
-        threads = [name for key, name in after["threads"].items() if key not in before["threads"]]
-        if threads:
-            yield f"it starts {_listed(threads)}, a non-daemon thread, which keeps commands from ending"
+        if self._started:
+            yield note_on_threads(self._started)
         if after["path"] != before["path"]:
             yield "it changes sys.path"
         signals = [name for name in _SIGNALS if after["signals"].get(name) is not before["signals"].get(name)]
@@ -85,7 +90,6 @@ def _state() -> dict[str, Any]:
     return {
         "heavy": [name for name in HEAVY if name in sys.modules],
         "torch": dict(_callables()),
-        "threads": _threads(),
         "path": list(sys.path),
         "signals": _signals(),
         "environment": dict(os.environ),
@@ -120,14 +124,6 @@ def _defined_by(found: Mapping[str, Any], module: str) -> Iterator[str]:
             yield path
 
 
-def _threads() -> dict[int, str]:
-    if "threading" not in sys.modules:
-        return {}
-    module = sys.modules["threading"]
-    alive = [thread for thread in module.enumerate() if thread is not module.main_thread()]
-    return {id(thread): f"'{thread.name}'" for thread in alive if not thread.daemon}
-
-
 def _signals() -> dict[str, Any]:
     if "signal" not in sys.modules:
         return {}
@@ -140,6 +136,11 @@ def _root_logger() -> tuple[int, list[int]] | None:
         return None
     root = sys.modules["logging"].getLogger()
     return root.level, [id(handler) for handler in root.handlers]
+
+
+def note_on_threads(names: Sequence[str]) -> str:
+    """Say which threads were started and made daemons."""
+    return f"it starts threads ({_listed(list(names))}), which nxdt makes daemons so that commands end"
 
 
 def _listed(names: list[str], limit: int = 4) -> str:

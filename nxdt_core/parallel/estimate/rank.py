@@ -60,7 +60,7 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
                 module, laid.plan, work.sizes, sharded=storage.sharded, partial=laid.tensor_partial
             )
             layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
-            with name_shape_errors(module, laid.plan, tp=sizes.tp):
+            with name_shape_errors([module], laid.plan, sizes):
                 traces.append(_trace(module, work, storage, mesh, number, hidden_size))
     return MeasuredRank(counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size)
 

@@ -23,7 +23,7 @@ from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 __all__ = ["apply_tensor_parallel", "partial_parameters", "replicated_partials"]
 
 _IN_BLOCKS: tuple[TensorStyle, ...] = (
-    *("column", "column_gathered", "row", "row_split", "row_partial", "heads", "vocab_head"),
+    *("column", "column_gathered", "row", "row_split", "row_partial", "heads", "channels", "vocab_head"),
 )
 
 

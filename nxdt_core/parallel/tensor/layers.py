@@ -7,7 +7,7 @@ the arithmetic runs on local tensors, since dispatch through DTensor costs 1.7 t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ __all__ = [
     "BlockEntry",
     "ColumnLinear",
     "GatheredColumnLinear",
-    "OfHeads",
+    "OfFeatures",
     "PartialRowLinear",
     "RowLinear",
     "SplitRowLinear",
@@ -177,22 +177,51 @@ class SplitRowLinear(RowLinear):
         return super().forward(hidden.narrow(-1, self.group.rank() * own, own))
 
 
-class OfHeads(nn.Module):
-    """A module whose parameters have a leading dimension of heads, with those of this rank's heads."""
+class OfFeatures(nn.Module):
+    """A module whose parameters and buffers have a leading dimension of heads or channels, with those of this rank."""
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], spread: PaddedDim) -> None:
-        """``parameters``, by name: DTensors with ``Shard(0)`` in the place of the module's own."""
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        spread: PaddedDim,
+        part_of: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """
+        Args:
+            module: the whole one; it has no children.
+            parameters: by name, DTensors with ``Shard(0)`` in the place of the module's own.
+            spread: how the leading dimension is cut.
+            part_of: this rank's part of a whole tensor.
+        """
         super().__init__()
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
+        for name, buffer in module.named_buffers():
+            self.register_buffer(name, part_of(buffer), persistent=False)
         self._inner = (module,)  # in a tuple, so that its own parameters are not found
+        self._part_of = part_of
         self.padded = _padded(spread, self)
         """Parameters with zeros at the end."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module computes, with this rank's part of each parameter."""
-        own = {name: local_part(getattr(self, name)) for name in self._parameters}
-        return functional_call(self._inner[0], own, args, kwargs)
+        """Compute what the module computes, with this rank's part of each parameter and buffer."""
+        own = {name: local_part(parameter) for name, parameter in self.named_parameters()}
+        return functional_call(self._inner[0], own | dict(self.named_buffers()), args, kwargs)
+
+    def reset_buffers(self) -> None:
+        """Let the module compute its buffers whole, and keep this rank's part of each."""
+        (inner,), own = self._inner, dict(self.named_buffers())
+        reset = getattr(inner, "reset_buffers", None)
+        if not own or reset is None:
+            return
+        shapes = dict(inner.named_buffers())
+        for name, shape in shapes.items():
+            setattr(inner, name, torch.empty_like(shape, device=own[name].device))
+        reset()
+        for name, shape in shapes.items():
+            own[name].copy_(self._part_of(getattr(inner, name)))
+            setattr(inner, name, shape)  # on the meta device, so that no rank holds the whole
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, sequence_parallel: bool) -> torch.Tensor:

@@ -21,7 +21,7 @@ from nxdt_core.parallel.tensor.heads import HeadLayout
 from nxdt_core.parallel.tensor.layers import (
     ColumnLinear,
     GatheredColumnLinear,
-    OfHeads,
+    OfFeatures,
     PartialRowLinear,
     RowLinear,
     SplitRowLinear,
@@ -91,8 +91,8 @@ class TensorSharder:
             return SequenceEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
         if style == "vocab_embedding":
             return self._embedding(path, module)
-        if style == "heads":
-            return self._heads_of(path, module)
+        if style in ("heads", "channels"):
+            return self._features_of(path, module, style)
         linear = _linear(path, module, style)
         if style == "column":
             return self._column(path, linear)
@@ -127,15 +127,25 @@ class TensorSharder:
             update=self._update(linear, cut),
         )
 
-    def _heads_of(self, path: str, module: nn.Module) -> OfHeads:
-        own = dict(module.named_parameters(recurse=False))
-        sizes = {parameter.shape[0] if parameter.ndim else 0 for parameter in own.values()}
-        if len(sizes) != 1 or len([*module.children()]) or len([*module.buffers()]):
-            raise TensorPlanUnusable(problem=f"'{path}' is heads, and has more than parameters of equal leading size")
-        cut = self._of_heads(path, 0, sizes.pop())
+    def _features_of(self, path: str, module: nn.Module, style: TensorStyle) -> OfFeatures:
+        own, buffers = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in (*own.values(), *buffers.values())}
+        if len(sizes) != 1 or len([*module.children()]):
+            raise TensorPlanUnusable(
+                problem=f"'{path}' is {style}, and has more than parameters and buffers of equal leading size"
+            )
+        saved = [name for name in buffers if name in module.state_dict(keep_vars=True)]
+        if saved:
+            raise TensorPlanUnusable(
+                problem=f"'{path}' is {style}, and its buffer '{saved[0]}' would be saved: register it with"
+                " persistent=False and compute it in reset_buffers(), or make it a parameter"
+            )
+        size = sizes.pop()
+        cut = self._even(path, 0, size, "channels") if style == "channels" else self._of_heads(path, 0, size)
         if cut is None:
             raise TensorPlanUnusable(problem=f"'{path}' is heads, and AttentionHeads does not say of which")
-        return OfHeads(module, {name: self._shard(parameter, cut) for name, parameter in own.items()}, cut.spread)
+        parameters = {name: self._shard(parameter, cut) for name, parameter in own.items()}
+        return OfFeatures(module, parameters, cut.spread, cut.local)
 
     def _embedding(self, path: str, module: nn.Module) -> VocabularyEmbedding:
         table = _table(path, module, "vocab_embedding")

@@ -14,7 +14,7 @@ from nxdt_core.api import (
 
 @hookimpl
 def nxdt_model_builders() -> list[ModelComponent]:
-    """Declare a model from scratch, and one that is made of parts of the core."""
+    """Declare two models from scratch, and one that is made of parts of the core."""
     return [
         ModelComponent(
             name="bigram",
@@ -27,6 +27,12 @@ def nxdt_model_builders() -> list[ModelComponent]:
             target="acme_nxdt.decoder:DecoderBuilder",
             config="acme_nxdt.decoder_config:DecoderConfig",
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
+        ),
+        ModelComponent(
+            name="acme-alibi",
+            target="acme_nxdt.alibi:AlibiBuilder",
+            config="acme_nxdt.alibi_config:AlibiConfig",
+            capabilities=frozenset({"tp", "sp", "pp"}),
         ),
     ]
 

@@ -7,6 +7,8 @@ from nxdt_plugin_llama.builder import LlamaBuilder, MistralBuilder
 from nxdt_plugin_llama.config import LlamaConfig, MistralConfig, RopeScalingConfig
 
 from nxdt_core.testing.model_contract import ModelContract
+from nxdt_core.testing.model_layouts import LAYOUTS
+from tests.sampling import sampled, takes_all
 
 SMALL = {
     "num_layers": 2,
@@ -16,9 +18,18 @@ SMALL = {
     "num_kv_heads": 2,
     "vocab_size": 96,
 }
+CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "lora"})
 
 
-class TestLlama(ModelContract):
+class OfTwoLayouts(ModelContract):
+    """In a sample of the layouts that the model declares: what the layers do in each is compared elsewhere, too."""
+
+    def tries(self, layout: str, config: pytest.Config) -> bool:
+        declared = [name for name, each in LAYOUTS.items() if each.needs <= CAPABILITIES and not each.exhaustive]
+        return takes_all(config) or layout in sampled(config, declared, 2, of=type(self).__name__)
+
+
+class TestLlama(OfTwoLayouts):
     """With a head of its own."""
 
     @pytest.fixture
@@ -26,7 +37,7 @@ class TestLlama(ModelContract):
         return LlamaBuilder(LlamaConfig(**SMALL))
 
 
-class TestTiedLlama(ModelContract):
+class TestTiedLlama(OfTwoLayouts):
     """With the head tied to the embedding, and stretched positions."""
 
     @pytest.fixture
@@ -35,7 +46,7 @@ class TestTiedLlama(ModelContract):
         return LlamaBuilder(LlamaConfig(**SMALL, share_embeddings_and_output_weights=True, rope_scaling=scaling))
 
 
-class TestMistral(ModelContract):
+class TestMistral(OfTwoLayouts):
     """With a window."""
 
     @pytest.fixture

@@ -9,6 +9,10 @@ from nxdt_plugin_mixtral.builder import MixtralBuilder
 from nxdt_plugin_mixtral.config import MixtralConfig, MoEConfig
 
 from nxdt_core.testing.model_contract import ModelContract
+from nxdt_core.testing.model_layouts import LAYOUTS
+from tests.sampling import sampled, takes_all
+
+CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "ep", "lora"})
 
 SMALL = {
     "num_layers": 4,
@@ -20,7 +24,15 @@ SMALL = {
 }
 
 
-class TestMixtral(ModelContract):
+class OfTwoLayouts(ModelContract):
+    """In a sample of the layouts that the model declares: what the layers do in each is compared elsewhere, too."""
+
+    def tries(self, layout: str, config: pytest.Config) -> bool:
+        declared = [name for name, each in LAYOUTS.items() if each.needs <= CAPABILITIES and not each.exhaustive]
+        return takes_all(config) or layout in sampled(config, declared, 2, of=type(self).__name__)
+
+
+class TestMixtral(OfTwoLayouts):
     """Dropless, an expert mixture in every layer; the other kinds say in what they differ."""
 
     changes: ClassVar[dict[str, Any]] = {}

@@ -16,6 +16,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             summary="GPT-2, GPT-NeoX, Pythia and what Megatron makes of them: norms, activations, blocks, positions",
             aliases=("megatron_gpt",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
+            tried_before_launch=False,
             hf_architectures=("GPT2LMHeadModel", "GPTNeoXForCausalLM"),
             recompute_names=("CoreAttention", "MLP", "ActivationMultiplyMLP", "Norm", "DecoderLayer"),
         )

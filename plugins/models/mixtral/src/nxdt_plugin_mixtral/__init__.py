@@ -24,6 +24,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             summary="Mixtral 8x7B, 8x22B: a Llama whose feed-forward blocks are mixtures of experts",
             aliases=_NAMES[1:],
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep", "lora"}),
+            tried_before_launch=False,
             hf_architectures=("MixtralForCausalLM",),
             recompute_names=("CoreAttention", "LlamaMLP", "MixtralRMSNorm", "MixtralDecoderLayer"),
         )

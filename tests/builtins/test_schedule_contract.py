@@ -1,0 +1,29 @@
+"""Every built-in learning-rate schedule keeps what nxdt asks of all."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+
+import pytest
+
+from nxdt_core.builtins.schedules.records import SCHEDULES
+from nxdt_core.kernel.discovery.loading import import_reference
+from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
+
+
+class TestBuiltin(LRSchedulerContract):
+    """Each with its defaults, and with a warm-up of ten steps where it has one."""
+
+    @pytest.fixture(params=SCHEDULES, ids=lambda record: record.name)
+    def record(self, request):
+        return request.param
+
+    @pytest.fixture
+    def factory(self, record):
+        return import_reference(record.target)
+
+    @pytest.fixture
+    def section(self, record):
+        cls = import_reference(record.config)
+        needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
+        return cls(**dict.fromkeys(needed | ({"warmup_steps"} & {each.name for each in fields(cls)}), 10))
