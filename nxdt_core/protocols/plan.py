@@ -27,18 +27,18 @@ TensorStyle = Literal[
 ]
 """How a module's weight lies over the tensor-parallel ranks.
 
-``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``:
-an embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary,
-feeding a vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gathered`` and ``row_split``: the
-same cuts where the module between them needs all features on each rank, such as a norm over all heads: outputs of the
-one are gathered, the other takes its part of whole inputs. ``row_partial``: as ``row`` without a bias and without the sum,
-which the module that ends the block makes (one of ``expert_dispatchers``). ``heads``: every parameter and buffer of the
-module has a leading dimension of query heads or of key or value heads (:class:`AttentionHeads` says which), such as a
-norm with weights for each head or the slopes of ALiBi; each rank has those of its own heads. ``channels``: the same for
-the output features of a ``column`` that is not of heads, such as a scale between two matrices. Buffers of both are
-registered with ``persistent=False`` and computed in ``reset_buffers()``. ``replicate``: whole on each rank and fed
-with what is whole on each rank, also where its path is in a tensor block (there it comes after a ``row``'s sum); an
-embedding table that looks up its own part of the sequence under sequence parallelism.
+``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``: an
+embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary, feeding a
+vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gathered`` and ``row_split``: the same
+cuts where the module between them needs all features on each rank, such as a norm over all heads: outputs of the one
+are gathered, the other takes its part of whole inputs. ``row_partial``: as ``row`` without a bias and without the
+sum, which the module that ends the block makes (one of ``expert_dispatchers``). ``heads``: every parameter and buffer
+of the module has a leading dimension of query heads or of key or value heads (:class:`AttentionHeads` says which),
+such as a norm with weights for each head or the slopes of ALiBi; each rank has those of its own heads. ``channels``:
+the same for the output features of a ``column`` that is not of heads, such as a scale between two matrices. Buffers
+of both are registered with ``persistent=False`` and computed in ``reset_buffers()``. ``replicate``: whole on each
+rank and fed with what is whole on each rank, also where its path is in a tensor block (there it comes after a
+``row``'s sum); an embedding table that looks up its own part of the sequence under sequence parallelism.
 """
 
 
