@@ -30,23 +30,32 @@ FAMILIES = {
 _EXAMPLES = 3
 
 
-def errors_page() -> str:
-    """Return the page: a section for each family, and in it one for each code."""
+def errors_pages() -> Iterator[tuple[str, str]]:
+    """Yield path and Markdown of the list of all codes, and of a page for each family with a section per code."""
     uses = _uses()
-    lines = [
-        "# Error codes",
-        "",
-        "An error that you can fix has a code and two sentences: what was found, and what to do. The exit status is 2,",
-        "or 1 where a process died. Values that a message fills in are written ‹like this›.",
-        "",
-    ]
-    family = ""
-    for code, kind in sorted((kind.code, kind) for kind in error_kinds()):
-        if (letter := code.removeprefix("NXDT-")[0]) != family:
-            family = letter
-            lines += [f"## {FAMILIES.get(letter, letter)} {'{'} #{letter} {'}'}", ""]
-        lines += _section(code, kind, uses.get(kind.__name__, []))
-    return "\n".join(lines)
+    kinds = sorted(((kind.code, kind) for kind in error_kinds()), key=lambda pair: pair[0])
+    yield "reference/errors.md", "\n".join(_index([(code, _cause(kind)) for code, kind in kinds]))
+    for letter, title in FAMILIES.items():
+        lines = [f"# Errors {letter}: {title.lower()}", ""]
+        for code, kind in kinds:
+            if _letter(code) == letter:
+                lines += _section(code, kind, uses.get(kind.__name__, []))
+        yield f"reference/errors/{letter}.md", "\n".join(lines)
+
+
+def _index(codes: list[tuple[str, str]]) -> Iterator[str]:
+    yield from ("# Error codes", "")
+    yield "An error that you can fix has a code and two sentences: what was found, what to do. The exit status is 2,"
+    yield "or 1 where a process died. Each code has a section with its cause, its message, and a fix."
+    for letter, title in FAMILIES.items():
+        yield from ("", f"## {title}", "", "| Code | Cause |", "|---|---|")
+        for code, cause in codes:
+            if _letter(code) == letter:
+                yield f"| [{code}](errors/{letter}.md#{code}) | {cause} |"
+
+
+def _letter(code: str) -> str:
+    return code.removeprefix("NXDT-")[0]
 
 
 def error_kinds() -> list[type[NxdtError]]:
@@ -62,7 +71,7 @@ def error_kinds() -> list[type[NxdtError]]:
 
 
 def _section(code: str, kind: type[NxdtError], uses: list[Mapping[str, str]]) -> Iterator[str]:
-    yield from (f"### {code} {{ #{code} }}", "", _markup((inspect.getdoc(kind) or "").split("\n\n")[0]), "")
+    yield from (f"## {code} {{ #{code} }}", "", _cause(kind), "")
     yield from (f"Message: {shown(kind.happened)}", "")
     own = re.fullmatch(r"\{(\w+)\}", kind.remedy)
     if own is None:
@@ -72,13 +81,13 @@ def _section(code: str, kind: type[NxdtError], uses: list[Mapping[str, str]]) ->
         yield from ("Fix: the second sentence of the message, which depends on what was found.", "")
     advice = own[1] if own else ""
     for use in filled:
-        found = "; ".join(
-            shown(text).rstrip(".") for name, text in use.items() if name != advice and name in ("reason", "problem")
-        )
-        fix = shown(use[advice]) if advice in use else ""
-        if found or fix:
-            yield f"- Example: {found or 'as above'}.{' Fix: ' + fix if fix else ''}"
+        if found := "; ".join(shown(use[name]).rstrip(".") for name in ("reason", "problem") if name in use):
+            yield f"- Example: {found}.{' Fix: ' + shown(use[advice]) if advice in use else ''}"
     yield ""
+
+
+def _cause(kind: type[NxdtError]) -> str:
+    return _markup(" ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())).replace("|", "\\|")
 
 
 def shown(template: str) -> str:
@@ -106,9 +115,15 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = [part.value if isinstance(part, ast.Constant) else "{value}" for part in node.values]
+        parts = [part.value if isinstance(part, ast.Constant) else f"{{{_name(part)}}}" for part in node.values]
         return "".join(str(part) for part in parts)
     return ""
+
+
+def _name(part: ast.expr) -> str:
+    """Return a word for a value that a message fills in: the last name of its expression."""
+    names = re.findall(r"[a-z_]\w*", ast.unparse(part.value)) if isinstance(part, ast.FormattedValue) else []
+    return names[-1].strip("_") if names else "value"
 
 
 def _markup(text: str) -> str:

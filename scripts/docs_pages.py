@@ -38,6 +38,7 @@ def page(path: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 
 
 GROUPS = {
+    "Error codes": "reference/errors/",
     "Configuration keys": "reference/config/",
     "Components": "reference/components/",
     "Plugins": "reference/plugins/",
@@ -50,6 +51,7 @@ def on_config(config: Any) -> Any:
     if not any(path.startswith(tuple(GROUPS.values())) for path in PAGES):
         kernel = Kernel.start()
         pages = [
+            *docs_errors.errors_pages(),
             *docs_reference.section_pages(),
             *docs_reference.component_pages(kernel),
             *docs_reference.plugin_pages(kernel),
@@ -131,12 +133,6 @@ def cli_page() -> str:
     for name, entry in COMMANDS.items():
         lines += _commands(("nxdt", name), entry.load())
     return "\n".join(lines)
-
-
-@page("reference/errors.md")
-def errors_page() -> str:
-    """Return the page of error codes: an anchor, cause, example and fix for each."""
-    return docs_errors.errors_page()
 
 
 @page("reference/support.md")
