@@ -1,4 +1,4 @@
-"""``nxdt data preprocess`` against the bare tokenizer: tokens a second of all cores.
+"""``nxdt data preprocess`` against the bare tokenizer: tokens per second of all cores.
 
 Claim: at least 0.8 of the batch call of the ``tokenizers`` library with its own threads, which is given texts that are
 in memory already and whose ids are thrown away; the command reads JSONL, parses it, tokenises and writes, and the time

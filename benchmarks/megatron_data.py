@@ -1,6 +1,6 @@
 """Megatron's indexed files: tokens that the loader gives a CPU-second, the index of ten million documents, a resume.
 
-Claims: batches of 16 samples of 2,048 tokens at 20 million tokens a CPU-second or more; the index of 10^7 documents
+Claims: batches of 16 samples of 2,048 tokens at 20 million tokens per CPU-second or more; the index of 10^7 documents
 built in under 10 s; the first batch behind sample 10^7 in under a second, the check of the data's fingerprint included.
 Where ``megatron-core`` is installed, its ``GPTDataset`` gives the same samples in turns with ours. The exit status is 1
 where a claim fails.

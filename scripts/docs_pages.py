@@ -6,18 +6,22 @@ A hook of mkdocs (``hooks:`` in ``mkdocs.yml``); each function that gives a page
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import click
 
-from nxdt_core.errors import NxdtError
+from nxdt_core.kernel import Kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import docs_errors
+import docs_reference
 
 PAGES: dict[str, Callable[[], str]] = {}
 """Path below ``docs/`` → function that gives the page's Markdown."""
@@ -33,8 +37,42 @@ def page(path: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
     return register
 
 
+GROUPS = {
+    "Error codes": "reference/errors/",
+    "Configuration keys": "reference/config/",
+    "Components": "reference/components/",
+    "Plugins": "reference/plugins/",
+}
+"""Entry of the navigation → folder whose generated pages it lists."""
+
+
+def on_config(config: Any) -> Any:
+    """List the generated pages of a folder below their entry of the navigation; called by mkdocs."""
+    if not any(path.startswith(tuple(GROUPS.values())) for path in PAGES):
+        kernel = Kernel.start()
+        pages = [
+            *docs_errors.errors_pages(),
+            *docs_reference.section_pages(),
+            *docs_reference.component_pages(kernel),
+            *docs_reference.plugin_pages(kernel),
+        ]
+        for path, text in pages:
+            PAGES[path] = lambda text=text: text
+    _fill(config["nav"])
+    return config
+
+
+def _fill(entries: list[Any]) -> None:
+    for entry in entries:
+        for title, below in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(below, list):
+                if title in GROUPS:
+                    below += [path for path in PAGES if path.startswith(GROUPS[title]) and path not in below]
+                _fill(below)
+
+
 def on_files(files: Any, config: Any) -> Any:
-    """Called by mkdocs when it has listed ``docs/``: add the generated pages."""
+    """Add the generated pages; called by mkdocs when it has listed ``docs/``."""
     from mkdocs.structure.files import File
 
     for path, write in PAGES.items():
@@ -42,21 +80,26 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-@page("reference/yaml.md")
-def yaml_page() -> str:
-    """Every key of the core and of the plugins of this repository, from the dataclasses that read it."""
-    from nxdt_core.config import reference_markdown
-    from nxdt_core.kernel import Kernel
+WEIGHTS = {"how-to/": 4.0, "tutorials/": 2.0, "reference/plugins/": 2.0, "reference/components/": 0.5}
+"""Beginning of a page's path → factor on its place in the results of the site's search."""
+HIDDEN = ("decisions.md", "defects.md", "reference/schema.md")
+"""Pages for contributors, which the site's search leaves out."""
 
-    return reference_markdown(Kernel.start())
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> None:
+    """Set what the search does with a page; called by mkdocs."""
+    path = page.file.src_uri
+    if path in HIDDEN:
+        page.meta["search"] = {"exclude": True}
+    for beginning, factor in WEIGHTS.items():
+        if path.startswith(beginning):
+            page.meta["search"] = {"boost": factor}
 
 
 @page("reference/schema.md")
 def schema_page() -> str:
     """Return the page that lists the treatment of every key of NxD Training."""
     from nxdt_plugin_migrate.config.table import schema_page
-
-    from nxdt_core.kernel import Kernel
 
     return schema_page(Kernel.start())
 
@@ -92,36 +135,10 @@ def cli_page() -> str:
     return "\n".join(lines)
 
 
-@page("reference/errors.md")
-def errors_page() -> str:
-    """Every error code, what it stands for, and the sentence that says what to do."""
-    lines = [
-        "# Error codes",
-        "",
-        "An error that you can fix is reported in two sentences with a code, without a traceback.",
-        "The exit status is 2.",
-        "Words in braces are filled in with what was found; where this column is empty, the message itself says it.",
-        "",
-        "| code | meaning | what to do |",
-        "|---|---|---|",
-    ]
-    for code, kind in sorted((kind.code, kind) for kind in error_kinds()):
-        remedy = "" if re.fullmatch(r"{\w+}", kind.remedy) else kind.remedy
-        remedy = remedy.replace("|", "\\|").replace("{{", "{").replace("}}", "}")
-        lines.append(f"| `{code}` | {_markup((inspect.getdoc(kind) or '').partition(chr(10))[0])} | {remedy} |")
-    return "\n".join(lines)
-
-
-def error_kinds() -> list[type[NxdtError]]:
-    """Every error with a sentence, of the core and of the plugins that are installed."""
-    from nxdt_core import errors
-    from nxdt_core.kernel import Kernel
-
-    families = [f"{errors.__name__}.{module.name}" for module in pkgutil.iter_modules(errors.__path__)]
-    families += [f"{plugin.module}.errors" for plugin in Kernel.start().plugins if plugin.module]
-    modules = [import_module(name) for name in families if find_spec(name) is not None]
-    found = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
-    return [kind for kind in found if issubclass(kind, NxdtError) and hasattr(kind, "happened")]
+@page("reference/support.md")
+def support_page() -> str:
+    """Return the support matrix of models, engines and optimizers."""
+    return docs_reference.support_page(Kernel.start())
 
 
 def _phase_text(phase: ModuleType) -> str:

@@ -48,6 +48,9 @@ WORDS = {
     r"which are there|that is there": "existing",
     r"nobody|somebody": "no process, no user, another user",
     r"hinder(?:s|ed)?": "prevent",
+    r"(?:tokens|bytes|FLOP|micro-batches|one|object|entry|entries|stages?) "
+    r"an? (?:token|step|rank|node|device|element|line|parameter|core|stage|second|CPU-second)"
+    r"(?! (?:of its own|adds|has|must|can|begins))": "per",
     r"alike": "identical, in the same way",
     r"heed(?:s|ed)?": "use",
 }

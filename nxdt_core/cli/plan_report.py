@@ -50,12 +50,12 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "run", plan.config.source
     yield "layout", " · ".join(plan.estimate.layout)
     trained = "" if found.trained == found.parameters else f", {_billions(found.trained)} of them trained"
-    yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP a token"
+    yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP per token"
     yield (
         "step",
         f"{data.global_batch_size} sequences of {data.seq_length} = {_count(found.tokens_per_step).strip()} tokens,"
         f" {_count(found.flops_per_step)}FLOP; {_plural(found.micro_batches, 'micro-batch', 'micro-batches')}"
-        f" of {data.micro_batch_size} a rank",
+        f" of {data.micro_batch_size} per rank",
     )
     if sizes.pp > 1:
         yield "pipeline", f"{sizes.schedule}; ranks wait {found.bubble:.1%} of a step for one another"

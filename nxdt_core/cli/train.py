@@ -39,7 +39,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once. A reader of its
     output that goes away does not stop it.
 
-    With trainer.devices above 1 it starts one process a device. With trainer.num_nodes above 1 run it on each
+    With trainer.devices above 1 it starts one process per device. With trainer.num_nodes above 1 run it on each
     node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, Slurm's srun, or another launcher that sets
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, it joins the processes that are started.
     """

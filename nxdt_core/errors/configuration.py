@@ -249,7 +249,7 @@ class ImpossibleCombination(ConfigProblem):
 
 
 class BadComponentChoice(ConfigProblem):
-    """A component that cannot be had; carries the kernel's own error."""
+    """A component that is not available; carries the kernel's own error."""
 
     code = "NXDT-C017"
     happened = "{inner}{note}"

@@ -305,7 +305,7 @@ class BadJsonFile(NxdtError):
 
     code = "NXDT-D307"
     happened = "{path}: no list of JSON objects: {reason}."
-    remedy = "Write a list of objects, or one object a line in a file whose name ends in .jsonl."
+    remedy = "Write a list of objects, or one object per line in a file whose name ends in .jsonl."
     path: str
     reason: str
 

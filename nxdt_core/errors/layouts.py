@@ -254,7 +254,7 @@ class MicroBatchesDoNotFit(NxdtError):
 
     code = "NXDT-P034"
     happened = (
-        "The pipeline schedule {schedule} with PP {pp} wants {rule} micro-batches a step, and there are "
+        "The pipeline schedule {schedule} with PP {pp} wants {rule} micro-batches per step, and there are "
         "{micro_batches} (data.global_batch_size / (data.micro_batch_size x data parallel size))."
     )
     remedy = "Raise data.global_batch_size or lower data.micro_batch_size, e.g. to {example} micro-batches."

@@ -114,7 +114,7 @@ class KeyMapIncomplete(NxdtError):
 
     code = "NXDT-M015"
     happened = "The key map of '{builder}' does not fit the parameter '{parameter}': {reason}."
-    remedy = "Correct the builder's hf_key_map(): one entry a parameter, '*' for each number in its name."
+    remedy = "Correct the builder's hf_key_map(): one entry per parameter, '*' for each number in its name."
     builder: str
     parameter: str
     reason: str

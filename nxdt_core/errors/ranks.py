@@ -55,7 +55,7 @@ class WorldSizeMismatch(NxdtError):
         "{launcher} started {processes}, and trainer.devices={devices} x trainer.num_nodes={num_nodes} "
         "asks for {wanted}."
     )
-    remedy = "Start {wanted} (one a device), or set trainer.devices and trainer.num_nodes to what is started."
+    remedy = "Start {wanted} (one per device), or set trainer.devices and trainer.num_nodes to what is started."
     launcher: str
     found: int
     devices: int

@@ -52,11 +52,11 @@ class ParameterGroup(TypedDict):
     params: list[torch.nn.Parameter]
     """This rank's shards as plain tensors."""
     names: list[str]
-    """Global names, one a parameter; optimizer state is saved under them."""
+    """Global names, one per parameter; optimizer state is saved under them."""
     lr: float
     weight_decay: float
     shards: NotRequired[list[ParameterShard]]
-    """One a parameter; without them every parameter is whole."""
+    """One per parameter; without them every parameter is whole."""
 
 
 def as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:

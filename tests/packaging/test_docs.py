@@ -2,15 +2,21 @@
 
 import ast
 import html
+import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from nxdt_core.cli.app import COMMANDS
 from nxdt_core.config.fields.component_slots import SLOTS
+from nxdt_core.config.fields.keys import keys_of
+from nxdt_core.config.resolve.select import usable_class
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.sources.node import Place
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import PHASES
 
@@ -52,23 +58,40 @@ def test_every_command_is_on_the_page_of_commands(site):
     assert all(f'id="nxdt-{name}"' in page for name in COMMANDS)
 
 
-def test_the_reference_has_the_keys_of_the_core(site):
-    page = (site / "reference/yaml/index.html").read_text()
-    for key in ("max_steps", "global_batch_size", "resume_if_exists", "tensor_model_parallel_size", "weight_decay"):
-        assert key in page
+def test_every_key_of_the_core_has_an_anchor_on_the_page_of_its_section(site):
+    def keys(cls, path):
+        for name, key in keys_of(cls).items():
+            where = f"{path}.{name}".removeprefix(".")
+            yield from [where] if key.section is None else keys(key.section, where)
+
+    found = list(keys(RunConfig, ""))
+    assert len(found) > 150
+    pages = {key.partition(".")[0]: site / f"reference/config/{key.partition('.')[0]}/index.html" for key in found}
+    index = (site / "reference/yaml/index.html").read_text()
+    texts = {top: page.read_text() if page.exists() else index for top, page in pages.items()}
+    assert [key for key in found if f'id="{key}"' not in texts[key.partition(".")[0]]] == []
 
 
-def test_the_reference_has_a_section_for_every_component_of_this_repository(site):
-    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "reference/yaml/index.html").read_text()))
+def test_every_component_has_its_keys_on_the_page_of_its_plugin(site):
     registry = Kernel.start().registry
-    ours = [(slot.key, each) for slot in SLOTS for each in registry.all(slot.kind) if each.dist.startswith("nxdt-")]
+    ours = [(slot, each) for slot in SLOTS for each in registry.all(slot.kind) if each.dist.startswith("nxdt-")]
     assert len(ours) > 40
-    assert [f"{key}: {each.record.name}" for key, each in ours if f"{key}: {each.record.name}" not in text] == []
+    plugins = {tomllib.loads(p.read_text())["project"]["name"]: p.parent.name for p in ROOT.glob("plugins/*/*/*.toml")}
+    for slot, component in ours:
+        name = component.record.name
+        page, prefix = f"components/{slot.key}", f"{slot.key}-{name}"
+        assert f'id="{name}"' in (site / f"reference/{page}/index.html").read_text()
+        if component.dist in plugins:
+            page, prefix = f"plugins/{plugins[component.dist]}", f"{slot.key}-{name}-{name}"
+        text = (site / f"reference/{page}/index.html").read_text()
+        cls = usable_class(component, Place(place=component.dist, line=0, key=""))
+        keys = keys_of(cls) if cls else ()
+        assert [key for key in keys if f'id="{prefix}-{key}"' not in text] == [], name
 
 
-def test_every_error_has_a_code_of_its_own_and_a_line(site):
-    """The codes are read from the source: ``code`` of each class that has a sentence of its own."""
-    page = (site / "reference/errors/index.html").read_text()
+def test_every_error_has_its_own_code_and_a_section_with_a_fix(site):
+    """The codes are read from the source: ``code`` of each class that has its own sentence."""
+    page = "".join(path.read_text() for path in site.glob("reference/errors/*/index.html"))
     files = [*ROOT.glob("nxdt_core/errors/*.py"), *ROOT.glob("plugins/*/*/src/*/errors.py")]
     bodies = [
         node.body for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
@@ -77,4 +100,69 @@ def test_every_error_has_a_code_of_its_own_and_a_line(site):
     codes = [each["code"].value for each in values if "code" in each and "happened" in each]
     assert len(codes) > 250
     assert [code for code in codes if codes.count(code) > 1] == []
-    assert [code for code in codes if code not in page] == []
+    sections = dict(re.findall(r'<h2 id="(NXDT-\w+)">(.*?)(?=<h2 |</article>)', page, flags=re.DOTALL))
+    assert [code for code in codes if code not in sections] == []
+    texts = {code: html.unescape(re.sub(r"<[^>]+>", "", text)) for code, text in sections.items()}
+    assert [code for code, text in texts.items() if not re.search(r"^Message: .+$", text, flags=re.MULTILINE)] == []
+    assert [code for code, text in texts.items() if not re.search(r"^Fix: .+$", text, flags=re.MULTILINE)] == []
+    assert [code for code, text in texts.items() if re.search(r"\{\w+[}!:]", text)] == [], "a raw template"
+
+
+def test_the_support_matrix_has_what_models_declare(site):
+    text = (site / "reference/support/index.html").read_text().partition('id="models"')[2].partition('id="engines"')[0]
+    models = [each.record for each in Kernel.start().registry.all("model_builder") if each.dist.startswith("nxdt-")]
+    (row,) = re.findall(r"<tr>\s*<td><code>ep</code></td>(.*?)</tr>", text, re.DOTALL)
+    marks = re.findall(r"<td>(✓|–)</td>", row)
+    assert marks == ["✓" if "ep" in record.capabilities else "–" for record in models]
+
+
+def test_variables_of_nxdt_in_the_environment_are_documented():
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    sources = [*ROOT.glob("nxdt_core/**/*.py"), *ROOT.glob("plugins/*/*/src/**/*.py")]
+    read = {name for path in sources for name in re.findall(r"NXDT_[A-Z]+_[A-Z_]+", path.read_text())}
+    assert [name for name in read - {"NXDT_SIGNING_KEY"} if name not in page] == [], "the key is an example of oc.env"
+
+
+QUERIES = {
+    "install": ["how-to/install/"],
+    "mixtral": ["reference/plugins/mixtral/"],
+    "qwen": ["reference/plugins/hf/", "how-to/continue-pretraining/"],
+    "GPU": ["how-to/install/"],
+    "slurm": ["how-to/slurm/"],
+    "resume training": ["how-to/resume/"],
+    "NXDT-C016": ["reference/errors/C/"],
+    "learning rate": ["how-to/learning-rate/"],
+    "chat template": ["how-to/chat-template/"],
+    "S3 credentials": ["how-to/s3/"],
+    "out of memory": ["how-to/out-of-memory/"],
+    "LoRA": ["how-to/lora/"],
+    "write a plugin": ["plugins/"],
+}
+
+
+@pytest.fixture(scope="module")
+def search(site):
+    """``search(query)``: pages of the built index, best first, as lunr ranks them with the weights of the site."""
+    lunr = pytest.importorskip("lunr", reason="make install brings it").lunr
+    found = json.loads((site / "search/search_index.json").read_text())["docs"]
+    boosts = {each["location"]: each.get("boost", 1) for each in found}
+    fields = [{"field_name": "title", "boost": 1000}, "text"]
+    documents = [{**each, "text": re.sub(r"<[^>]+>", " ", each["text"])} for each in found]
+    index = lunr(ref="location", fields=fields, documents=documents)
+
+    def pages(query):
+        words = [word for word in re.split(r"[\s-]+", query.lower()) if word not in ("a", "of")]  # lunr's stop words
+        hits = index.search(" ".join(f"+{word}" for word in words))
+        hits.sort(key=lambda hit: -hit["score"] * boosts[hit["ref"]])
+        return [hit["ref"].partition("#")[0] for hit in hits]
+
+    return pages
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_the_search_returns_the_right_page_first(search, query):
+    assert search(query)[0] in QUERIES[query]
+
+
+def test_the_search_leaves_out_pages_for_contributors(search):
+    assert not {"decisions/", "defects/", "reference/schema/"} & set(search("checkpoint"))

@@ -10,7 +10,9 @@ def found(path, source):
     return [(finding.line, finding.found) for finding in check(path, source)]
 
 
-@pytest.mark.parametrize("phrase", ["goes on", "is told", "to the bit", "is no file", "learning-rate\ncurves"])
+@pytest.mark.parametrize(
+    "phrase", ["goes on", "is told", "to the bit", "is no file", "tokens a second", "learning-rate\ncurves"]
+)
 def test_translated_wording_is_found_in_every_kind_of_text(phrase):
     one_line = " ".join(phrase.split())
     first, _, rest = one_line.partition(" ")

@@ -18,7 +18,10 @@ from tests import processes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
 
 
 def blocks(text, language):
@@ -107,12 +110,12 @@ def test_the_picture_shows_what_the_commands_print(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_files_lead_somewhere(page):
-    folder = ROOT if page == "README.md" else ROOT / "docs"
+    folder = (ROOT / page).parent
     assert page != "README.md" or not re.findall(r"\]\((?!https://)", PAGES[page]), "a package index has no files"
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGES[page]):
         if target.startswith(f"{SITE}/"):
             assert (ROOT / target.removeprefix(f"{SITE}/")).exists(), target
-        if "://" not in target and not target.startswith("reference/"):
+        if "://" not in target and "reference/" not in target:
             assert (folder / target).exists(), target
 
 

@@ -1,6 +1,6 @@
 """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) over shards: the means of rows and columns are the whole's.
 
-The update is that of ``torch.optim.Adafactor``. Ranks add up what they found over their pieces, in two calls a step;
+The update is that of ``torch.optim.Adafactor``. Ranks add up what they found over their pieces, in two calls per step;
 the means are then whole on each of them, a row and a column a matrix, and so fit any layout.
 """
 

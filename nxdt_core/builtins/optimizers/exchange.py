@@ -49,7 +49,7 @@ class Exchange:
         self._shapes = [shard.shape for shard in shards]
 
     def rounds(self) -> Iterator[list[int]]:
-        """Yield the parameters of similar size to bring together at a time, at most one a rank."""
+        """Yield the parameters of similar size to bring together at a time, at most one per rank."""
         return iter(self._rounds)
 
     def gather(self, pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

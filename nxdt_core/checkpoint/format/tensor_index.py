@@ -1,6 +1,6 @@
 """Which tensor lies where: the part of a manifest that finds a tensor's bytes without opening a shard. Torch-free.
 
-A tensor consists of parts, boxes that tile it; one part for a whole tensor, one a rank (or several) for a sharded
+A tensor consists of parts, boxes that tile it; one part for a whole tensor, one per rank (or several) for a sharded
 one. A part's elements lie contiguously, row-major, in one file.
 """
 

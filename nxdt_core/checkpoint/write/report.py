@@ -24,7 +24,7 @@ class SaveReport:
 
     @property
     def gigabytes_per_s(self) -> float:
-        """Bytes of the whole checkpoint by the time that it took, in 10⁹ bytes a second."""
+        """Bytes of the whole checkpoint by the time that it took, in 10⁹ bytes per second."""
         return self.manifest.size_bytes / max(self.seconds, 1e-9) / 1e9
 
     def __str__(self) -> str:

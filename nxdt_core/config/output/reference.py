@@ -1,4 +1,4 @@
-"""The YAML reference in Markdown, written from the dataclasses: one table a section."""
+"""The YAML reference in Markdown, written from the dataclasses: one table per section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The typed schema, one file a section. Keys, types, defaults and the YAML reference all come from here."""
+"""The typed schema, one file per section. Keys, types, defaults and the YAML reference all come from here."""
 
 from nxdt_core.config.schema.alignment import AlignmentConfig
 from nxdt_core.config.schema.checkpoint import CheckpointConfig

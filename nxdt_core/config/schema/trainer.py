@@ -29,7 +29,7 @@ class TrainerConfig:
     accelerator: str = "auto"
     """Device type as torch names it (``cpu``, ``cuda``, ``neuron``); ``auto`` takes what the machine has."""
     devices: PositiveInt = 1
-    """Processes on each node, one a device."""
+    """Processes on each node, one per device."""
     num_nodes: PositiveInt = 1
     """Nodes of the run."""
     gradient_clip_val: NonNegativeFloat | None = 1.0

@@ -101,7 +101,7 @@ def _waiting_stages(checked: Checked) -> Iterator[str]:
     if count < enough:
         yield (
             f"{BATCH}: the schedule {sizes.schedule} over {sizes.pp} pipeline ranks is idle for longer than it need be"
-            f" with {count} micro-batches a step; {enough} fill it"
+            f" with {count} micro-batches per step; {enough} fill it"
         )
 
 

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 JSON_LINES = (".jsonl", ".ndjson")
-"""Endings of files with an object a line."""
+"""Endings of files with an object per line."""
 JSON_TEXTS = (*JSON_LINES, ".json")
 """The same of corpora, where nothing else is meant by the last."""
 

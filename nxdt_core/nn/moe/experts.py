@@ -48,7 +48,7 @@ class SwiGLUExperts(nn.Module):
         """Return each expert over its rows.
 
         Args:
-            rows: [rows, hidden], those of expert 0 first; or [experts, rows an expert, hidden].
+            rows: [rows, hidden], those of expert 0 first; or [experts, rows per expert, hidden].
             counts: int [experts], rows of each; None for the second form.
 
         Returns:
@@ -72,12 +72,12 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tens
     """``rows`` times the transposed matrix of the group that each belongs to.
 
     Args:
-        rows: [rows, in], group after group; or [groups, rows a group, in].
+        rows: [rows, in], group after group; or [groups, rows per group, in].
         weights: [groups, out, in].
         counts: int [groups], rows of each group, zeros allowed; None for the second form.
 
     Returns:
-        [rows, out] or [groups, rows a group, out]. Its gradient may not be an expanded scalar, as that of a plain
+        [rows, out] or [groups, rows per group, out]. Its gradient may not be an expanded scalar, as that of a plain
         ``sum()`` is: the kernel refuses those.
     """
     if counts is None:

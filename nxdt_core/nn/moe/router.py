@@ -81,7 +81,7 @@ class TopKRouter(nn.Module):
         Args:
             hidden_size: of the tokens.
             experts: to choose from.
-            top_k: experts a token.
+            top_k: experts per token.
             order: see :data:`RouterOrder`.
             normalize: let each token's weights add up to 1 (they do anyway with ``topk_softmax``).
             capacity_factor: an expert takes ``ceil(capacity_factor · tokens · top_k / experts)`` assignments of each

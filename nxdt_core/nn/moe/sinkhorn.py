@@ -1,4 +1,4 @@
-"""Routing as an assignment problem: one expert a token, and about equally many tokens an expert."""
+"""Routing as an assignment problem: one expert per token, and about equally many tokens per expert."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 module, the row of the global batch and the place in the sequence. No layout changes it.
 
 The mask of a row is drawn whole, [sequence, features], and each process takes its part. That is more to draw where a
-process has a part of the row alone, and needs a byte an element; a function of each element, as for initial weights,
+process has a part of the row alone, and needs a byte per element; a function of each element, as for initial weights,
 would cost more than the layer that the dropout stands before.
 
 To ``torch.compile`` drawing is one operator. What it depends on are tensors on the host, so that neither a step nor a

@@ -37,8 +37,9 @@ class DocumentChunks:
 class DocumentsOfBatches:
     """Gathers each micro-batch's ids once, however many layers ask.
 
-    They are remembered with the very tensor of local ids and live as long as that does. Eight bytes a token travel and
-    one answer is read on the host for a whole micro-batch; along with keys and values, every layer would pay for both.
+    They are remembered with the very tensor of local ids and live as long as that does. Eight bytes per token travel
+    and one answer is read on the host for a whole micro-batch; along with keys and values, every layer would pay for
+    both.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

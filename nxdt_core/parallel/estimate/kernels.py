@@ -100,7 +100,7 @@ def _rms_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor | None = No
 
 
 def _dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """The fused kernel keeps a mask of one byte an element, the composition one of the input's dtype."""
+    """The fused kernel keeps a mask of one byte per element, the composition one of the input's dtype."""
     return torch.native_dropout(hidden, p, training)[0] if training and p else hidden
 
 

@@ -36,7 +36,7 @@ class MeasuredRank:
     counts: ParameterCounts
     """Of all its stages."""
     traces: tuple[MicroBatchTrace, ...]
-    """One a stage, ascending."""
+    """One per stage, ascending."""
     layers: int
     hidden_size: int
     """Width of what travels between stages; 0 without a pipeline."""

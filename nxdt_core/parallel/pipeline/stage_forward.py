@@ -75,7 +75,7 @@ def forward_stages(
 ) -> list[T]:
     """Run all micro-batches of ``stream`` through this rank's stages.
 
-    A window of micro-batches goes through one stage before any goes through the rank's next: with one stage a rank a
+    A window of micro-batches goes through one stage before any goes through the rank's next: with one stage per rank a
     window is one micro-batch; with several it keeps the other ranks busy meanwhile. A window's receives are started
     before its sends, so that two ranks that send to each other do it in one order, as NCCL asks.
 

@@ -69,7 +69,7 @@ def schedule_has_micro_batches(settings: Settings) -> Iterator[ImpossibleCombina
         return
     rounds = max(1, count // sizes.pp)
     if sizes.schedule == "1f1b" and count < sizes.pp:
-        problem = f"needs at least {sizes.pp}, one a stage"
+        problem = f"needs at least {sizes.pp}, one per stage"
     elif sizes.schedule == "interleaved" and count % rounds:
         problem = f"needs rounds of one size, and {count} do not divide into {rounds}"
     else:
@@ -78,7 +78,7 @@ def schedule_has_micro_batches(settings: Settings) -> Iterator[ImpossibleCombina
     micro = settings.values[MICRO_BATCH]
     yield ImpossibleCombination(
         **settings.place(BATCH, MICRO_BATCH, PP),
-        reason=f"each data parallel rank has {count} micro-batches a step, and the schedule {sizes.schedule} over"
+        reason=f"each data parallel rank has {count} micro-batches per step, and the schedule {sizes.schedule} over"
         f" {sizes.pp} pipeline ranks {problem}",
         advice=f"Write {whole * sizes.dp * micro} for {whole} micro-batches of {micro}, or change"
         f" {MICRO_BATCH} or the layout.",

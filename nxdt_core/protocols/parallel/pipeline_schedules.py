@@ -1,8 +1,8 @@
 """Rules of pipeline schedules: where stages lie, and how many micro-batches a step must have. No torch.
 
-``1f1b``: one stage a rank, a forward and a backward in turn (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
-``interleaved``: several stages a rank, dealt out like cards (the same, section 2.2.2).
-``zbv``: two stages a rank in the shape of a V, backward split in two (Qi et al. 2024, arXiv:2401.10241, section 6).
+``1f1b``: one stage per rank, a forward and a backward in turn (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
+``interleaved``: several stages per rank, dealt out like cards (the same, section 2.2.2).
+``zbv``: two stages per rank in the shape of a V, backward split in two (Qi et al. 2024, arXiv:2401.10241, section 6).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
     """Return whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
 
-    The stock 1F1B takes one a stage at least; the interleaved one works in rounds of one size, of ``pp`` or more; ZBV
+    The stock 1F1B takes one per stage at least; the interleaved one works in rounds of one size, of ``pp`` or more; ZBV
     takes any number. With few, ranks mostly wait: :func:`~nxdt_core.parallel.pipeline.schedules.bubble_fraction` tells.
     """
     if pp == 1 or schedule == "zbv":
@@ -52,7 +52,7 @@ def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool)
     """Refuse what needs backward in one piece where the schedule runs it in two.
 
     Recomputation would stay right, but every weight's gradient requests it again: a Llama layer was recomputed up to
-    ten times a micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
+    ten times per micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
 
     Raises:
         ZeroBubbleCannot: one of them is asked for under ``zbv``.

@@ -1,4 +1,4 @@
-"""Log files of a run, one a rank: what Python's ``logging`` gets, what the console says, and what ended it."""
+"""Log files of a run, one per rank: what Python's ``logging`` gets, what the console says, and what ended it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _BUCKET_ELEMENTS = 2**25
 
 
 class WeightAverage:
-    """The average of what a run trains; each rank holds that of its shards, 4 bytes an element.
+    """The average of what a run trains; each rank holds that of its shards, 4 bytes per element.
 
     As in ``torch.optim.swa_utils`` it begins as the weights after its first update, and then moves by
     ``1 - decay`` of the difference. An element is computed identically in every layout.

@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor | Piece]
 def round_to_bfloat16(weights: MutableMapping[str, torch.Tensor | Piece], parameters: Collection[str]) -> Tensors:
     """Round those of ``weights`` that are ``parameters`` and wider than bfloat16, in place.
 
-    The rounded ones are 2 bytes an element of new memory on the device, until they are saved.
+    The rounded ones are 2 bytes per element of new memory on the device, until they are saved.
 
     Returns:
         What was rounded, as it was, under the names of optimizer state.

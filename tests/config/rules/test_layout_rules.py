@@ -128,12 +128,12 @@ IMPOSSIBLE = {
     ),
     "1f1b starved": (
         layout(8, **{PP: 4}) | batches(12, 2),
-        "each data parallel rank has 3 micro-batches a step, and the schedule 1f1b over 4 pipeline ranks needs at least"
-        " 4, one a stage.",
+        "each data parallel rank has 3 micro-batches per step, and the schedule 1f1b over 4 pipeline ranks needs"
+        " at least 4, one per stage.",
     ),
     "interleaved in uneven rounds": (
         layout(2, **{PP: 2, VPP: 2}) | batches(5),
-        "each data parallel rank has 5 micro-batches a step, and the schedule interleaved over 2 pipeline ranks needs"
+        "each data parallel rank has 5 micro-batches per step, and the schedule interleaved over 2 pipeline ranks needs"
         " rounds of one size, and 5 do not divide into 2.",
     ),
     "zbv recomputed": (
@@ -274,7 +274,7 @@ IDLE = {
             f"distributed_strategy.{SCHEDULE}=zbv",
         ],
         "data.global_batch_size: the schedule zbv over 2 pipeline ranks is idle for longer than it need be with 2"
-        " micro-batches a step; 3 fill it",
+        " micro-batches per step; 3 fill it",
     ),
 }
 

@@ -326,4 +326,4 @@ def count_wrongly(case):
 
 def test_a_step_with_a_number_that_does_not_fit_is_refused_and_the_next_runs(ranks):
     for said in ranks(2).run(count_wrongly, Case(schedule="interleaved")):
-        assert "rounds of one size, of 2 or more, micro-batches a step, and there are 5" in said
+        assert "rounds of one size, of 2 or more, micro-batches per step, and there are 5" in said

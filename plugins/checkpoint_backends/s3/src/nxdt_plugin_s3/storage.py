@@ -1,4 +1,4 @@
-"""The store of checkpoints in S3: one object a key, below the prefix of the address.
+"""The store of checkpoints in S3: one object per key, below the prefix of the address.
 
 An object is visible once its upload is completed, whole, and then for every reader (S3 has been strongly consistent
 since 2020); ``put_if_absent`` and ``put_if_match`` are conditional PUTs (AWS has the latter since November 2024). Any

@@ -205,7 +205,7 @@ class FileStream:
         return packing.sample(inputs.astype(np.int64), targets.astype(np.int64), np.array(starts, np.int64))
 
     def _whole(self) -> Generator[Sample, None, int]:
-        """A sample a row."""
+        """One sample per row."""
         cutting = self._source.cutting
         for row in self._rows():
             found, length = len(row.ids), cutting.seq_length

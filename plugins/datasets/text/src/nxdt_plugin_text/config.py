@@ -15,9 +15,9 @@ __all__ = ["TextConfig"]
 class TextConfig:
     """Plain text and JSONL files, tokenised when the run starts and kept in memory.
 
-    A file whose name ends in ``.jsonl``, ``.ndjson`` or ``.json`` has a JSON object a line, every other is plain text;
-    either may be compressed (``.gz``, ``.zst``). A path may be a pattern (``corpus/*.txt``); matches come in sorted
-    order.
+    A file whose name ends in ``.jsonl``, ``.ndjson`` or ``.json`` has a JSON object per line, every other is plain
+    text; either may be compressed (``.gz``, ``.zst``). A path may be a pattern (``corpus/*.txt``); matches come in
+    sorted order.
     """
 
     train_files: tuple[Path, ...] = ()

@@ -23,7 +23,7 @@ _EXPERTS = 2
 
 
 def key_map(architecture: Architecture, parameters: Mapping[str, str | None]) -> tuple[KeyMap, ...]:
-    """Return one entry a kind of parameter.
+    """Return one entry per kind of parameter.
 
     Args:
         architecture: of the model.

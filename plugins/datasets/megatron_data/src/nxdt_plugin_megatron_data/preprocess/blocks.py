@@ -43,7 +43,7 @@ class Block:
 
 
 def is_json(path: Path) -> bool:
-    """Return whether a file has an object a line; others are text."""
+    """Return whether a file has an object per line; others are text."""
     return bare_name(path).endswith(JSON_TEXTS)
 
 

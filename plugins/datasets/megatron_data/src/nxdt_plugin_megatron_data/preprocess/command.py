@@ -51,7 +51,7 @@ __all__ = ["preprocess"]
 @click.option(
     "--tokenizer-option", multiple=True, metavar="KEY=VALUE", help="A key of data.tokenizer; may be given repeatedly."
 )
-@click.option("--workers", type=click.IntRange(min=1), help="Tokenising processes. Default: one a core.")
+@click.option("--workers", type=click.IntRange(min=1), help="Tokenising processes. Default: one per core.")
 @click.option("--text-key", default="text", show_default=True, help="Key of the text in each JSON object.")
 @click.option(
     "--separator", help="What stands between documents of text files, such as '\\n\\n'. Default: a file is a document."
@@ -92,7 +92,7 @@ def preprocess(
 ) -> None:
     """Tokenise files into PREFIX.bin and PREFIX.idx, as Megatron-Core writes them.
 
-    A name that ends in .jsonl, .ndjson or .json has a JSON object a line, every other is text; .gz and .zst behind
+    A name that ends in .jsonl, .ndjson or .json has a JSON object per line, every other is text; .gz and .zst behind
     it are decompressed. Records without text are counted, and the first ones named. A killed run resumes
     where it stopped when the same command is given again.
     """
@@ -145,7 +145,7 @@ def _unescaped(text: str) -> str:
 
 @contextmanager
 def _bar(files: Sequence[Path]) -> Iterator[Callable[[int, Counts], None]]:
-    """A bar of the files' bytes with the tokens a second; nothing where no terminal reads it."""
+    """A bar of the files' bytes with the tokens per second; nothing where no terminal reads it."""
     from tqdm import tqdm
 
     size_bytes = sum(path.stat().st_size for path in files)

@@ -133,7 +133,7 @@ LOSES_NOTHING: Mapping[str, str] = {
     "model.optim.contiguous_param_buffer": _GPU,
     "model.optim.grad_sync_dtype": "the precision policy says it",
     "data.chat": _FINE_TUNING,
-    "data.exchange_indices_distributed": "one process a node builds the indices",
+    "data.exchange_indices_distributed": "one process per node builds the indices",
 }
 """Key or section, as called after :data:`MOVED` → why nothing is lost without it."""
 

@@ -54,7 +54,7 @@ class RoutedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """``hidden_states`` [tokens, hidden] to the same shape; ``top_k_index`` int64 and ``top_k_weights`` [tokens,
-        experts a token]."""
+        experts per token]."""
         chosen = top_k_index.new_zeros(len(top_k_index), self.experts).scatter_(1, top_k_index, 1)
         routing = Routing(experts=top_k_index, weights=top_k_weights, counts=chosen.sum(0))
         return self.dispatcher.mixed(hidden_states, routing, self.stack)
