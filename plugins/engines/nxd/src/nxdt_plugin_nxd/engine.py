@@ -74,7 +74,7 @@ class NxdEngine:
             return
         self.ranks.start(HOST, timeout_s=self._run.distributed_strategy.timeout_s)
         if not dist.is_initialized():  # the library asks for a group in a single process, too
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._running = True
         NxdEngine._started += 1
         self._build_groups()
@@ -130,6 +130,7 @@ class NxdEngine:
             data_group=parallel_state.get_data_parallel_group() if sizes.dp > 1 else None,
             pipeline_group=parallel_state.get_pipeline_model_parallel_group() if sizes.pp > 1 else None,
             ranks=self.ranks,
+            autocast=None if precision.autocast is None else getattr(torch, precision.autocast),
         )
         sequence_parallel = self._run.distributed_strategy.sequence_parallel
         return NxdModel(stage, self.place, around, precision, sequence_parallel=sequence_parallel)
