@@ -93,6 +93,11 @@ class NxdModel:
         return self._place.sizes.dp
 
     @property
+    def device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self._around.device
+
+    @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """Return the tensor parallel ranks; None where there is one."""
         return parallel_state.get_tensor_model_parallel_group() if self._place.sizes.tp > 1 else None
