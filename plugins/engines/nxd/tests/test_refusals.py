@@ -18,7 +18,7 @@ UNDECLARED = {
     "pp:zbv": ("trainer.devices=2", f"{_PP}=2", f"{_STRATEGY}.pipeline_schedule=zbv"),
     "pad_heads": ("trainer.devices=2", f"{_TP}=2", f"{_STRATEGY}.pad_heads=true"),
     "compile": ("model.compile=true",),
-    "autocast": ("precision.type=autocast",),
+    "ep": ("trainer.devices=2", f"{_STRATEGY}.expert_model_parallel_size=2"),
     "stochastic_rounding": ("precision.type=bf16SR",),
 }
 IMPOSSIBLE = {

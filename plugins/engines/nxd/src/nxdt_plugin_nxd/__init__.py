@@ -6,7 +6,7 @@ _CAPABILITIES = frozenset(
     {
         *("dp", "zero1", "tp", "sp", "pp", "pp:1f1b"),
         *("adapters", "reference", "recompute", "param_groups", "xla"),
-        *("dtype:bfloat16", "master_weights", "gradient_dtype"),
+        *("dtype:bfloat16", "autocast", "master_weights", "gradient_dtype"),
     }
 )
 

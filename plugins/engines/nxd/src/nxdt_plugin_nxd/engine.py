@@ -20,6 +20,7 @@ from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.environment import apply_environment, variables_of
 from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
+from nxdt_plugin_nxd.lazy_device import end_of_step, join_processes, lazy_device
 from nxdt_plugin_nxd.library import computes_on_host, load_library
 from nxdt_plugin_nxd.placement import Place
 
@@ -52,7 +53,7 @@ class NxdEngine:
         self.ranks = Ranks.from_environment()
         self._sizes = run.distributed_strategy.mesh_sizes(self.ranks.world_size)
         self.place = Place.of(self.ranks.rank, self._sizes)
-        self.device = HOST if computes_on_host() else _xla_device()
+        self.device = HOST if computes_on_host() else lazy_device()
         self.rank_info = RankInfo(
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -71,9 +72,11 @@ class NxdEngine:
         """
         if self._running:
             return
+        if self.ranks.world_size > 1 and not computes_on_host() and not dist.is_initialized():
+            join_processes()  # the ranks then agree over a group of hosts beside it
         self.ranks.start(HOST, timeout_s=self._run.distributed_strategy.timeout_s)
         if not dist.is_initialized():  # the library asks for a group in a single process, too
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._running = True
         NxdEngine._started += 1
         self._build_groups()
@@ -84,7 +87,7 @@ class NxdEngine:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self._sizes.tp,
             pipeline_model_parallel_size=self._sizes.pp,
-            skip_collective_init=computes_on_host(),
+            skip_collective_init=computes_on_host() or self.ranks.world_size == 1,
         )
         found = {
             "tp": parallel_state.get_tensor_model_parallel_rank(),
@@ -129,9 +132,12 @@ class NxdEngine:
             data_group=parallel_state.get_data_parallel_group() if sizes.dp > 1 else None,
             pipeline_group=parallel_state.get_pipeline_model_parallel_group() if sizes.pp > 1 else None,
             ranks=self.ranks,
+            autocast=None if precision.autocast is None else getattr(torch, precision.autocast),
         )
         sequence_parallel = self._run.distributed_strategy.sequence_parallel
-        return NxdModel(stage, self.place, around, precision, sequence_parallel=sequence_parallel)
+        model = NxdModel(stage, self.place, around, precision, sequence_parallel=sequence_parallel)
+        end_of_step(self.device)  # what fills the weights is no part of the first step's graph
+        return model
 
     def initialize_optimizer(
         self, model: NxdModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
@@ -174,10 +180,3 @@ class NxdEngine:
             if self.ranks.world_size == 1:
                 dist.destroy_process_group()
         self.ranks.stop()
-
-
-def _xla_device() -> torch.device:
-    import torch_xla
-
-    device: torch.device = torch_xla.device()
-    return device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,13 @@ class Surroundings:
     """Ranks that read different samples; None where there is one."""
     pipeline_group: dist.ProcessGroup | None
     ranks: RankAgreement
+    autocast: torch.dtype | None = None
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Surround forward and the loss, never backward."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
 
 
 class GlobalBatch:
@@ -87,7 +94,8 @@ class GlobalBatch:
 
     def loss(self, logits: object, batch: Batch) -> torch.Tensor:
         """Return the share of one micro-batch in the loss of the global batch."""
-        output = self._objective(logits, batch)  # type: ignore[arg-type]  # sharded logits, for cross_entropies
+        with self._around.computing():
+            output = self._objective(logits, batch)  # type: ignore[arg-type]  # sharded logits, for cross_entropies
         loss = self._mean(output.loss_sum)
         self._losses.append(loss.detach())
         for name, value in output.metrics.items():

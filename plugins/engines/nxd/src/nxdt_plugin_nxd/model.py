@@ -69,7 +69,7 @@ class NxdModel:
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
         sizes = place.sizes
-        self._pipeline = Pipeline(stage.module, place, around.device) if sizes.pp > 1 else None
+        self._pipeline = Pipeline(stage.module, place, around) if sizes.pp > 1 else None
         tied = stage.plan.tied if sizes.pp > 1 else ()
         # Collective: every stage calls it, and those in between get none.
         self._tied_group = parallel_state.create_pg_with_ranks([0, sizes.pp - 1]) if tied else None
@@ -91,6 +91,11 @@ class NxdModel:
     def data_ranks(self) -> int:
         """Return the number of ranks that read different samples."""
         return self._place.sizes.dp
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self._around.device
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -170,7 +175,7 @@ class NxdModel:
         return held
 
     def _logits(self, batch: Batch) -> Any:
-        with rows_of_batch(batch.first_row, batch.input_ids):
+        with rows_of_batch(batch.first_row, batch.input_ids), self._around.computing():
             return self._stage.module(batch.input_ids, batch.position_ids, batch.document_ids)
 
     # Weights

@@ -10,6 +10,7 @@ from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_plugin_nxd.lazy_device import end_of_step
 from nxdt_plugin_nxd.model import NxdModel, elements
 
 __all__ = ["NxdOptimizer"]
@@ -82,6 +83,7 @@ class NxdOptimizer:
             self.inner.step()
             self._model.weights_changed()
         self._model.clear_gradients()
+        end_of_step(self._model.device)
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter where it has its shape."""

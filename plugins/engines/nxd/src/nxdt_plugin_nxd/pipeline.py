@@ -15,6 +15,7 @@ from torch import nn
 
 from nxdt_core.nn.random.dropout_masks import rows_of_batch
 from nxdt_core.protocols.batch import Batch
+from nxdt_plugin_nxd.global_batch import Surroundings
 from nxdt_plugin_nxd.placement import Place
 
 __all__ = ["Pipeline"]
@@ -26,9 +27,9 @@ Consume = Callable[[Any, Batch], torch.Tensor]
 class Pipeline:
     """Runs micro-batches through the stages, together with the other pipeline ranks."""
 
-    def __init__(self, module: nn.Module, place: Place, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, place: Place, around: Surroundings) -> None:
         self._place = place
-        self._stage = _Stage(module, device, last=place.pp == place.sizes.pp - 1)
+        self._stage = _Stage(module, around, last=place.pp == place.sizes.pp - 1)
         self._models: dict[tuple[object, ...], NxDPPModel] = {}
 
     def train(self, batches: Sequence[Batch], loss: Consume, *, scale: float) -> None:
@@ -67,9 +68,9 @@ class Pipeline:
 class _Stage(nn.Module):
     """A stage as the library calls it: with ids, or with what the stage before gave."""
 
-    def __init__(self, module: nn.Module, device: torch.device, *, last: bool) -> None:
+    def __init__(self, module: nn.Module, around: Surroundings, *, last: bool) -> None:
         super().__init__()
-        self.module, self._device, self._last = module, device, last
+        self.module, self._around, self._device, self._last = module, around, around.device, last
         self._forward: Iterator[Batch] = iter(())
         self._losses: Iterator[Batch] = iter(())
         self._consume: Consume | None = None
@@ -86,7 +87,7 @@ class _Stage(nn.Module):
         positions = batch.position_ids  # those of a part of the sequence could not be counted
         if positions is None:
             positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(batch.input_ids)
-        with rows_of_batch(batch.first_row, batch.input_ids):
+        with rows_of_batch(batch.first_row, batch.input_ids), self._around.computing():
             output = self.module(hidden, positions, batch.document_ids)
         return (output,) if self._last else output
 

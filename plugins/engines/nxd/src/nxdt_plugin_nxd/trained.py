@@ -128,7 +128,7 @@ class GradientSums:
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype != dtype:
                 parameter.main_grad = None  # type: ignore[attr-defined]
-                parameter.register_post_accumulate_grad_hook(self._add)
+                parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
         self._dtype = dtype
 
     def _add(self, parameter: nn.Parameter) -> None:
