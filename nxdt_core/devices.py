@@ -51,6 +51,8 @@ class DeviceProfile:
     """Whether ``torch.optim`` has fused kernels for it."""
     point_to_point: bool = True
     """Whether two ranks can send to each other without the rest of their group."""
+    binds_process_group: bool = False
+    """Whether the default process group is told its device when it starts: it then connects at once, as NCCL can."""
     all_to_all: bool = True
     """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
     pinned_host_memory: bool = False
@@ -100,6 +102,7 @@ CPU = DeviceProfile(
 CUDA = DeviceProfile(
     device_type="cuda",
     process_group_backend="nccl",
+    binds_process_group=True,
     lightning_accelerator="cuda",
     fused_optimizers=True,
     pinned_host_memory=True,
