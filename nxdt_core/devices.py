@@ -1,7 +1,7 @@
 """What differs between device types, in one table. No other file of the core names a device type.
 
-Peak figures are dense FLOP/s as the vendors' data sheets state them: NVIDIA A100, H100 SXM, H200, L4, L40S; AWS
-Trainium (trn1) and Trainium2 (trn2) per accelerator chip.
+Peak figures are dense FLOP/s as the vendors' data sheets state them: NVIDIA A100, H100 SXM, H200, L4, L40S. Those of
+AWS Trainium are in :mod:`nxdt_core.trainium`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from nxdt_core.device_operations import DeviceOperations, HostOperations, UnknownDeviceOperations
 from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
+from nxdt_core.trainium import MEMORY_GIB, PEAK_FLOPS, TrainiumOperations
 
 __all__ = [
     "HOST",
@@ -50,6 +51,10 @@ class DeviceProfile:
     """Whether ``torch.optim`` has fused kernels for it."""
     point_to_point: bool = True
     """Whether two ranks can send to each other without the rest of their group."""
+    binds_process_group: bool = False
+    """Whether the default process group is told its device when it starts: it then connects at once, as NCCL can."""
+    all_to_all: bool = True
+    """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
     pinned_host_memory: bool = False
     """Whether copies to the host run faster, and in parallel with kernels, into pinned memory."""
     broadcast_loads: bool = False
@@ -69,6 +74,10 @@ class DeviceProfile:
     ``composed`` is matrix products and runs anywhere."""
     peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
+    memory_gib: Mapping[str, float] = field(default_factory=dict)
+    """Name of a product → memory of the part that one process has, for ``nxdt plan --device``."""
+    install: str = "the build of torch for that device"
+    """What a machine needs so that torch finds it."""
 
     @property
     def never_waits(self) -> bool:
@@ -93,6 +102,7 @@ CPU = DeviceProfile(
 CUDA = DeviceProfile(
     device_type="cuda",
     process_group_backend="nccl",
+    binds_process_group=True,
     lightning_accelerator="cuda",
     fused_optimizers=True,
     pinned_host_memory=True,
@@ -105,21 +115,24 @@ CUDA = DeviceProfile(
         "L40S": {"float32": 91.6 * _T, "bfloat16": 362 * _T},
         "L4": {"float32": 30.3 * _T, "bfloat16": 121 * _T},
     },
+    memory_gib={"H100": 80, "H200": 141, "L40S": 48, "L4": 24},
+    install="a build of torch for the version of CUDA that the driver has",
 )
 """GPUs of NVIDIA."""
 
 NEURON = DeviceProfile(
     device_type="neuron",
     process_group_backend="neuron",
-    point_to_point=False,
+    point_to_point=False,  # send and receive are documented, and not tried yet; nothing needs them but the ring
     context_parallel_method="gather",
     broadcast_loads=True,
     static_shapes=True,
     compile_backend="neuron",
-    peak_flops={
-        "trn1": {"float32": 47.5 * _T, "bfloat16": 190 * _T},
-        "trn2": {"float32": 181 * _T, "bfloat16": 667 * _T},
-    },
+    operations=TrainiumOperations(),
+    peak_flops=PEAK_FLOPS,
+    memory_gib=MEMORY_GIB,
+    install="torch-neuronx of torch's version from AWS (2.13.* with torch 2.13) on trn2 and trn3, or an engine over "
+    "torch-xla on trn1",
 )
 """AWS Trainium under torch-neuronx."""
 
@@ -161,7 +174,7 @@ def current_device(accelerator: str = "auto", *, index: int | None = None) -> to
     if profile.host:
         return torch.device(wanted)
     if not profile.operations.is_available(wanted):
-        raise AcceleratorMissing(accelerator=wanted, found=available_type())
+        raise AcceleratorMissing(accelerator=wanted, found=available_type(), install=profile.install)
     number = profile.operations.current_index() if index is None else index
     return torch.device(wanted) if number is None else torch.device(wanted, number)
 

@@ -27,6 +27,9 @@ _INTERRUPTED = 130
 COMMANDS = {
     "train": LazyCommand(target="nxdt_core.cli.train:train", summary="Train a model from a YAML file or a recipe."),
     "plan": LazyCommand(target="nxdt_core.cli.plan:plan", summary="Say what a run would need, without its devices."),
+    "env": LazyCommand(
+        target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
+    ),
     "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
     "evaluate": LazyCommand(
         target="nxdt_core.cli.evaluate:evaluate", summary="Judge a checkpoint by held-out records and tasks."

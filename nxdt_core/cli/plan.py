@@ -6,6 +6,7 @@ import click
 
 from nxdt_core.cli.plan_report import print_report
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
+from nxdt_core.errors.launch import TwoMemorySizes
 
 __all__ = ["plan"]
 
@@ -18,6 +19,7 @@ _GIB = 2**30
     examples=(
         "nxdt plan recipe:llama3-70b --world-size 512",
         "nxdt plan my_run.yaml --memory-gib 80",
+        "nxdt plan recipe:llama3-8b-trn2 --device trn2",
         "nxdt plan recipe:llama3-8b distributed_strategy.zero_stage=3 data.micro_batch_size=2 --json",
     ),
 )
@@ -28,6 +30,7 @@ _GIB = 2**30
     type=click.FloatRange(0, min_open=True),
     help="Memory of one device; by default that of this machine's accelerator.",
 )
+@click.option("--device", help="Take the memory that a process has on this product: trn1, trn2, trn3, H100, H200, ….")
 @as_json
 @click.pass_context
 def plan(
@@ -36,6 +39,7 @@ def plan(
     overrides: tuple[str, ...],
     world_size: int | None,
     memory_gib: float | None,
+    device: str | None,
     json_output: bool,
 ) -> None:
     """Say what a run would need: memory of each rank by what it is for, traffic, idle time, sizes.
@@ -47,13 +51,18 @@ def plan(
     """
     from nxdt_core.config import load
 
+    if device is not None and memory_gib is not None:
+        raise TwoMemorySizes
     world = () if world_size is None else (f"trainer.devices={world_size}", "trainer.num_nodes=1")
     config = load(source, (*overrides, *world))
     for note in config.notes:
         print_note(note)
 
+    from nxdt_core.training.plan import memory_of_device
     from nxdt_core.training.plan import plan as make  # imports torch: only a configuration that is right pays for it
 
+    if device is not None:
+        memory_gib = memory_of_device(config, device)
     made = make(config, memory_bytes=None if memory_gib is None else round(memory_gib * _GIB))
     if json_output:
         print_json(made.to_dict())

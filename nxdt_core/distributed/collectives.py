@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nxdt_core.devices import profile_of
 from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
 
 __all__ = [
     "all_to_all",
     "copy_to_group",
+    "exchanged_rows",
     "gather_along",
     "reduce_from_group",
     "scatter_sum_along",
@@ -65,6 +67,8 @@ def all_to_all(
     output_splits: Sequence[int],
     input_splits: Sequence[int],
     group: dist.ProcessGroup | None,
+    *,
+    equal: bool = False,
 ) -> torch.Tensor:
     """Send rows to ranks and receive theirs; gradients travel back the same way.
 
@@ -73,6 +77,8 @@ def all_to_all(
         output_splits: rows that come from each rank.
         input_splits: rows that go to each rank.
         group: None for one rank.
+        equal: whether every rank sends equally many rows to each. Where the device has no all-to-all, no size has to be
+            asked for then.
 
     Returns:
         [sum(output_splits), ...], the rows of rank 0 first.
@@ -80,7 +86,7 @@ def all_to_all(
     if group is None:
         return tensor
     received: torch.Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        tensor, list(output_splits), list(input_splits), group
+        tensor, list(output_splits), list(input_splits), group, equal
     )
     return received
 
@@ -131,14 +137,20 @@ class _ScatterSum(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+        ctx: Any,
+        tensor: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+        equal: bool,
     ) -> torch.Tensor:
-        ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
-        return _exchanged(tensor, output_splits, input_splits, group)
+        ctx.output_splits, ctx.input_splits, ctx.group, ctx.equal = output_splits, input_splits, group, equal
+        return _exchanged(tensor, output_splits, input_splits, group, equal)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        received = _exchanged(grad, ctx.input_splits, ctx.output_splits, ctx.group, ctx.equal)
+        return received, None, None, None, None
 
 
 def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -169,9 +181,41 @@ def _scattered_sum(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> 
     return part
 
 
+def exchanged_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return row i of each rank on rank i, in the order of the ranks; ``tensor`` [ranks, ...]. Without gradients."""
+    if profile_of(tensor.device).all_to_all:
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=group)
+        return received
+    return _exchanged_by_gathers(tensor, [1] * group.size(), [1] * group.size(), group, equal=True)
+
+
 def _exchanged(
-    tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+    tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup, equal: bool
 ) -> torch.Tensor:
+    if not profile_of(tensor.device).all_to_all:
+        return _exchanged_by_gathers(tensor, output_splits, input_splits, group, equal=equal)
     received = tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
     dist.all_to_all_single(received, tensor.contiguous(), output_splits, input_splits, group=group)
     return received
+
+
+def _exchanged_by_gathers(
+    tensor: torch.Tensor,
+    output_splits: list[int],
+    input_splits: list[int],
+    group: dist.ProcessGroup,
+    *,
+    equal: bool,
+) -> torch.Tensor:
+    """As :func:`_exchanged`, for groups without an all-to-all: every rank gets all rows and keeps its own."""
+    ranks, own = group.size(), group.rank()
+    if equal:
+        whole = _gathered(tensor, 0, group).view(ranks, ranks, input_splits[0], *tensor.shape[1:])
+        return whole[:, own].flatten(0, 1).contiguous()
+    splits = _gathered(torch.tensor([input_splits], device=tensor.device), 0, group).tolist()
+    padded = tensor.new_zeros((max(map(sum, splits)), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    whole = _gathered(padded, 0, group).view(ranks, *padded.shape)
+    starts = [sum(sent[:own]) for sent in splits]
+    return torch.cat([whole[rank, start : start + output_splits[rank]] for rank, start in enumerate(starts)])

@@ -99,7 +99,7 @@ class Ranks:
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timeout,
-                device_id=device if device.index is not None else None,
+                device_id=device if profile_of(device).binds_process_group else None,
             )
             self._owns_default = True
         self._group = _host_group(timeout)

@@ -14,7 +14,9 @@ __all__ = [
     "SequenceDoesNotDivide",
     "ShardDoesNotDivide",
     "TensorPlanUnusable",
+    "TwoMemorySizes",
     "UnknownAccelerator",
+    "UnknownDevice",
     "WorldDoesNotDivide",
 ]
 
@@ -37,9 +39,12 @@ class AcceleratorMissing(NxdtError):
 
     code = "NXDT-P002"
     happened = "trainer.accelerator is {accelerator!r}, and torch finds only {found!r} here."
-    remedy = "Install the build of torch for that device and its driver, or set trainer.accelerator=auto."
+    remedy = (
+        "Install {install}, and the driver, or set trainer.accelerator=auto. 'nxdt env' shows what this machine has."
+    )
     accelerator: str
     found: str
+    install: str
 
 
 class WorldDoesNotDivide(NxdtError):
@@ -147,3 +152,24 @@ class BadDeviceProfile(NxdtError):
     accelerator: str
     reference: str
     found: str
+
+
+class UnknownDevice(NxdtError):
+    """A product that no device profile knows the memory of."""
+
+    code = "NXDT-P007"
+    happened = "No device profile knows the memory of {device!r}."
+    remedy = "Write one of {names}, or its memory as --memory-gib."
+    device: str
+    known: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "names": listing(self.known)}
+
+
+class TwoMemorySizes(NxdtError):
+    """Both ways to say how much memory a device has."""
+
+    code = "NXDT-P008"
+    happened = "--device and --memory-gib both say how much memory a device has."
+    remedy = "Give one of them."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -186,10 +186,10 @@ def _check_refused(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> 
 
 def _check_static(whole: nn.Module, plan: ParallelPlan) -> None:
     """Refuse routers that give their experts as many tokens as choose them."""
-    for path in routers_of(whole, plan):
-        router = whole.get_submodule(path)
+    for path, experts in routers_of(whole, plan).items():
+        router: Any = whole.get_submodule(path)
         if getattr(router, "capacity_factor", 0) is None:
-            raise ShapesDependOnData(path=path, experts=int(router.experts), top_k=int(router.top_k))
+            raise ShapesDependOnData(path=path, experts=experts, top_k=int(router.top_k))
 
 
 def _cut(

@@ -7,13 +7,14 @@ from typing import Any
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import PROFILES, available_type
-from nxdt_core.errors.launch import EngineWithoutEstimate
+from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
 from nxdt_core.protocols.parallel.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.training import build
 from nxdt_core.training.weights.average import AVERAGE_BYTES
 
-__all__ = ["RunPlan", "accelerator_memory_bytes", "plan", "run_parts"]
+__all__ = ["RunPlan", "accelerator_memory_bytes", "memory_of_device", "plan", "run_parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,20 @@ def run_parts(config: ResolvedConfig) -> RunParts:
 def accelerator_memory_bytes() -> int | None:
     """Return the memory of this machine's accelerator; None where it has none."""
     return PROFILES[available_type()].operations.total_memory_bytes()
+
+
+def memory_of_device(config: ResolvedConfig, device: str) -> float:
+    """Return the memory in GiB that one process has on a product that a device profile knows, such as ``trn2``.
+
+    Raises:
+        UnknownDevice: none does.
+    """
+    register_profile_of(config)
+    known = {name: size for profile in PROFILES.values() for name, size in profile.memory_gib.items()}
+    by_lower = {name.lower(): size for name, size in known.items()}
+    if device.lower() not in by_lower:
+        raise UnknownDevice(device=device, known=tuple(known))
+    return by_lower[device.lower()]
 
 
 def _rank(rank: RankEstimate) -> dict[str, Any]:

@@ -140,3 +140,29 @@ def test_the_documentation_shows_what_is_printed(nxdt):
     page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
     command, shown = re.search(r"^\$ nxdt (plan recipe:llama3-70b .*)\n((?:.*\n)*?)```$", page, re.MULTILINE).groups()
     assert nxdt(*command.split()).stdout == shown
+
+
+def test_the_memory_of_a_product_is_known(planned):
+    """That of one process: a trn2 chip has 96 GiB for four."""
+    status, found = planned("recipe:llama-tiny", "--device", "TRN2")
+    assert (status, found["memory_bytes"], found["fits"]) == (0, 24 * 2**30, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [(("--device", "trn9"), "NXDT-P007"), (("--device", "trn2", "--memory-gib", "24"), "NXDT-P008")],
+)
+def test_a_product_that_nobody_knows_and_two_sizes_are_refused(nxdt, args, said):
+    done = nxdt("plan", "recipe:llama-tiny", *args)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_experts_whose_sizes_follow_from_data_are_refused_for_fixed_shapes(nxdt):
+    """Before any device is there."""
+    done = nxdt("plan", "recipe:mixtral-tiny", "trainer.accelerator=neuron", "model.moe.capacity_factor=null")
+    assert done.returncode == 2
+    assert re.search(r"NXDT-P037.*4 experts.*\n.*2 has room", done.stderr)
+    assert nxdt(
+        "plan", "recipe:mixtral-tiny", "trainer.accelerator=neuron", "model.moe.capacity_factor=2"
+    ).returncode in (0, 1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 from torch._dynamo import register_backend
 
 from nxdt_core.device_operations import DeviceOperations
@@ -34,7 +37,7 @@ class _Module:
 
     @staticmethod
     def device_count() -> int:
-        return torch.accelerator.device_count()
+        return 2  # kDevices of the library; torch.accelerator asks this method
 
     @staticmethod
     def current_device() -> int:
@@ -77,13 +80,83 @@ def _compile(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
     return graph.forward
 
 
+class _Group(dist.ProcessGroup):
+    """Collectives of the device: those of the host, over copies. It has no all-to-all and no sends."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._host = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return NAME
+
+    def allreduce(self, tensors, opts=None):
+        """Sum, or another operation."""
+        return self._in_place(self._host.allreduce, tensors, opts or dist.AllreduceOptions())
+
+    def broadcast(self, tensors, opts=None):
+        """From one rank to all."""
+        return self._in_place(self._host.broadcast, tensors, opts or dist.BroadcastOptions())
+
+    def _allgather_base(self, output, tensor, opts=None):
+        """All tensors, one after the other."""
+        held = torch.empty(output.shape, dtype=output.dtype)
+        self._host._allgather_base(held, tensor.cpu()).wait()
+        output.copy_(held)
+        return _done(output)
+
+    def _reduce_scatter_base(self, output, tensor, opts=None):
+        """This rank's part of the sum."""
+        held = tensor.cpu()
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        self._host.allreduce([held], options).wait()
+        part = held.flatten().chunk(self.size())[self.rank()].view(output.shape)
+        output.copy_(part / self.size() if opts is not None and opts.reduceOp == dist.ReduceOp.AVG else part)
+        return _done(output)
+
+    def allgather(self, outputs, tensors, opts=None):
+        """All tensors, each in its own."""
+        held = [[torch.empty(each.shape, dtype=each.dtype) for each in group] for group in outputs]
+        self._host.allgather(held, [tensor.cpu() for tensor in tensors]).wait()
+        for group, copies in zip(outputs, held, strict=True):
+            for each, copy in zip(group, copies, strict=True):
+                each.copy_(copy)
+        return _done(outputs)
+
+    def barrier(self, opts=None):
+        """Wait for all ranks."""
+        return self._host.barrier()
+
+    def _in_place(self, collective, tensors, opts):
+        held = [tensor.cpu() for tensor in tensors]
+        collective(held, opts).wait()
+        for tensor, copy in zip(tensors, held, strict=True):
+            tensor.copy_(copy)
+        return _done(tensors)
+
+
+def _done(result: object) -> dist.Work:
+    future: torch.futures.Future[object] = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _Group:
+    return _Group(store, rank, size, timeout)
+
+
+dist.Backend.register_backend(NAME, _create_group, devices=[NAME])
+
 PROFILE = DeviceProfile(
     device_type=NAME,
-    process_group_backend="gloo",
+    process_group_backend=NAME,
     operations=_Operations(),
     host_random=True,
     static_shapes=True,
     point_to_point=False,
+    all_to_all=False,
     context_parallel_method="gather",
     compile_backend=NAME,
     peak_flops={"Abacus": {"float32": 1e12}},

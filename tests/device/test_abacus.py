@@ -143,6 +143,44 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state(abacus_cache: str, o
     assert found[3] == found[4]
 
 
+LAYOUTS = {
+    "dp2": ("recipe:llama-tiny",),
+    "dp2, zero 3": ("recipe:llama-tiny", "distributed_strategy.zero_stage=3"),
+    "tp2": (
+        "recipe:llama-tiny",
+        "distributed_strategy.tensor_model_parallel_size=2",
+        "distributed_strategy.sequence_parallel=true",
+    ),
+    "cp2": ("recipe:llama-tiny", "distributed_strategy.context_parallel_size=2"),
+    "ep2": (
+        "recipe:mixtral-tiny",
+        "model.moe.capacity_factor=2",
+        "distributed_strategy.expert_model_parallel_size=2",
+    ),
+}
+
+
+def train_on_rank(recipe: str, *overrides: str) -> tuple[list[float], str, str]:
+    """Losses, device and backend of this rank."""
+    run = session(recipe, *overrides)
+    losses, _ = steps(run)
+    used = torch.distributed.get_backend()
+    run.close()
+    return losses, str(run.engine.device), used
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_train_as_one_process_does(abacus_cache: str, layout: str) -> None:
+    """Each on a device of its own, with collectives of the device alone: no all-to-all, no sends."""
+    environment = {CACHE: abacus_cache}
+    recipe, *overrides = LAYOUTS[layout]
+    alone = RankPool(1).run(train_on_both, recipe, *overrides[:1] * (layout == "ep2"), environment=environment)[0]
+    found = RankPool(2).run(train_on_rank, recipe, *overrides, environment=environment)
+    for rank, (losses, device, backend) in enumerate(found):
+        assert losses == pytest.approx(alone["losses"], rel=1e-4)
+        assert (device, backend) == (f"abacus:{rank}", "abacus")
+
+
 def refuse_dropless() -> str:
     """The error of experts that drop nothing."""
     try:

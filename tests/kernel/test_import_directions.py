@@ -21,6 +21,7 @@ LAYERS = (
     {"errors"},
     {"api", "compile_counts", "mounts", "regular_files", "torch_versions"},
     {"device_operations"},
+    {"trainium"},
     {"devices"},
     {"progress", "protocols"},
     {"file_lock", "kernel"},
@@ -41,6 +42,7 @@ LIKE_PLUGINS = {"builtins", "parallel", "testing"}
 """Built-in components, the torch engine and the kits: they import the core, which names them only as text."""
 
 HEAVY = {"torch", "numpy", "pytorch_lightning", "lightning", "transformers", "tokenizers", "safetensors"}
+WITH_TORCH = ("nxdt_core.devices", "nxdt_core.device_operations", "nxdt_core.trainium")
 TORCH_FREE = ("api.py", "errors", "kernel", "config", "models", "protocols", "cli")
 
 
@@ -114,7 +116,7 @@ def test_a_torch_free_layer_imports_nothing_heavy_when_it_is_imported(part):
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in files
         for line, name in runs_at_import(path)
-        if name.partition(".")[0] in HEAVY or name in ("nxdt_core.devices", "nxdt_core.device_operations")
+        if name.partition(".")[0] in HEAVY or name in WITH_TORCH
     ]
     assert files
     assert wrong == []

@@ -1,12 +1,17 @@
 """Each collective's backward is its transpose: ⟨f(x), y⟩ = ⟨x, fᵀ(y)⟩ summed over the ranks; and what it computes."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from nxdt_core.devices import HOST, PROFILES
 from nxdt_core.distributed.collectives import (
     all_to_all,
     copy_to_group,
+    exchanged_rows,
     gather_along,
     reduce_from_group,
     scatter_sum_along,
@@ -20,6 +25,13 @@ FROM = [[1, 2], [0, 3]]
 
 def own(rank: int, shape=SHAPE) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def without_all_to_all():
+    """The same on a device whose process group has no all-to-all; the collective is not called."""
+    lacking = replace(PROFILES[HOST.type], all_to_all=False)
+    with patch.dict(PROFILES, {HOST.type: lacking}), patch.object(dist, "all_to_all_single", None):
+        return forward_and_backward()
 
 
 def forward_and_backward():
@@ -36,14 +48,17 @@ def forward_and_backward():
             "scatter 1": lambda x: scatter_sum_along(x, 1, group),
             "scatter 0": lambda x: scatter_sum_along(x, 0, group),
             "all to all": lambda x: all_to_all(x, receives, sends, group),
+            "equal all to all": lambda x: all_to_all(x, [1, 1], [1, 1], group, equal=True),
         }
         results = {}
         for name, function in functions.items():
-            x = own(rank, (sum(sends), 5) if name == "all to all" else SHAPE).requires_grad_()
+            x = own(rank, {"all to all": (sum(sends), 5), "equal all to all": (2, 5)}.get(name, SHAPE)).requires_grad_()
             y = function(x)
             # A gradient that is a view with strides of its own, as the backward of a transpose gives.
             y.backward((ramp(y.shape) * (rank + 1)).movedim(0, -1).contiguous().movedim(-1, 0))
             results[name] = (y.detach(), x.grad)
+        rows = torch.arange(4).view(2, 2) + 10 * rank
+        results["rows"] = (exchanged_rows(rows, group), rows)
         return results
 
 
@@ -54,6 +69,18 @@ def ramp(shape) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def results(ranks):
     return ranks(2).run(forward_and_backward)
+
+
+def test_an_all_to_all_can_be_made_of_gathers(ranks, results) -> None:
+    """Bitwise, with gradients, for parts of equal and of unequal sizes."""
+    for found, expected in zip(ranks(2).run(without_all_to_all), results, strict=True):
+        for name, tensors in expected.items():
+            assert all(torch.equal(*pair) for pair in zip(found[name], tensors, strict=True)), name
+
+
+def test_rows_are_exchanged(results) -> None:
+    for rank in range(2):
+        assert torch.equal(results[rank]["rows"][0], torch.stack([results[r]["rows"][1][rank] for r in range(2)]))
 
 
 def test_copy(results) -> None:

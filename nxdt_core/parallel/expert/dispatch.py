@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.distributed.collectives import all_to_all
+from nxdt_core.distributed.collectives import all_to_all, exchanged_rows
 from nxdt_core.nn.moe.dispatch import LocalDispatcher, Placement, collect, spread
 from nxdt_core.parallel.tensor.layers import sum_over_ranks
 
@@ -41,8 +41,7 @@ class AllToAllDispatcher(LocalDispatcher):
         if self.group is None:
             return super().run_ordered(rows, counts, experts)
         sent = counts.view(self.group.size(), -1)  # [ranks, experts of one rank]
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        received = exchanged_rows(sent, self.group)
         outgoing, incoming = _splits(sent, received, len(rows))
         arrived = all_to_all(rows, incoming, outgoing, self.group)  # by rank of origin, then by expert
         numbers = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
@@ -57,10 +56,10 @@ class AllToAllDispatcher(LocalDispatcher):
         ranks = self.group.size()
         capacity, hidden = rows.shape[1:]
         splits = [len(rows) // ranks * capacity] * ranks
-        arrived = all_to_all(rows.flatten(0, 1), splits, splits, self.group)
+        arrived = all_to_all(rows.flatten(0, 1), splits, splits, self.group, equal=True)
         by_expert = arrived.view(ranks, -1, capacity, hidden).transpose(0, 1)  # [experts here, ranks, capacity, hidden]
         outputs = experts(by_expert.flatten(1, 2)).view(by_expert.shape)
-        returned = all_to_all(outputs.transpose(0, 1).flatten(0, 2), splits, splits, self.group)
+        returned = all_to_all(outputs.transpose(0, 1).flatten(0, 2), splits, splits, self.group, equal=True)
         return returned.view(rows.shape)
 
     def finish(self, mixed: torch.Tensor) -> torch.Tensor:

@@ -77,5 +77,5 @@ def dealt(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         raise ValueError(f"{count} tokens do not divide over the {ranks} ranks that exchange them")
     by_rank = hidden.reshape(-1, ranks, width).transpose(0, 1)
     splits = [count // ranks] * ranks
-    arrived = all_to_all(by_rank.flatten(0, 1), splits, splits, group)
+    arrived = all_to_all(by_rank.flatten(0, 1), splits, splits, group, equal=True)
     return arrived.view(ranks, -1, width).transpose(0, 1).reshape(hidden.shape)

@@ -1,0 +1,76 @@
+"""``nxdt env``: devices, versions, drivers and backends of this machine, and whether it can run a configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.terminal.table import human_size, print_facts, print_table
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
+
+if TYPE_CHECKING:
+    from nxdt_core.training.environment import Device, Environment
+
+__all__ = ["env"]
+
+
+@click.command(
+    cls=Verb,
+    short_help="Show devices, versions and drivers, and what they can run.",
+    examples=("nxdt env", "nxdt env my_run.yaml trainer.devices=8", "nxdt env recipe:llama3-8b-trn2 --json"),
+)
+@click.argument("source", metavar="[CONFIG]", required=False)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@as_json
+@click.pass_context
+def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json_output: bool) -> None:
+    """Show what this machine has: devices, their process-group backends, versions of packages, drivers, compilers.
+
+    With CONFIG it also says whether one node of that run could start here, and what is missing. Nothing is
+    started or changed. Exit status 1 where the run could not start, or a package cannot be used.
+    """
+    config = None
+    if source is not None:
+        from nxdt_core.config import load
+
+        config = load(source, overrides)
+    from nxdt_core.training.environment import environment, problems_of_run
+
+    problems = [] if config is None else [*problems_of_run(config)]
+    found = environment()
+    if json_output:
+        run = None if source is None else {"config": source, "can_start": not problems, "problems": problems}
+        print_json({**found.to_dict(), "run": run})
+    else:
+        _print(found)
+        if source is not None:
+            say("")
+            say(f"{source}: {'cannot start here' if problems else 'can start here'}")
+            for problem in problems:
+                say(f"  {problem}")
+    ctx.exit(1 if problems or any(package.problem for package in found.packages) else 0)
+
+
+def _print(found: Environment) -> None:
+    facts = [("host", found.host), ("system", found.system), ("python", found.python), ("auto", found.auto)]
+    installed = [package for package in found.packages if package.version is not None]
+    facts += [(package.name, f"{package.version}  {package.problem}".rstrip()) for package in installed]
+    facts += [(name, value) for name, value in (*found.drivers.items(), *found.compilers.items())]
+    print_facts(facts)
+    say("")
+    header = ("DEVICE", "HERE", "NAME", "MEMORY", "PROCESS GROUPS", "COMPILER", "SHAPES")
+    print_table(header, [_row(device) for device in found.devices])
+
+
+def _row(device: Device) -> tuple[str, ...]:
+    here = "no" if not device.available else "yes" if device.count is None else str(device.count)
+    return (
+        device.type,
+        here,
+        device.name or "",
+        "" if device.memory_bytes is None else human_size(device.memory_bytes),
+        device.process_group_backend if device.backend_available else f"{device.process_group_backend} (missing)",
+        device.compile_backend,
+        "fixed" if device.static_shapes else "any",
+    )
