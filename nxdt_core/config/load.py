@@ -125,8 +125,8 @@ class _Load:
         locator = Locator(source.label)
         kernel = self.started = self._start_kernel(given, locator)
         self.problems += unusable_files(kernel, given) if self.passed is None else ()
-        given, notes = drop_replaced(given, self.replaced, kernel)
-        self.notes += notes
+        given, dropped = drop_replaced(given, self.replaced, kernel)
+        self.notes += dropped
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
         given, pairs = spread_alignment(given)
         given, composition = self._compose(given, kernel, locator)

@@ -27,6 +27,7 @@ from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -36,7 +37,7 @@ from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
 
-__all__ = ["LAYOUTS", "Layout", "compare", "component_of", "has_lora", "planned_capabilities"]
+__all__ = ["LAYOUTS", "Layout", "OptimizerParts", "compare", "component_of", "has_lora", "planned_capabilities"]
 
 _SEED, _ROWS, _MICRO, _LENGTH, _STEPS = 11, 4, 1, 16, 2
 _NUMBERS: Any = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "float64")
@@ -102,17 +103,28 @@ class Trained:
     """By parameter: where the elements of this rank begin, and how they changed."""
 
 
-def compare(builder: ModelBuilder, layout: Layout) -> list[str]:
-    """Train in one process and in ``layout``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerParts:
+    """An optimizer in place of gradient descent."""
+
+    factory: OptimizerFactory
+    """Importable, so that ranks can unpickle it."""
+    section: Any
+
+
+def compare(builder: ModelBuilder, layout: Layout, optimizer: OptimizerParts | None = None) -> list[str]:
+    """Train in one process and in ``layout``, by gradient descent unless ``optimizer`` is given.
 
     Returns:
         What differs, one sentence each; nothing where all is equal.
     """
-    alone = _reference(builder, layout)
-    module = type(builder).__module__
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    alone = _train(builder, replace(layout, ranks=1), (), optimizer)
+    files = [
+        _home(type(builder)),
+        *([] if optimizer is None else [_home(optimizer.factory), _home(type(optimizer.section))]),
+    ]
     try:
-        found = RankPool(layout.ranks).run(train_on_rank, module, file, pickle.dumps(builder), layout)
+        found = RankPool(layout.ranks).run(train_on_rank, files, pickle.dumps((builder, optimizer)), layout)
     except RanksFailed as failed:
         return [f"it cannot be trained: {failed}"]
     problems = [each for each in found if isinstance(each, str)]
@@ -121,15 +133,16 @@ def compare(builder: ModelBuilder, layout: Layout) -> list[str]:
     return [*_losses_that_differ(alone, found), *_updates_that_differ(alone, found)]
 
 
-def train_on_rank(module: str, file: str, pickled: bytes, layout: Layout) -> Trained | str:
+def train_on_rank(files: Sequence[tuple[str, str]], pickled: bytes, layout: Layout) -> Trained | str:
     """Train on one rank of a pool; a text where an error of ours says why that is not possible.
 
-    The builder comes pickled, with the file of its class: that may be a test's, which is in no package.
+    Builder and optimizer come pickled, with the files of their classes: these may be a test's, which is in no package.
     """
-    import_module(module, file)
-    builder: ModelBuilder = pickle.loads(pickled)
+    for module, file in files:
+        import_module(module, file)
+    builder, optimizer = pickle.loads(pickled)
     try:
-        return _train(builder, layout, (f"trainer.devices={layout.ranks}", *layout.settings))
+        return _train(builder, layout, (f"trainer.devices={layout.ranks}", *layout.settings), optimizer)
     except NxdtError as error:
         return str(error)
 
@@ -170,11 +183,15 @@ def _kernel() -> Kernel:
     return Kernel.start()
 
 
-def _reference(builder: ModelBuilder, layout: Layout) -> Trained:
-    return _train(builder, replace(layout, ranks=1), ())
+def _home(defined: Any) -> tuple[str, str]:
+    """Name and file of the module that defines a class or function."""
+    module = str(defined.__module__)
+    return module, getattr(sys.modules.get(module), "__file__", None) or ""
 
 
-def _train(builder: ModelBuilder, layout: Layout, settings: Sequence[str]) -> Trained:
+def _train(
+    builder: ModelBuilder, layout: Layout, settings: Sequence[str], parts: OptimizerParts | None = None
+) -> Trained:
     length = min(_LENGTH, builder.max_sequence_length or _LENGTH)
     config = _config(length, settings)
     engine = build.engine(config)
@@ -182,7 +199,10 @@ def _train(builder: ModelBuilder, layout: Layout, settings: Sequence[str]) -> Tr
     precision = PrecisionPolicy(name="float64", **_NUMBERS)
     adapters = [_lora(config)] if layout.lora else []
     model = engine.initialize_model(builder, precision=precision, seed=_SEED, adapters=adapters)
-    optimizer = initialize_parallel_optimizer(config, engine, model)
+    if parts is None:
+        optimizer = initialize_parallel_optimizer(config, engine, model)
+    else:
+        optimizer = engine.initialize_optimizer(model, parts.factory, parts.section, decay_norms=False)
     before = _pieces(model.state_dict())
     own = _ROWS // _MICRO // engine.rank_info.dp_size
     first = engine.rank_info.dp_rank * own

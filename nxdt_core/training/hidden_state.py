@@ -20,7 +20,7 @@ from nxdt_core.errors.optimizers import HiddenObjectiveState, HiddenOptimizerSta
 from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.protocols.lr_scheduler import LRSchedule
 
-__all__ = ["check_schedule", "watch_objective", "watch_optimizer"]
+__all__ = ["check_schedule", "find_hidden_state", "watch_objective", "watch_optimizer"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,15 +54,22 @@ def check_schedule(schedule: LRSchedule, component: RegisteredComponent, *, max_
 
 def watch_optimizer(optimizer: torch.optim.Optimizer, component: RegisteredComponent) -> None:
     """Warn once, within the first steps of ``optimizer``, of what it keeps outside of its parameters' state."""
+
+    def report(names: list[str]) -> None:
+        _log.warning("%s", HiddenOptimizerState(name=component.record.name, dist=component.dist, attributes=names))
+
+    find_hidden_state(optimizer, report)
+
+
+def find_hidden_state(optimizer: torch.optim.Optimizer, report: Callable[[list[str]], None]) -> None:
+    """Call ``report`` once, within the first steps of ``optimizer``, with the names of what it keeps outside of its
+    parameters' state; never where there is nothing."""
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def look() -> dict[str, Any]:
         found = dict(_values(optimizer, "", _hidden(optimizer, parameters), set(parameters)))
         lost = {repr(key): object() for key in optimizer.state if id(key) not in parameters}
         return found | {f"state[{key}]": value for key, value in lost.items()}
-
-    def report(names: list[str]) -> None:
-        _log.warning("%s", HiddenOptimizerState(name=component.record.name, dist=component.dist, attributes=names))
 
     _watch(optimizer, look, report)
 

@@ -25,11 +25,14 @@ class Outcomes:
             self.passed.add((class_name.removeprefix("Test"), test))
 
 
-def run_contract(file: Path, right: Iterable[str], caught_by: Mapping[str, str]) -> Outcomes:
-    """Run the right ones of a file under all tests, and each mutant under the one that shall catch it."""
+def run_contract(
+    file: Path, right: Iterable[str], caught_by: Mapping[str, str] | Iterable[tuple[str, str]]
+) -> Outcomes:
+    """Run the right ones of a file under all tests, and each mutant under the one that shall catch it, or several."""
+    pairs = caught_by.items() if isinstance(caught_by, Mapping) else caught_by
     plugin = Outcomes()
     wanted = [f"{file}::Test{name}" for name in right]
-    wanted += [f"{file}::Test{mutant}::{test}" for mutant, test in caught_by.items()]
+    wanted += [f"{file}::Test{mutant}::{test}" for mutant, test in pairs]
     options = ["-q", "--no-header", "--tb=no", "--show-capture=no", "-r", "", "-p", "no:cacheprovider"]
     pytest.main([*wanted, *options], plugins=[plugin])
     return plugin

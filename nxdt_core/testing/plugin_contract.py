@@ -1,0 +1,159 @@
+"""What every plugin must keep, whatever it offers; its author subclasses it once.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_core.testing.plugin_contract import PluginContract
+
+    class TestMyPlugin(PluginContract):
+        plugin = "mine"  # the name of its entry point; the distribution is installed
+
+The components have contracts of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from nxdt_core.config import check
+from nxdt_core.config.fields.docs import class_doc, field_docs
+from nxdt_core.config.fields.keys import keys_of
+from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.kernel import Kernel, PluginInfo
+from nxdt_core.kernel.components.component import RegisteredComponent
+
+__all__ = ["PluginContract"]
+
+_PROBE = """
+import json
+from nxdt_core.kernel import Kernel
+
+def plain(record):
+    values = {name: getattr(record, name) for name in type(record).__dataclass_fields__}
+    return {name: sorted(value) if isinstance(value, frozenset) else repr(value) for name, value in values.items()}
+
+kernel = Kernel.start()
+registry = kernel.registry
+print(json.dumps({
+    "plugins": [
+        {"name": p.name, "state": p.state, "reason": p.reason, "note": p.note, "hints": list(p.hints)}
+        for p in kernel.plugins
+    ],
+    "components": [[c.plugin, k.name, plain(c.record)] for k in registry.kinds() for c in registry.all(k.name)],
+    "fingerprint": kernel.fingerprint(),
+}))
+"""
+_found: dict[tuple[str, ...], dict[str, Any]] = {}
+"""What a process found, by its hash seed and path: the tests of several plugins share it."""
+
+
+class PluginContract:
+    """The tests of a plugin: subclass it and set :attr:`plugin`."""
+
+    plugin: ClassVar[str]
+    """Name of its entry point."""
+
+    @pytest.fixture
+    def info(self) -> PluginInfo:
+        """The plugin as this process finds it."""
+        kernel = Kernel.start()
+        found = [each for each in kernel.plugins if each.name == self.plugin]
+        assert found, f"no plugin is called {self.plugin!r}; install its distribution"
+        return found[0]
+
+    @pytest.fixture
+    def components(self) -> Sequence[RegisteredComponent]:
+        """What it offers."""
+        kernel = Kernel.start()
+        every = [each for kind in kernel.registry.kinds() for each in kernel.registry.all(kind.name)]
+        return [each for each in every if each.plugin == self.plugin]
+
+    def test_it_is_usable(self) -> None:
+        """In a process of its own: found, compatible, imported, registered."""
+        found = self._fresh("0")
+        assert found["state"] == "ok", f"the plugin is {found['state']}: {found['reason']}"
+
+    def test_its_entry_module_changes_nothing_else(self) -> None:
+        """No heavy library, no function of torch, no thread, no environment; and it has a hook and a range."""
+        found = self._fresh("0")
+        told = [line for line in (found["note"], *found["hints"]) if line]
+        assert not told, f"of the plugin nxdt says: {'; '.join(told)}"
+
+    def test_every_process_finds_the_same(self) -> None:
+        """Ranks compare records and fingerprints; a set has another order in each process."""
+        one, other = _probe("0"), _probe("1")
+        mine = [[each for each in found["components"] if each[0] == self.plugin] for found in (one, other)]
+        assert mine[0] == mine[1], "two processes register different records; use no set order, clock or random number"
+        assert one["fingerprint"] == other["fingerprint"], "two processes compute different fingerprints"
+
+    def test_every_target_can_be_imported(self, components: Sequence[RegisteredComponent]) -> None:
+        """``package.module:attribute`` names something that can be called."""
+        for each in components:
+            target = each.load_target()
+            assert callable(target) or isinstance(target, type), (
+                f"the target {each.record.target!r} of the {each.kind} {each.record.name!r} cannot be called"
+            )
+
+    def test_every_section_is_documented(self, components: Sequence[RegisteredComponent]) -> None:
+        """The dataclass and each of its keys, where ``nxdt config show`` and the reference take their text from."""
+        for each in components:
+            cls = each.load_config()
+            if cls is None:
+                continue
+            assert class_doc(cls), f"{cls.__name__} has no docstring"
+            documented = field_docs(cls)
+            missing = [name for name in keys_of(cls) if not documented.get(name)]
+            assert not missing, f"these keys of {cls.__name__} have no docstring below them: {', '.join(missing)}"
+
+    def test_every_record_has_a_summary(self, components: Sequence[RegisteredComponent]) -> None:
+        """``nxdt plugins show`` prints it."""
+        missing = [f"{each.kind} {each.record.name!r}" for each in components if not each.record.summary]
+        assert not missing, f"these records have no summary: {', '.join(missing)}"
+
+    def test_its_recipes_are_right(self) -> None:
+        """``nxdt config check`` accepts each, as far as its files are here."""
+        for recipe in list_recipes(Kernel.start()):
+            if recipe.plugin == self.plugin:
+                problems = check(f"recipe:{recipe.plugin}:{recipe.name}")
+                assert not problems, f"the recipe {recipe.name!r} is wrong: {problems[0]}"
+                assert recipe.summary, f"the recipe {recipe.name!r} does not begin with a comment that says what it is"
+
+    def test_it_is_typed(self, info: PluginInfo) -> None:
+        """A package has the file ``py.typed``, so that type checkers read its annotations."""
+        package = info.module.partition(":")[0].partition(".")[0]
+        spec = find_spec(package)
+        for place in (spec.submodule_search_locations if spec is not None else None) or ():
+            assert (Path(place) / "py.typed").is_file(), f"the package {package!r} has no file py.typed"
+
+    def test_its_readme_says_how_to_install_it(self, info: PluginInfo) -> None:
+        """By a line ``pip install NAME``."""
+        text = distribution(info.dist).metadata.get_payload()  # type: ignore[attr-defined]
+        lines = [line for line in str(text).splitlines() if "pip install" in line]
+        assert any(info.dist in line for line in lines), f"the README has no line 'pip install {info.dist}'"
+
+    def _fresh(self, seed: str) -> dict[str, Any]:
+        found = [each for each in _probe(seed)["plugins"] if each["name"] == self.plugin]
+        assert found, f"no plugin is called {self.plugin!r}; install its distribution"
+        return found[0]
+
+
+def _probe(seed: str) -> dict[str, Any]:
+    """What a new process finds under ``PYTHONHASHSEED=seed``."""
+    key = (seed, *sys.path)
+    if key not in _found:
+        path = os.pathsep.join(each for each in sys.path if each)
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", _PROBE]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, f"a process that starts nxdt fails: {done.stderr.strip()}"
+        _found[key] = json.loads(done.stdout)
+    return _found[key]

@@ -1,0 +1,156 @@
+"""Wrong optimizers, each with one mistake that a real author could make, under the contract.
+
+Not collected by name: ``test_optimizer_mutants.py`` runs this file and expects failures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from nxdt_core.protocols.optimizer import as_torch
+from nxdt_core.testing.optimizer_contract import OptimizerContract
+
+MUTANTS = []
+
+
+def mutant(cls):
+    MUTANTS.append(cls)
+    return cls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    lr: float = 0.01
+    weight_decay: float = 0.1
+
+
+@mutant
+class Right(torch.optim.Optimizer):
+    """Momentum and decoupled decay; the others say in what they differ."""
+
+    def __init__(self, groups, config):
+        super().__init__(as_torch(groups), {"lr": config.lr})
+        self.config = config
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.update(weight, group)
+
+    def update(self, weight, group):
+        momentum = self.momentum(weight).mul_(0.9).add_(weight.grad)
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(momentum, alpha=group["lr"])
+
+    def momentum(self, weight):
+        return self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+
+
+@mutant
+class MakesAGroupOfItsOwn(Right):
+    def __init__(self, groups, config):
+        one = {"params": [each for group in groups for each in group["params"]], "names": []}
+        super().__init__([{**groups[0], **one}], config)
+
+
+@mutant
+class StepsTheFirstGroupAlone(Right):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None:
+                self.update(weight, self.param_groups[0])
+
+
+@mutant
+class MovesWithoutAGradient(Right):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                self.update(weight, group)
+
+
+@mutant
+class TakesTheRateOfTheSection(Right):
+    def update(self, weight, group):
+        super().update(weight, {**group, "lr": self.config.lr})
+
+
+@mutant
+class DecaysAllAlike(Right):
+    def update(self, weight, group):
+        super().update(weight, {**group, "weight_decay": self.config.weight_decay})
+
+
+@mutant
+class LosesDigitsInADifference(Right):
+    def momentum(self, weight):
+        momentum = super().momentum(weight)
+        return momentum.add_(1e6).sub_(1e6)
+
+
+@mutant
+class CountsItsSteps(Right):
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        super().step(closure)
+
+    def update(self, weight, group):
+        super().update(weight, {**group, "lr": group["lr"] / self.taken})
+
+
+@mutant
+class KeepsMomentumInAList(Right):
+    def __init__(self, groups, config):
+        super().__init__(groups, config)
+        self.kept = {id(weight): torch.zeros_like(weight) for group in groups for weight in group["params"]}
+
+    def momentum(self, weight):
+        return self.kept[id(weight)]
+
+
+@mutant
+class KeepsAListAsState(Right):
+    def update(self, weight, group):
+        self.state[weight].setdefault("shape", [*weight.shape])
+        super().update(weight, group)
+
+
+@mutant
+class AsksForTheLargestElement(Right):
+    def update(self, weight, group):
+        weight.grad.div_(weight.grad.abs().max().clamp(min=100) / 100)
+        super().update(weight, group)
+
+
+@mutant
+class DividesByTheNormOfItsShard(Right):
+    def update(self, weight, group):
+        super().update(weight, {**group, "lr": group["lr"] / (1 + float(weight.norm()))})
+
+
+def under_contract(made):
+    class Contract(OptimizerContract):
+        sharded = True
+
+        @pytest.fixture
+        def factory(self):
+            return made
+
+        @pytest.fixture
+        def section(self):
+            return Section()
+
+    return type(f"Test{made.__name__}", (Contract,), {})
+
+
+for _mutant in MUTANTS:
+    globals()[f"Test{_mutant.__name__}"] = under_contract(_mutant)

@@ -1,0 +1,52 @@
+"""The contract of optimizers fails a wrong one in the requirements that it breaks, and in no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.testing.optimizer_mutants import MUTANTS
+from tests.testing.outcomes import Outcomes, run_contract
+
+FILE = Path(__file__).with_name("optimizer_mutants.py")
+GROUPS, MOVES = "test_it_has_the_groups_that_it_was_given", "test_a_step_moves_every_parameter_that_has_a_gradient"
+RATE, DECAY = "test_the_rate_is_that_of_the_group_at_each_step", "test_a_group_without_decay_does_not_decay"
+EXACT, STATE = "test_updates_in_float32_are_near_those_in_float64", "test_state_is_kept_by_parameter_alone"
+RESUMED = "test_a_resumed_run_steps_as_one_that_was_not_stopped"
+NOTHING = "test_a_rank_may_have_no_element_of_a_parameter"
+SHARDS = {f"test_shards_are_updated_as_the_whole_is[{layout}]" for layout in ("zero3", "tp")}
+CAUGHT_BY = {
+    "Right": set(),
+    "MakesAGroupOfItsOwn": {GROUPS, DECAY},
+    "StepsTheFirstGroupAlone": {MOVES},
+    "MovesWithoutAGradient": {MOVES},
+    "TakesTheRateOfTheSection": {RATE},
+    "DecaysAllAlike": {DECAY},
+    "LosesDigitsInADifference": {EXACT},
+    "CountsItsSteps": {STATE, RESUMED},
+    "KeepsMomentumInAList": {STATE, RESUMED},
+    "KeepsAListAsState": {STATE, RESUMED},
+    "AsksForTheLargestElement": {NOTHING},
+    "DividesByTheNormOfItsShard": SHARDS,
+}
+ALONE = {GROUPS, MOVES, RATE, DECAY, EXACT, STATE, RESUMED, NOTHING}
+ON_RANKS = ("Right", "DividesByTheNormOfItsShard")
+"""Mutants that are tried on ranks, too: it takes a second each."""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    """Of all under all tests of one process, and of some on ranks."""
+    return run_contract(FILE, ON_RANKS, [(name, test) for name in CAUGHT_BY if name not in ON_RANKS for test in ALONE])
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
+    tried = ALONE | SHARDS if mutant in ON_RANKS else ALONE
+    assert {test for name, test in outcomes.failed if name == mutant} == CAUGHT_BY[mutant]
+    assert {test for name, test in outcomes.passed if name == mutant} == tried - CAUGHT_BY[mutant]
+
+
+def test_every_mutant_is_expected() -> None:
+    assert {mutant.__name__ for mutant in MUTANTS} == CAUGHT_BY.keys()

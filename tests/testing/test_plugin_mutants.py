@@ -1,0 +1,44 @@
+"""The contract of plugins fails a wrong one in the requirements that it breaks, and in no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.testing.outcomes import Outcomes, run_contract
+from tests.testing.plugin_mutants import MUTANTS
+
+FILE = Path(__file__).with_name("plugin_mutants.py")
+USABLE, ELSE = "test_it_is_usable", "test_its_entry_module_changes_nothing_else"
+CAUGHT_BY = {
+    "Right": set(),
+    "Raises": {USABLE},
+    "ImportsNumpy": {ELSE},
+    "HasNoHook": {ELSE},
+    "RequiresNoRange": {ELSE},
+    "TakesTheFirstOfASet": {"test_every_process_finds_the_same"},
+    "NamesAMissingTarget": {"test_every_target_can_be_imported"},
+    "LeavesAKeyWithoutText": {"test_every_section_is_documented"},
+    "SaysNothingOfItsComponent": {"test_every_record_has_a_summary"},
+    "HasAWrongRecipe": {"test_its_recipes_are_right"},
+    "IsNotTyped": {"test_it_is_typed"},
+    "DoesNotSayHowToInstall": {"test_its_readme_says_how_to_install_it"},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    """Of all under all tests."""
+    return run_contract(FILE, CAUGHT_BY, {})
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
+    assert {test for name, test in outcomes.failed if name == mutant} == CAUGHT_BY[mutant]
+    passed = {test for name, test in outcomes.passed if name == mutant}
+    assert passed == {test for name, test in outcomes.passed if name == "Right"} - CAUGHT_BY[mutant]
+
+
+def test_every_mutant_is_expected() -> None:
+    assert MUTANTS.keys() == CAUGHT_BY.keys()
