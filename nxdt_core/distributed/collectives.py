@@ -208,7 +208,7 @@ def _exchanged_by_gathers(
     *,
     equal: bool,
 ) -> torch.Tensor:
-    """As :func:`_exchanged`, for groups without an all-to-all: every rank gets all rows and keeps its own."""
+    """Exchange as :func:`_exchanged` for groups without an all-to-all: every rank gets all rows and keeps its own."""
     ranks, own = group.size(), group.rank()
     if equal:
         whole = _gathered(tensor, 0, group).view(ranks, ranks, input_splits[0], *tensor.shape[1:])

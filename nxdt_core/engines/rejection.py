@@ -40,7 +40,7 @@ class DeviceRejection:
 
     @contextmanager
     def undoing(self, rejected: torch.Tensor) -> Iterator[None]:
-        """Around a step: nothing changes where the boolean device scalar ``rejected`` is true."""
+        """Keep a step from changing anything where the boolean device scalar ``rejected`` is true."""
         for weight in self._weights.values():
             if weight.grad is not None:
                 weight.grad = torch.where(rejected, torch.zeros_like(weight.grad), weight.grad)
@@ -80,7 +80,7 @@ class DeviceRejection:
 
 
 def _on_device(value: object) -> bool:
-    """Whether ``value`` can be undone on the device. A scalar on the host beside weights elsewhere is a counter."""
+    """Return whether ``value`` can be undone on the device. A scalar on the host next to weights elsewhere is a counter."""
     return isinstance(value, torch.Tensor) and (value.device != HOST or value.dim() > 0)
 
 

@@ -35,22 +35,22 @@ class LRSchedulerContract:
 
     @pytest.fixture
     def factory(self) -> LRScheduleFactory:
-        """The target of the record."""
+        """Return the target of the record."""
         raise NotImplementedError("override the fixture 'factory'")
 
     @pytest.fixture
     def section(self) -> Any:
-        """The section's dataclass; None for a schedule without options."""
+        """Return the section's dataclass; None for a schedule without options."""
         return None
 
     @pytest.fixture
     def horizon(self) -> ScheduleHorizon:
-        """The run that the schedule is for."""
+        """Return the run that the schedule is for."""
         return ScheduleHorizon(max_steps=100, lr=1e-3)
 
     @pytest.fixture
     def schedule(self, factory: LRScheduleFactory, section: Any, horizon: ScheduleHorizon) -> LRSchedule:
-        """The schedule of one run."""
+        """Return the schedule of one run."""
         return factory(section, horizon)
 
     def test_every_step_has_a_finite_factor(self, schedule: LRSchedule, horizon: ScheduleHorizon) -> None:
@@ -64,7 +64,7 @@ class LRSchedulerContract:
             assert factor >= 0, f"step {step} has the factor {factor!r}, and a rate must not be negative"
 
     def test_steps_after_the_end_have_a_factor(self, schedule: LRSchedule, horizon: ScheduleHorizon) -> None:
-        """A run may go on after ``max_steps`` of its schedule, which is a key of its own."""
+        """A run may continue after ``max_steps`` of its schedule, which is a key of its own."""
         for step in (horizon.max_steps, horizon.max_steps + 1, 3 * horizon.max_steps):
             try:
                 factor = schedule(step)

@@ -54,12 +54,12 @@ class ModelContract:
     """Patterns of matrices that every tensor parallel rank holds whole on purpose, without a style that says so."""
     capabilities: ClassVar[frozenset[str] | None] = None
     """What the model's record declares. None: as the installed record says whose target is the builder's class, or,
-    where there is none, whatever the plan has entries for."""
+    where there is none, independent of the plan's entries."""
     exchanges_with_hf: ClassVar[bool] = True
     """False for a kind of model that has no form there although the builder exchanges others."""
 
     def tries(self, layout: str, config: pytest.Config) -> bool:
-        """Whether this run of pytest trains in ``layout``, one of :data:`nxdt_core.testing.model_layouts.LAYOUTS`.
+        """Return whether this run of pytest trains in ``layout``, one of :data:`nxdt_core.testing.model_layouts.LAYOUTS`.
 
         By default exhaustive ones are left out, unless pytest has an option ``--samples`` and that is ``all``.
         """

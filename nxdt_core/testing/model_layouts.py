@@ -170,7 +170,7 @@ def planned_capabilities(plan: ParallelPlan) -> frozenset[str]:
 
 
 def has_lora() -> bool:
-    """Whether an adapter ``lora`` is installed."""
+    """Return whether an adapter ``lora`` is installed."""
     try:
         _kernel().registry.get("adapter", "lora")
     except UnknownComponent:

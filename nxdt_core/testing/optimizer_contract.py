@@ -51,18 +51,18 @@ class OptimizerContract:
     """Allowed difference of an update in float32 to the one in float64, relative to its largest element."""
 
     def tries(self, layout: str, config: pytest.Config) -> bool:
-        """Whether this run of pytest compares the layout ``zero3`` or ``tp`` on real ranks."""
+        """Return whether this run of pytest compares the layout ``zero3`` or ``tp`` on real ranks."""
         del layout, config
         return True
 
     @pytest.fixture
     def factory(self) -> OptimizerFactory:
-        """The target of the record."""
+        """Return the target of the record."""
         raise NotImplementedError("override the fixture 'factory'")
 
     @pytest.fixture
     def section(self) -> Any:
-        """The section's dataclass, with ``lr`` above 0."""
+        """Return the section's dataclass, with ``lr`` above 0."""
         raise NotImplementedError("override the fixture 'section'")
 
     def test_it_has_the_groups_that_it_was_given(self, factory: OptimizerFactory, section: Any) -> None:
@@ -230,7 +230,7 @@ def _parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
 
 
 def _set_gradients(parameters: dict[str, nn.Parameter], step: int) -> None:
-    """By step and name, far from 0."""
+    """Set gradients by step and name, far from 0."""
     for number, parameter in enumerate(parameters.values()):
         draw = torch.Generator().manual_seed(100 * step + number)
         values = torch.randn(parameter.shape, generator=draw)

@@ -1,4 +1,4 @@
-"""What every plugin must keep, whatever it offers; its author subclasses it once.
+"""What every plugin must keep, of any kind; its author subclasses it once.
 
 Example, the whole test file of a plugin::
 
@@ -64,7 +64,7 @@ class PluginContract:
 
     @pytest.fixture
     def info(self) -> PluginInfo:
-        """The plugin as this process finds it."""
+        """Return the plugin as this process finds it."""
         kernel = Kernel.start()
         found = [each for each in kernel.plugins if each.name == self.plugin]
         assert found, f"no plugin is called {self.plugin!r}; install its distribution"
@@ -72,7 +72,7 @@ class PluginContract:
 
     @pytest.fixture
     def components(self) -> Sequence[RegisteredComponent]:
-        """What it offers."""
+        """Return what it offers."""
         kernel = Kernel.start()
         every = [each for kind in kernel.registry.kinds() for each in kernel.registry.all(kind.name)]
         return [each for each in every if each.plugin == self.plugin]
@@ -135,7 +135,7 @@ class PluginContract:
             assert (Path(place) / "py.typed").is_file(), f"the package {package!r} has no file py.typed"
 
     def test_its_readme_says_how_to_install_it(self, info: PluginInfo) -> None:
-        """By a line ``pip install NAME``."""
+        """Check that the README has a line ``pip install NAME``."""
         text = distribution(info.dist).metadata.get_payload()  # type: ignore[attr-defined]
         lines = [line for line in str(text).splitlines() if "pip install" in line]
         assert any(info.dist in line for line in lines), f"the README has no line 'pip install {info.dist}'"

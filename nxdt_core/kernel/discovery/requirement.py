@@ -37,7 +37,7 @@ def admits(requirement: str, version: str) -> bool:
 
 
 def is_bounded(requirement: str) -> bool:
-    """Whether ``requirement`` excludes some later release, as a range or an exact version does."""
+    """Return whether ``requirement`` excludes some later release, as a range or an exact version does."""
     specifier = requirement.partition(";")[0].partition("@")[0]
     return re.search(r"<|==|~=", specifier) is not None
 

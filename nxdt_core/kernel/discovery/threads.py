@@ -1,6 +1,6 @@
 """Threads that a plugin starts while it is imported and registered: they must not keep a command from ending.
 
-Python waits for threads that are no daemons before it exits, and a thread cannot be ended from outside. So a thread
+Python waits for threads that are not daemons before it exits, and a thread cannot be ended from outside. So a thread
 that a plugin starts here becomes a daemon before it runs.
 """
 

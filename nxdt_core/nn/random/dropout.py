@@ -162,7 +162,7 @@ def _dropped_attention(
 def _composed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float
 ) -> torch.Tensor:
-    """As torch's kernel, of matrix products, so that the probabilities to drop can be drawn on the host."""
+    """Compute attention from matrix products, so that the probabilities to drop can be drawn on the host."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5

@@ -25,7 +25,7 @@ class Slopes(torch.nn.Module):
         self.values.copy_(torch.exp2(-8.0 * numbers / self.heads))
 
     def forward(self) -> torch.Tensor:
-        """The slopes [heads]; under tensor parallelism [heads / tp]."""
+        """Return the slopes [heads]; under tensor parallelism [heads / tp]."""
         return self.values
 
 
@@ -121,7 +121,7 @@ class AlibiBuilder:
         self.vocab_size = config.vocab_size
 
     def build(self) -> torch.nn.Module:
-        """The module; called on the meta device."""
+        """Return the module; called on the meta device."""
         return Alibi(self.config)
 
     def plan(self) -> ParallelPlan:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AlibiConfig:
-    """Keys beside ``model.name: acme-alibi``."""
+    """Keys next to ``model.name: acme-alibi``."""
 
     vocab_size: int = 512
     """Rows of the embedding."""

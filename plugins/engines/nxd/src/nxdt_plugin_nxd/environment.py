@@ -21,7 +21,7 @@ _SWITCHES = {
 
 
 _CAST_FLAGS = {"fp32": "--auto-cast none", "mixed_precision": "--enable-mixed-precision-accumulation"}
-"""What the compiler must be told so that it computes in the dtypes of a policy; it rounds float32 down by default."""
+"""Options that make the compiler compute in the dtypes of a policy; it rounds float32 down by default."""
 
 
 def variables_of(run: RunConfig, precision: Any = None) -> dict[str, str]:

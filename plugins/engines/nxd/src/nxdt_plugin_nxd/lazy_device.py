@@ -1,4 +1,4 @@
-"""The device of torch-xla: operations are collected, and run when somebody asks for a value or a step ends."""
+"""The device of torch-xla: operations are collected, and run when a program asks for a value or a step ends."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def pipeline_is_filled(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 
 def losses_are_whole(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """The library's cross-entropy takes all tokens of a micro-batch at once."""
+    """Check the loss: the library's cross-entropy takes all tokens of a micro-batch at once."""
     if settings.values.get(_CHUNKS):
         yield ImpossibleCombination(
             **settings.place(_CHUNKS),

@@ -34,7 +34,7 @@ class ShardedLogits:
 
 
 def sharded_cross_entropies(logits: torch.Tensor | ShardedLogits, labels: torch.Tensor) -> torch.Tensor:
-    """As :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies`, by the library's loss; equal on all ranks.
+    """Compute :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies` by the library's loss; equal on all ranks.
 
     In float32: the library computes in the dtype of the logits, and in their memory.
     """

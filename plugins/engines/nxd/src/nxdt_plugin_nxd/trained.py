@@ -47,7 +47,7 @@ class TrainedTensor:
         return self.held.piece(value) if self.parts == 1 else Piece(value, self.held.shape, self.box())
 
     def placed(self, tensor_group: dist.ProcessGroup | None) -> ParameterShard:
-        """Return what an optimizer is told of its place."""
+        """Return the optimizer's record of where this parameter is."""
         over = [tensor_group] if self.held.shard is not None else []
         over += [self.group] if self.parts > 1 else []
         groups = tuple(group for group in over if group is not None)
