@@ -80,7 +80,7 @@ class DeviceRejection:
 
 
 def _on_device(value: object) -> bool:
-    """Return whether ``value`` can be undone on the device. A scalar on the host next to weights elsewhere is a counter."""
+    """Return whether ``value`` can be undone on the device; scalars on the host are counters."""
     return isinstance(value, torch.Tensor) and (value.device != HOST or value.dim() > 0)
 
 

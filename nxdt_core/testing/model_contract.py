@@ -59,7 +59,8 @@ class ModelContract:
     """False for a kind of model that has no form there although the builder exchanges others."""
 
     def tries(self, layout: str, config: pytest.Config) -> bool:
-        """Return whether this run of pytest trains in ``layout``, one of :data:`nxdt_core.testing.model_layouts.LAYOUTS`.
+        """Return whether this run of pytest trains in ``layout``, a key of
+        :data:`nxdt_core.testing.model_layouts.LAYOUTS`.
 
         By default exhaustive ones are left out, unless pytest has an option ``--samples`` and that is ``all``.
         """
