@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["plugins"]
 
 _LOCK = "nxdt-plugins.lock"
+_KITS = "nxdt_core.testing.plugin_check"
+"""By name: kits import the core, and not the other way round."""
 
 
 @click.group(
@@ -99,9 +102,8 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
         import pytest  # noqa: F401
     except ImportError as error:
         raise KitsNeedPytest(name=name) from error
-    from nxdt_core.testing.plugin_check import check_directory, check_plugin
-
-    results = check_directory(Path(name)) if Path(name).is_dir() else check_plugin(name)
+    kits = import_module(_KITS)
+    results = kits.check_directory(Path(name)) if Path(name).is_dir() else kits.check_plugin(name)
     failed = sum(result.state == "fail" for result in results)
     if json_output:
         print_json([{key: getattr(each, key) for key in ("of", "requirement", "state", "text")} for each in results])
