@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["plugins"]
 
 _LOCK = "nxdt-plugins.lock"
+_KITS = "nxdt_core.testing.plugin_check"
+"""By name: kits import the core, and not the other way round."""
 
 
 @click.group(
@@ -81,6 +84,37 @@ def doctor(ctx: click.Context, json_output: bool) -> None:
         if not found:
             click.echo(f"{click.style('ok', fg='green')}: nothing is wrong with {len(kernel.plugins)} plugins")
     ctx.exit(1 if found else 0)
+
+
+@plugins.command("check", examples=("nxdt plugins check llama", "nxdt plugins check path/to/my-plugin"))
+@click.argument("name")
+@as_json
+@click.pass_context
+def check(ctx: click.Context, name: str, json_output: bool) -> None:
+    """Run the conformance kits on a plugin; exit status 1 where it breaks a requirement.
+
+    NAME is the name of an installed plugin or distribution, or the directory of a plugin's repository, whose own tests
+    are run. It needs pytest.
+    """
+    from nxdt_core.errors.plugins import KitsNeedPytest
+
+    try:
+        import pytest  # noqa: F401
+    except ImportError as error:
+        raise KitsNeedPytest(name=name) from error
+    kits = import_module(_KITS)
+    results = kits.check_directory(Path(name)) if Path(name).is_dir() else kits.check_plugin(name)
+    failed = sum(result.state == "fail" for result in results)
+    if json_output:
+        print_json([{key: getattr(each, key) for key in ("of", "requirement", "state", "text")} for each in results])
+    else:
+        colours = {"pass": "green", "skip": "yellow", "fail": "red"}
+        rows = [
+            (each.of, each.requirement, click.style(each.state, fg=colours[each.state]), each.text) for each in results
+        ]
+        print_table(("OF", "REQUIREMENT", "RESULT", "WHY"), rows)
+        click.echo(f"\n{len(results)} requirements, {failed} broken")
+    ctx.exit(1 if failed or not results else 0)
 
 
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))

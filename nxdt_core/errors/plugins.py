@@ -10,6 +10,7 @@ __all__ = [
     "AmbiguousComponent",
     "BadComponentRecord",
     "ComponentUnusable",
+    "KitsNeedPytest",
     "LocalPluginMissing",
     "PluginHookFailed",
     "PluginLockMismatch",
@@ -206,6 +207,15 @@ class LocalPluginMissing(NxdtError):
     happened = "There is no plugin file {path}."
     remedy = "Correct plugins.local; relative paths are taken from the directory of the configuration file."
     path: str
+
+
+class KitsNeedPytest(NxdtError):
+    """The conformance kits are asked for where pytest is not installed."""
+
+    code = "NXDT-K030"
+    happened = "The kits that check {name!r} need pytest, which is not installed."
+    remedy = "Install it: pip install pytest."
+    name: str
 
 
 def _amends(unusable: tuple[str, ...]) -> list[str]:

@@ -141,9 +141,11 @@ class PluginContract:
         assert any(info.dist in line for line in lines), f"the README has no line 'pip install {info.dist}'"
 
     def _fresh(self, seed: str) -> dict[str, Any]:
-        found = [each for each in _probe(seed)["plugins"] if each["name"] == self.plugin]
-        assert found, f"no plugin is called {self.plugin!r}; install its distribution"
-        return found[0]
+        found: dict[str, Any] | None = next(
+            (each for each in _probe(seed)["plugins"] if each["name"] == self.plugin), None
+        )
+        assert found is not None, f"no plugin is called {self.plugin!r}; install its distribution"
+        return found
 
 
 def _probe(seed: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ CAUGHT_BY = {
     "LosesDigitsInADifference": {EXACT},
     "CountsItsSteps": {STATE, RESUMED},
     "KeepsMomentumInAList": {STATE, RESUMED},
-    "KeepsAListAsState": {STATE, RESUMED},
+    "KeepsAListAsState": {STATE},
     "AsksForTheLargestElement": {NOTHING},
     "DividesByTheNormOfItsShard": SHARDS,
 }

@@ -15,15 +15,15 @@ from tests.sampling import sampled, takes_all
 CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "lora"})
 
 
-class OfTwoLayouts(ModelContract):
-    """In a sample of the layouts that the model declares: what the layers do in each is compared elsewhere, too."""
+class OfOneLayout(ModelContract):
+    """In one of the layouts that the model declares: what the layers do in each is compared elsewhere, too."""
 
     def tries(self, layout: str, config: pytest.Config) -> bool:
         declared = [name for name, each in LAYOUTS.items() if each.needs <= CAPABILITIES and not each.exhaustive]
-        return takes_all(config) or layout in sampled(config, declared, 2, of=type(self).__name__)
+        return takes_all(config) or layout in sampled(config, declared, 1, of=type(self).__name__)
 
 
-class TestGPT2(OfTwoLayouts):
+class TestGPT2(OfOneLayout):
     """The other kinds say in what they differ."""
 
     changes: ClassVar[dict[str, Any]] = {}

@@ -1,0 +1,54 @@
+"""``nxdt plugins check`` runs the kits on a plugin and says which requirement it breaks."""
+
+import json
+
+COUNTING = """
+from nxdt_core.api import LRSchedulerComponent, hookimpl
+
+
+@hookimpl
+def nxdt_lr_schedulers():
+    return [LRSchedulerComponent(name="counting", target="acme:counting", summary="a test's")]
+
+
+def counting(config, horizon):
+    asked = set()
+
+    def factor(step):
+        asked.add(step)
+        return 1.0 if len(asked) < 60 else 0.5
+
+    return factor
+"""
+
+
+def test_a_plugin_that_breaks_requirements_is_told_which(nxdt, dist):
+    dist("acme", COUNTING)
+    done = nxdt("plugins", "check", "acme", "--json")
+    assert done.returncode == 1, done.stderr
+    results = {(each["of"], each["requirement"]): each for each in json.loads(done.stdout)}
+    assert results["plugin", "it is usable"]["state"] == "pass"
+    broken = {key: each["text"] for key, each in results.items() if each["state"] == "fail"}
+    assert broken.pop(("plugin", "its readme says how to install it")) == "the README has no line 'pip install acme'"
+    (key,) = broken
+    assert key == ("lr_scheduler counting", "a resumed run has the factors of one that was not stopped")
+    assert broken[key].startswith("after a resume step 59 has the factor 1.0, and 0.5 in a run that was not stopped")
+
+
+def test_the_tests_of_a_repository_are_run(nxdt, work):
+    (work / "mine" / "tests").mkdir(parents=True)
+    (work / "mine" / "tests" / "test_mine.py").write_text(
+        "def test_one_is_one():\n    assert 1 == 1\n\n\ndef test_one_is_two():\n    assert 1 == 2, 'it is not'\n"
+    )
+    done = nxdt("plugins", "check", "mine")
+    assert done.returncode == 1
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("test_mine.py")]
+    assert [row[1:5] for row in rows] == [["one", "is", "one", "pass"], ["one", "is", "two", "fail"]]
+    assert done.stdout.splitlines()[-1] == "2 requirements, 1 broken"
+
+
+def test_what_cannot_be_checked_is_told(nxdt):
+    done = nxdt("plugins", "check", "nobody")
+    assert (done.returncode, done.stderr[:12]) == (2, "[NXDT-K020] ")
+    done = nxdt("plugins", "check", "llama", without=("pytest",))
+    assert (done.returncode, done.stderr[:12]) == (2, "[NXDT-K030] ")
