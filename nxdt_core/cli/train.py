@@ -72,7 +72,10 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
 
     config = load(source, overrides)
     if prints:
-        for note in (*config.notes, *vocabulary_notes(config), *environment_notes(os.environ, config.kernel)):
+        engine = config.selected("parallel_engine").component.record
+        # The variables of NxD Training's job scripts are those of its runtime, which such an engine reads.
+        others = () if "xla" in engine.capabilities else environment_notes(os.environ, config.kernel)
+        for note in (*config.notes, *vocabulary_notes(config), *others):
             print_note(note)
     return config
 
