@@ -52,7 +52,7 @@ class DeviceProfile:
     point_to_point: bool = True
     """Whether two ranks can send to each other without the rest of their group."""
     binds_process_group: bool = False
-    """Whether the default process group is given its device at its start: it then connects at once, as NCCL can."""
+    """Whether the default process group gets its device when it starts. It then connects at once, as NCCL can."""
     all_to_all: bool = True
     """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
     pinned_host_memory: bool = False

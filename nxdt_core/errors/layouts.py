@@ -295,7 +295,7 @@ class ShapesDependOnData(NxdtError):
     code = "NXDT-P037"
     happened = (
         "The router '{path}' drops nothing, so that each of its {experts} experts gets another number of tokens in "
-        "every step, and devices of this type compile each shape again."
+        "every step, and devices of this type compile a graph for each shape."
     )
     remedy = (
         "Give experts a fixed capacity by the model's capacity factor (model.moe.capacity_factor of mixtral): "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,8 +29,58 @@ def waits() -> int:
     return int(torch.ops.abacus.waits())
 
 
+class _Queue:
+    """A stream or an event of a device that works in the order in which it is asked."""
+
+    def __init__(self, *args: object, **keywords: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record_event(self, event: object = None) -> _Queue:
+        return _Queue()
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
 class _Module:
-    """What torch finds as ``torch.abacus``: the least that a device has to have."""
+    """What torch finds as ``torch.abacus``: what FSDP2 and device meshes need of a device."""
+
+    Stream = Event = _Queue
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def set_device(device: object) -> None:
+        torch.accelerator.set_device_index(torch.device(device).index if isinstance(device, str) else device)
+
+    @staticmethod
+    def current_stream(device: object = None) -> _Queue:
+        return _Queue()
+
+    @staticmethod
+    def stream(stream: object) -> nullcontext[None]:
+        return nullcontext()
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        pass
 
     @staticmethod
     def is_available() -> bool:
@@ -91,6 +142,11 @@ class _Group(dist.ProcessGroup):
         """Return the name of the backend."""
         return NAME
 
+    @property
+    def group_name(self) -> str:
+        """Return the name under which torch has registered the group."""
+        return dist.distributed_c10d._world.pg_names[self]
+
     def allreduce(self, tensors, opts=None):
         """Sum, or another operation."""
         return self._in_place(self._host.allreduce, tensors, opts or dist.AllreduceOptions())
@@ -115,6 +171,10 @@ class _Group(dist.ProcessGroup):
         part = held.flatten().chunk(self.size())[self.rank()].view(output.shape)
         output.copy_(part / self.size() if opts is not None and opts.reduceOp == dist.ReduceOp.AVG else part)
         return _done(output)
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    """Names since torch 2.13."""
 
     def allgather(self, outputs, tensors, opts=None):
         """All tensors, each in its own."""

@@ -14,7 +14,7 @@ from tests.device import building
 def abacus_cache(pytestconfig: pytest.Config) -> str:
     """The directory with the device's library, which is built here where it is not there yet."""
     if shutil.which("g++") is None:
-        pytest.skip("there is no compiler for the device")
+        pytest.skip("g++ is missing, and the device is written in C++")
     assert pytestconfig.cache is not None
     cache = Path(pytestconfig.cache.mkdir("abacus"))
     building.library(cache)

@@ -14,7 +14,7 @@ __all__ = ["EngineAccelerator"]
 
 @final
 class EngineAccelerator(Accelerator):
-    """The device of a parallel engine, which has chosen it: Lightning receives it and decides nothing."""
+    """The device of a parallel engine, which has chosen it; Lightning decides nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
