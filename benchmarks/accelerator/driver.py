@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from accelerator.forks import Fork, Forks
 from accelerator.results import Record, Results, read_rows
 from accelerator.stages import Stage
 
@@ -52,6 +53,15 @@ class Day:
         """Run what is missing and fits; returns all records of the folder."""
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         results = Results(self.out)
+        forks = Forks(self._environment()) if self.small else None
+        try:
+            self._run(stages, results, forks)
+        finally:
+            if forks is not None:
+                forks.close()
+        return results
+
+    def _run(self, stages: Sequence[Stage], results: Results, forks: Forks | None) -> None:
         for stage in stages:
             outcome = results.records.get(stage.name, {}).get("outcome", "running")
             if outcome not in ("running", "interrupted") and not (self.retry and outcome != "ok"):
@@ -62,7 +72,7 @@ class Day:
             results.put(stage.name, self._record(stage, "running", 0.0))
             begun = time.monotonic()
             try:
-                outcome = self._child(stage)
+                outcome = self._child(stage, forks)
             except BaseException:
                 results.put(stage.name, self._record(stage, "interrupted", time.monotonic() - begun))
                 raise
@@ -72,31 +82,36 @@ class Day:
             if stage.name == "machine" and not self.small and not any(row.get("accelerator") for row in record["rows"]):
                 print("no accelerator on this machine; --small tries the stages on a CPU", flush=True)
                 break
-        return results
 
-    def _child(self, stage: Stage) -> str:
+    def _child(self, stage: Stage, forks: Forks | None) -> str:
         """Run the process of a stage: ``ok``, ``failed`` or ``timeout``."""
         self._file(stage, ".jsonl").unlink(missing_ok=True)
         work = self.out / "work" / stage.name
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        command = [
-            *(sys.executable, "-m", "accelerator.child", stage.work, json.dumps(dict(stage.options))),
+        arguments = [
+            *(stage.work, json.dumps(dict(stage.options))),
             *("--rows", str(self._file(stage, ".jsonl")), "--work", str(work)),
             *(("--small",) if self.small else ()),
             *(("--compile",) if self.compiles else ()),
         ]
-        with self._file(stage, ".log").open("wb") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=self._environment(), process_group=0
+        process = self._start(arguments, self._file(stage, ".log"), forks)
+        try:
+            return "ok" if process.wait(self._limit_s(stage)) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            return "timeout"
+        finally:
+            _end(process)
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _start(self, arguments: Sequence[str], log: Path, forks: Forks | None) -> subprocess.Popen[bytes] | Fork:
+        if forks is not None:
+            return forks.start(arguments, log)
+        command = [sys.executable, "-m", "accelerator.child", *arguments]
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=self._environment(), process_group=0
             )
-            try:
-                return "ok" if process.wait(self._limit_s(stage)) == 0 else "failed"
-            except subprocess.TimeoutExpired:
-                return "timeout"
-            finally:
-                _end(process)
-                shutil.rmtree(work, ignore_errors=True)
 
     def _limit_s(self, stage: Stage) -> float:
         return max(_SMALL_S, 60 * stage.minutes) if self.small else 60 * stage.minutes
@@ -111,6 +126,8 @@ class Day:
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "HF_HUB_OFFLINE": "1",
+            # Tiny shapes: a second thread only waits for the first.
+            **({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if self.small else {}),
         }
 
     def _record(self, stage: Stage, outcome: str, seconds: float) -> Record:
@@ -140,7 +157,7 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes] | Fork) -> None:
     """End what is left of the stage's process group: compile workers and ranks are its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

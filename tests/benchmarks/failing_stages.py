@@ -1,5 +1,6 @@
 """Stages for tests of the driver; child processes import this module."""
 
+import os
 import sys
 import time
 
@@ -24,6 +25,10 @@ def broken(bench):
     bench.row("before", value=1)
     print("\n".join(f"line {number}" for number in range(40)))
     sys.exit("the last words")
+
+
+def parent(bench):
+    bench.row("parent", parent=os.getppid())
 
 
 def endless(bench):

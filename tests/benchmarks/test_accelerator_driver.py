@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,11 +13,13 @@ import pytest
 from accelerator.bundle import missing
 from accelerator.correctness import marked_tests
 from accelerator.driver import Day
+from accelerator.forks import Forks
 from accelerator.results import Results, read_rows, table
 from accelerator.stages import STAGES, Stage, chosen
 from accelerator_bundle import closure
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 
 def stage(work, *, minutes=1.0, **options):
@@ -67,6 +71,41 @@ def test_a_stage_that_exceeds_its_limit_is_stopped_and_keeps_its_rows(tmp_path):
     record = results.records["endless"]
     assert (record["outcome"], record["rows"]) == ("timeout", [{"what": "before", "value": 1}])
     assert record["error"] == "still at it" or record["error"].startswith("before")
+
+
+def test_stages_of_small_runs_are_forks_of_one_process(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), str(HERE)])}
+    forks = Forks(environment, imports="tomllib")
+    rows = tmp_path / "rows.jsonl"
+
+    def start(name):
+        arguments = [f"failing_stages:{name}", "{}", "--rows", str(rows), "--work", str(tmp_path), "--small"]
+        return forks.start(arguments, tmp_path / f"{name}.log")
+
+    try:
+        assert [start(name).wait(60) for name in ("parent", "broken", "partly", "parent")] == [0, 1, 1, 0]
+        endless = start("endless")
+        with pytest.raises(subprocess.TimeoutExpired):
+            endless.wait(1)
+        os.killpg(endless.pid, signal.SIGTERM)
+        assert endless.wait(60) == -signal.SIGTERM
+    finally:
+        forks.close()
+    parents = [row["parent"] for row in read_rows(rows) if row["what"] == "parent"]
+    assert len(set(parents)) == 1
+    assert parents[0] != os.getpid()
+    with pytest.raises(ProcessLookupError):
+        os.kill(parents[0], 0)
+    assert (tmp_path / "broken.log").read_text().splitlines()[-1] == "the last words"
+
+
+@pytest.mark.slow
+def test_a_small_day_records_what_its_stages_do(tmp_path):
+    day(tmp_path, small=True).run([*map(stage, ("broken", "partly", "good"))])
+    assert outcomes(tmp_path) == {"broken": "failed", "partly": "failed", "good": "ok"}
+    records = json.loads((tmp_path / "results.json").read_text())
+    assert records["broken"]["error"].splitlines()[-1] == "the last words"
+    assert records["good"]["rows"] == [{"what": "good", "value": 1, "small": True}]
 
 
 def test_a_call_starts_nothing_that_would_not_fit_and_the_next_one_continues(tmp_path, capsys):
