@@ -43,7 +43,7 @@ class Result:
     of: str
     """The plugin or component that it is about, or a test file."""
     requirement: str
-    """In words."""
+    """As a sentence."""
     state: str
     """``pass``, ``skip`` or ``fail``."""
     text: str = ""
