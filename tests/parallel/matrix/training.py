@@ -16,7 +16,15 @@ from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.batches import MICRO_BATCHES, ROWS, SEQ, VOCAB, global_batch, share
-from tests.parallel.matrix.held import Held, gradient_bytes, live_bytes, optimizer_bytes, watched, weight_bytes
+from tests.parallel.matrix.held import (
+    Held,
+    gradient_bytes,
+    live_bytes,
+    live_bytes_at_rest,
+    optimizer_bytes,
+    watched,
+    weight_bytes,
+)
 from tests.parallel.matrix.layouts import Layout, Numbers
 
 STEPS = 20
@@ -115,7 +123,7 @@ def train(
         run.step()
     for _ in range(steps - 2):
         run.step()
-    live = live_bytes() - before - sum(gradient.nbytes for gradient in gradients.values())
+    live = live_bytes_at_rest() - before - sum(gradient.nbytes for gradient in gradients.values())
     report = Report(
         rank=place.rank,
         losses=run.losses,
