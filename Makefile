@@ -16,9 +16,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 # The core, and every folder of plugins/ with a pyproject.toml.
 DISTS := . $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
-# Processes that share the files of tests: one per core, at most 4, each with one thread (conftest.py). 0 runs all tests
-# in one process, as a debugger needs it.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+# Processes that share the files of tests: one more than cores, since tests also wait, and at most 4, each with one
+# thread (conftest.py). 0 runs all tests in one process, as a debugger needs it.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST_ARGS ?=
 TORCH ?= 2.11.0
 TORCH_VENV ?= .torch/$(TORCH)-$(notdir $(PYTHON))

@@ -23,6 +23,7 @@ FAMILIES = {
     "K": "Kernel and plugins",
     "L": "LoRA",
     "M": "Models and Hugging Face files",
+    "N": "Trainium through neuronx-distributed",
     "P": "Parallel layouts and ranks",
     "S": "Checkpoints and storage",
     "T": "Training",

@@ -53,7 +53,7 @@ def test_a_missing_path_and_a_file_of_nxdt_itself_have_no_such_hint(tmp_path):
 
 def test_a_recipe_of_ours_is_not_called_a_file_to_migrate():
     with pytest.raises(ConfigError, match="it is a key of NxD Training") as refused:
-        config.load("recipe:llama-tiny", ["model.optim.sched.name=constant"])
+        config.load("recipe:llama-tiny", ["model.optim.sched.name=constant", "model.optim.sched.min_lr=9"])
     assert HINT not in str(refused.value)
 
 
