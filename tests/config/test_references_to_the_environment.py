@@ -108,7 +108,13 @@ def test_text_is_advised_to_be_decoded_once(report, good, monkeypatch, value, ad
 @pytest.mark.parametrize("text", ["${oc.decode:" * 500 + "x" + "}" * 500, "${oc.create:" + "[" * 500 + "]" * 500 + "}"])
 def test_an_interpolation_that_is_nested_too_deep_is_a_problem(report, good, text):
     rows = report(good.replace("name: run", f"name: '{text}'"))
-    assert "it is nested too deep" in rows[0]
+    assert "it is nested too deep (at most 50 levels)" in rows[0]
+
+
+def test_text_from_the_environment_that_is_nested_too_deep_is_a_problem(report, good, monkeypatch):
+    monkeypatch.setenv("NXDT_TEXT", "[" * 2000 + "]" * 2000)
+    rows = report(good.replace("name: run", "name: ${oc.decode:${oc.env:NXDT_TEXT}}"))
+    assert "nested too deep" in rows[0]
 
 
 def test_an_integer_from_the_environment_has_64_bits(report, good, monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from nxdt_core.config.output.suggest import nearest_keys
@@ -24,6 +25,9 @@ _Path = tuple[str | int, ...]
 """Keys and list indices from the root."""
 _Place = tuple[_Path, Node]
 
+_MOST_LEVELS = 50
+"""Of brackets in one interpolation. The parser and the resolvers recurse: beyond a few hundred, whether they still
+succeed depends on how deep the stack is already."""
 _MISSING = re.compile(r"Interpolation key '([^']*)' not found")
 _RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
 
@@ -88,13 +92,19 @@ def _fault(text: str) -> str:
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError
 
+    if _levels(text) > _MOST_LEVELS:
+        return f"it is nested too deep (at most {_MOST_LEVELS} levels)"
     try:
         OmegaConf.create({"value": text})
     except GrammarParseError:
         return "it is malformed"
-    except RecursionError:
-        return "it is nested too deep"
     return ""
+
+
+def _levels(text: str) -> int:
+    """Return how many brackets are open at once, at most; text in quotes is counted like any other."""
+    changes = (1 if letter in "{[(" else -1 if letter in "}])" else 0 for letter in text)
+    return max(accumulate(changes), default=0)
 
 
 def _written(node: Node) -> Any:
@@ -147,6 +157,8 @@ def _unresolved(path: _Path, node: Node, error: Exception, known: Sequence[str])
         reason, advice = str(error), "Write ${key.path}, ${.neighbour} or ${multiply:a,b}."
     elif missing:
         reason, advice = f"there is no key '{missing[1]}'", "Name an existing key by its whole path."
+    elif _RAISED.match(lines[0]) and "maximum recursion depth" in lines[0]:
+        reason, advice = "the text that it decodes is nested too deep", "Write fewer levels."
     elif isinstance(error, RecursionError) or "Recursive" in lines[0]:
         reason, advice = "it refers to itself", "Give one of the keys a value."
     elif "oc.env" in str(node.value):

@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         (*cases,) = sampled(metafunc.config, CASES, 1)
         some = [tuple(sampled(metafunc.config, CASES[case][0], FAMILIES_OF_A_CASE)) for case in cases]
-        metafunc.parametrize(("case", "some"), zip(cases, some, strict=True), ids=cases)
+        metafunc.parametrize(("case", "some"), list(zip(cases, some, strict=True)), ids=cases)
     if "families" in metafunc.fixturenames:
         metafunc.parametrize("families", [tuple(sampled(metafunc.config, FAMILIES, 2))], ids="-".join)
 
