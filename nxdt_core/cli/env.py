@@ -60,7 +60,7 @@ def _print(found: Environment) -> None:
     print_facts(facts)
     say("")
     header = ("DEVICE", "HERE", "NAME", "MEMORY", "PROCESS GROUPS", "COMPILER", "SHAPES")
-    print_table(header, [_row(device) for device in found.devices])
+    print_table(header, [_row(device) for device in found.devices], optional=("SHAPES", "COMPILER"))
 
 
 def _row(device: Device) -> tuple[str, ...]:

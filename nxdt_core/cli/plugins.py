@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +16,16 @@ from nxdt_core.cli.verb import as_json, print_json, print_note, say
 from nxdt_core.visible_text import visible
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nxdt_core.kernel import Kernel, RegisteredComponent
     from nxdt_core.kernel.plugin import PluginInfo
 
 __all__ = ["plugins"]
 
 _LOCK = "nxdt-plugins.lock"
+_NAMES_SHOWN = 4
+"""Components of a plugin that a listing names; it counts more by kind."""
 _KITS = "nxdt_core.testing.plugin_check"
 """By name: kits import the core, and not the other way round."""
 
@@ -39,6 +44,8 @@ def plugins() -> None:
 def list_(json_output: bool) -> None:
     """List all plugins, also those that cannot be used, with the reason.
 
+    Of a plugin with more than four components, the table has their numbers; `nxdt plugins show` names them.
+
     Notes below the table name plugins whose import changes more than themselves, such as functions of torch, and
     plugins whose authors forgot something, such as a range of nxdt-core.
     """
@@ -50,9 +57,10 @@ def list_(json_output: bool) -> None:
         return
     rows = []
     for plugin in kernel.plugins:
-        offers = plugin.reason or ", ".join(c.record.name for c in _components(kernel, plugin))
+        offers = plugin.reason or _offers(_components(kernel, plugin))
         rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
-    print_table(("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT"), rows)
+    header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT")
+    print_table(header, rows, optional=("DIST", "VERSION"))
     for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
         print_note(note)
 
@@ -186,6 +194,19 @@ def _components(kernel: Kernel, plugin: PluginInfo) -> list[RegisteredComponent]
     return [c for c in every if plugin.state == "ok" and (c.plugin, c.dist) == (plugin.name, plugin.dist)]
 
 
+def _offers(components: Sequence[RegisteredComponent]) -> str:
+    """``llama, mistral``, or ``13 optimizers, 14 LR schedulers`` of many."""
+    if len(components) <= _NAMES_SHOWN:
+        return ", ".join(component.record.name for component in components)
+    return ", ".join(_counted(count, kind) for kind, count in Counter(c.kind for c in components).items())
+
+
+def _counted(count: int, kind: str) -> str:
+    noun = kind.replace("_", " ").replace("lr ", "LR ")
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
     """One plugin in ``--json``; keys are only ever added."""
     return {
@@ -216,7 +237,8 @@ def _print_plugin(kernel: Kernel, plugin: PluginInfo) -> None:
     components = _components(kernel, plugin)
     if components:
         click.echo()
-        print_table(("KIND", "NAME", "SUPPORTS", "SUMMARY"), [_row(component) for component in components])
+        rows = [_row(component) for component in components]
+        print_table(("KIND", "NAME", "SUPPORTS", "SUMMARY"), rows, optional=("SUPPORTS",))
 
 
 def _plain_text(docstring: str) -> str:

@@ -24,8 +24,9 @@ def on_terminal(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 240,
     popen: type[subprocess.Popen[Any]] = subprocess.Popen,
+    columns: int = _COLUMNS,
 ) -> tuple[int, str]:
-    """Exit status of a command, and all that a terminal of 120 columns gets of it.
+    """Exit status of a command, and all that a terminal gets of it.
 
     Args:
         command: the program and its arguments.
@@ -33,9 +34,10 @@ def on_terminal(
         env: its environment; None: this process's.
         timeout_s: after which it is killed, with the processes that it started.
         popen: starts it.
+        columns: width of the terminal; ``COLUMNS`` in ``env`` goes before it.
     """
     ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (_ROWS, _COLUMNS))
+    termios.tcsetwinsize(its, (_ROWS, columns))
     process = popen(command, cwd=cwd, env=env, stdin=its, stdout=its, stderr=its, start_new_session=True)
     os.close(its)
     late = Timer(timeout_s, os.killpg, (process.pid, signal.SIGKILL))

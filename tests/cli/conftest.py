@@ -68,9 +68,14 @@ def nxdt(work: Path, site: Path) -> Run:
 
 @pytest.fixture
 def nxdt_on_terminal(work: Path, site: Path) -> Callable[..., tuple[int, str]]:
-    """Run ``nxdt ARGS`` there on a terminal: its exit status, and what the terminal gets."""
-    command = [sys.executable, "-m", "nxdt_core"]
-    return lambda *args: on_terminal([*command, *args], cwd=work, env=_environment(site), popen=processes.Popen)
+    """Run ``nxdt ARGS`` there on a terminal of ``columns``: its exit status, and what the terminal gets."""
+
+    def run(*args: str, columns: int = 100, **environment: str) -> tuple[int, str]:
+        env = {name: value for name, value in _environment(site).items() if name != "COLUMNS"}
+        words = [sys.executable, "-m", "nxdt_core", *args]
+        return on_terminal(words, cwd=work, env={**env, **environment}, popen=processes.Popen, columns=columns)
+
+    return run
 
 
 def _environment(site: Path) -> dict[str, str]:

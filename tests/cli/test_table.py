@@ -1,15 +1,11 @@
 """Tables: aligned in a terminal and elsewhere, wrapped in a terminal only."""
 
-import fcntl
-import os
-import pty
-import struct
-import sys
-import termios
+import re
 
+import click
 import pytest
 
-from nxdt_core.cli.terminal.table import human_size, print_facts, print_table, shade
+from nxdt_core.cli.terminal.table import human_size, print_facts, print_table, shade, wrap
 
 
 def test_columns_are_aligned_and_numbers_end_together(capsys):
@@ -52,22 +48,57 @@ def test_sizes_have_few_digits(size, text):
     assert human_size(size) == text
 
 
-def test_a_terminal_gets_lines_that_fit_it():
-    lines = _in_terminal(80, "plugins", "hooks").decode().splitlines()
-    assert max(len(line.replace("\x1b[1m", "").replace("\x1b[0m", "")) for line in lines) <= 80
-    assert lines[0].startswith("\x1b[1mHOOK")
+LISTINGS = ("plugins list", "plugins hooks", "plugins show builtin", "recipes list", "checkpoint list {store}")
 
 
-def _in_terminal(columns, *args):
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ.pop("COLUMNS", None)
-        os.execv(sys.executable, [sys.executable, "-m", "nxdt_core", *args])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    output = b""
-    while True:
-        try:
-            output += os.read(terminal, 65536)
-        except OSError:  # how Linux says that the other side is closed
-            os.waitpid(child, 0)
-            return output
+@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_terminal_gets_lines_that_fit_it(listing, columns, nxdt, nxdt_on_terminal, store):
+    args = listing.format(store=store).split()
+    status, text = nxdt_on_terminal(*args, columns=columns)
+    lines = [click.unstyle(line) for line in text.splitlines()]
+    assert status == 0
+    assert max(map(len, lines)) <= columns
+    assert "\x1b[1m" in text
+    first_column = [line.split()[0] for line in nxdt(*args).stdout.splitlines() if line[:1].strip()]
+    if "show" not in args:  # its facts have other widths than its table
+        assert [line.split()[0] for line in lines if line[:1].strip()] == first_column
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_words_stay_whole(columns, nxdt, nxdt_on_terminal):
+    for args in (["recipes", "list"], ["plugins", "hooks"]):
+        words = set(nxdt(*args).stdout.split())
+        assert words == set(click.unstyle(nxdt_on_terminal(*args, columns=columns)[1]).split())
+
+
+def test_a_narrow_terminal_gets_fewer_columns_rather_than_broken_words(nxdt_on_terminal, store):
+    headers = {
+        columns: click.unstyle(nxdt_on_terminal("checkpoint", "list", store, columns=columns)[1])
+        .splitlines()[0]
+        .split()
+        for columns in (60, 200)
+    }
+    assert headers[200] == ["STEP", "TIME", "(UTC)", "STATE", "SIZE", "MESH", "METRICS", "URI"]
+    assert headers[60] == ["STEP", "TIME", "(UTC)", "STATE", "SIZE", "MESH", "METRICS"]
+
+
+def test_many_components_are_counted_by_kind(nxdt):
+    (builtin,) = [line for line in nxdt("plugins", "list").stdout.splitlines() if line.startswith("builtin")]
+    assert re.search(r" \d+ optimizers, \d+ LR schedulers, \d+ precision policies, 1 checkpoint storage,", builtin)
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "lines"),
+    [
+        ("one two three", 8, ["one two", "three"]),
+        ("  one two three", 8, ["  one", "  two", "  three"]),
+        ("s3://bucket/a/prefix", 10, ["s3://", "bucket/a/", "prefix"]),
+        ("abcdefghij", 4, ["abcd", "efgh", "ij"]),
+        ("\x1b[32mnot trusted\x1b[0m", 8, ["\x1b[32mnot\x1b[0m", "\x1b[32mtrusted\x1b[0m"]),
+        ("学習 する モデル", 8, ["学習", "する", "モデル"]),
+        ("", 5, [""]),
+    ],
+)
+def test_text_wraps_between_words(text, width, lines):
+    assert wrap(text, width) == lines

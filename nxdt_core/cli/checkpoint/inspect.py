@@ -153,7 +153,8 @@ def _print_tensors(manifest: Manifest) -> None:
         for section, index in manifest.tensors.items()
         for name, entry in index.items()
     ]
-    print_table(("SECTION", "DTYPE", "SHAPE", "SIZE", "PARTS", "NAME"), rows, right=("SIZE", "PARTS"))
+    header = ("SECTION", "DTYPE", "SHAPE", "SIZE", "PARTS", "NAME")
+    print_table(header, rows, right=("SIZE", "PARTS"), optional=("PARTS", "SECTION", "SIZE"))
 
 
 def _pairs(values: Mapping[str, object]) -> str:

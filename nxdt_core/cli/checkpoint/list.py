@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["list_"]
 
 _METRICS_SHOWN = 3
+_HEADER = ("STEP", "TIME (UTC)", "STATE", "ARCHIVE", "SIZE", "MESH", "METRICS", "PROBLEM", "URI")
 
 
 @click.command(
@@ -40,9 +41,8 @@ def list_(uri: str, json_output: bool) -> None:
     if json_output:
         print_json([_facts(status) for status in found])
     elif found:
-        archived = any(status.archive for status in found)
-        header = ("STEP", "TIME (UTC)", "STATE", *(("ARCHIVE",) if archived else ()), "SIZE", "MESH", "METRICS", "URI")
-        print_table(header, [_row(status, archived) for status in found], right=("STEP", "SIZE"))
+        rows = [_row(status) for status in found]
+        print_table(_HEADER, rows, right=("STEP", "SIZE"), optional=("URI", "METRICS", "MESH"))
     else:
         say(f"There is no checkpoint at {uri}: {nothing_at(uri, storage, found)}.", err=True)
 
@@ -65,17 +65,18 @@ def _facts(status: CheckpointStatus) -> dict[str, object]:
     }
 
 
-def _row(status: CheckpointStatus, archived: bool) -> tuple[str, ...]:
+def _row(status: CheckpointStatus) -> tuple[str, ...]:
     facts = status.facts
     return (
         str(status.step),
         status.created[:19].replace("T", " "),
         shade(status.state),
-        *((status.archive,) if archived else ()),
+        status.archive,
         human_size(status.size_bytes),
         _mesh(facts.mesh) if facts else "",
         _metrics(facts.metrics) if facts else "",
-        status.uri + (f"\n{status.problem}" if status.problem else ""),
+        status.problem,
+        status.uri,
     )
 
 

@@ -1,23 +1,31 @@
-"""Plain aligned tables: readable in a terminal, and one line per row for ``grep`` where the output is not a
-terminal."""
+"""Tables that adapt to the width of the terminal, and have one line per row for ``grep`` where the output is not one.
+
+A table that is too wide first loses columns that the caller named as optional, then wraps its widest columns between
+words. A word is split only where it is wider than its column, after ``/``, ``,``, ``=``, ``.``, ``_`` or
+``-`` where it has one.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
-import textwrap
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import click
 
 from nxdt_core.visible_text import visible
 
-__all__ = ["human_size", "print_facts", "print_table", "shade"]
+__all__ = ["human_size", "print_facts", "print_table", "shade", "wrap"]
 
 _GAP = "  "
-_NARROWEST_LAST = 24
-"""Columns that the last column keeps, however narrow the terminal."""
+_NARROWEST = 12
+"""Columns that text keeps, however narrow the terminal."""
+_STYLED = re.compile(r"((?:\x1b\[[0-9;]*m)+)([^\x1b]*)\x1b\[0m")
+"""A cell that has one style from its start to its end."""
+_SPLITS = re.compile(r"[^/,=._-]*[/,=._-]*")
 
 _SHADES = {
     "ok": "green",
@@ -38,37 +46,52 @@ def shade(state: str) -> str:
     return click.style(state, fg=_SHADES.get(state))
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), optional: Sequence[str] = ()
+) -> None:
     """Print rows under a header. Columns that are empty in every row are left out.
 
     Args:
         header: column titles.
-        rows: cells as text, colours included; the last one may hold several lines. In a terminal, the last column
-            wraps at its edge, and one of the others where the last would have no room.
-        right: titles of the columns that are aligned to the right; not the last.
+        rows: cells as text, colours included; a cell may hold several lines.
+        right: titles of the columns that are aligned to the right.
+        optional: titles of the columns that a terminal may be too narrow for, the first to leave out first.
     """
     rows = [[visible(cell, colours=True) for cell in cells] for cells in rows]
     filled = [column for column in range(len(header)) if any(cells[column] for cells in rows)]
-    titles = [header[column] for column in filled]
-    table = [[cells[column] for column in filled] for cells in rows]
-    widths = _fitted([(title, *cells) for title, *cells in zip(titles, *table, strict=True)][:-1])
-    hang = sum(widths) + len(_GAP) * len(widths)
-    for cells in ([click.style(title, bold=True) for title in titles], *table):
-        parts = [_lines(cell, width) for cell, width in zip(cells[:-1], widths, strict=True)]
-        parts.append(_lines(cells[-1], max(_columns() - hang, _NARROWEST_LAST)))
+    columns = {header[column]: [cells[column] for cells in rows] for column in filled}
+    for title in optional:
+        if title in columns and len(columns) > 1 and _narrowest(columns) > _columns():
+            del columns[title]
+    widths = _fitted(columns)
+    titles = [click.style(title, bold=True) for title in columns]
+    for cells in (titles, *zip(*columns.values(), strict=True)):
+        parts = [wrap(cell, width) if _wraps() else cell.split("\n") for cell, width in zip(cells, widths, strict=True)]
         for line in zip_longest(*parts, fillvalue=""):
-            lead = zip(line[:-1], widths, (title in right for title in titles), strict=False)
-            click.echo(_GAP.join([*(_aligned(*each) for each in lead), line[-1]]).rstrip())
+            aligned = zip(line, widths, (title in right for title in columns), strict=True)
+            click.echo(_GAP.join(_aligned(*each) for each in aligned).rstrip())
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print ``name  value`` lines with the values aligned."""
-    facts = [(visible(name), value) for name, value in facts]
+    facts = [(visible(name), visible(value, colours=True)) for name, value in facts]
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        lines = _lines(value, max(_columns() - width - len(_GAP), _NARROWEST_LAST))
+        room = max(_columns() - width - len(_GAP), _NARROWEST)
+        lines = wrap(value, room) if _wraps() else value.split("\n")
         text = f"\n{' ' * (width + len(_GAP))}".join(lines)
         click.echo(f"{click.style(name.ljust(width), bold=True)}{_GAP}{text}".rstrip())
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Return the lines of ``text``, each at most ``width`` columns wide; a style that spans all of it is kept.
+
+    Lines that mix styles stay as they are. The continuation of an indented line is indented as far.
+    """
+    styled = _STYLED.fullmatch(text)
+    if styled:
+        return [f"{styled[1]}{line}\x1b[0m" for line in wrap(styled[2], width)]
+    return [part for line in text.split("\n") for part in _wrapped(line, width)]
 
 
 def human_size(size_bytes: int) -> str:
@@ -81,8 +104,42 @@ def human_size(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def _width(cell: str) -> int:
-    return len(click.unstyle(cell))
+def _wrapped(line: str, width: int) -> list[str]:
+    if "\x1b" in line or _width(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    lines: list[str] = []
+    current = ""
+    for piece in _pieces(line, max(width - len(indent), 1)):
+        if current and _width(indent + current + piece.rstrip()) > width:
+            lines.append(indent + current.rstrip())
+            current = ""
+        current += piece
+    return [*lines, indent + current.rstrip()]
+
+
+def _pieces(line: str, width: int) -> list[str]:
+    """The words of a line with the spaces after them; those wider than ``width`` in parts that are not."""
+    pieces: list[str] = []
+    for word in re.findall(r"\S+\s*", line):
+        parts = [word] if _width(word.rstrip()) <= width else _SPLITS.findall(word)
+        for part in filter(None, parts):
+            while _width(part.rstrip()) > width:
+                count = next(n for n in range(len(part), 0, -1) if n == 1 or _width(part[:n]) <= width)
+                pieces.append(part[:count])
+                part = part[count:]
+            pieces.append(part)
+    return pieces
+
+
+def _width(text: str) -> int:
+    """Columns of a line on a terminal: 2 of a wide character, 0 of one that joins the character before it."""
+    plain = click.unstyle(text)
+    if plain.isascii():
+        return len(plain)
+    return sum(
+        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in plain
+    )
 
 
 def _aligned(cell: str, width: int, right: bool) -> str:
@@ -90,25 +147,49 @@ def _aligned(cell: str, width: int, right: bool) -> str:
     return pad + cell if right else cell + pad
 
 
-def _fitted(columns: Sequence[Sequence[str]]) -> list[int]:
-    """Widths of the columns before the last: as wide as their text, but for one where the last needs room."""
-    widths = [max(map(_width, cells)) for cells in columns]
-    excess = sum(widths) + len(_GAP) * len(widths) + _NARROWEST_LAST - _columns()
-    if widths and excess > 0:
-        longest_words = [max(_width(word) for cell in cells for word in cell.split()) for cells in columns]
-        gives = [width - word for width, word in zip(widths, longest_words, strict=True)]
-        widths[gives.index(max(gives))] -= min(max(gives), excess)
+def _natural(title: str, cells: Sequence[str]) -> int:
+    return max(_width(line) for cell in (title, *cells) for line in cell.split("\n"))
+
+
+def _longest_word(title: str, cells: Sequence[str]) -> int:
+    """Width of the longest word, with the indentation of its line."""
+    lines = [line for cell in (title, *cells) for line in click.unstyle(cell).split("\n")]
+    return max(len(line) - len(line.lstrip()) + max(map(_width, line.split()), default=0) for line in lines)
+
+
+def _narrowest(columns: Mapping[str, Sequence[str]]) -> int:
+    """Width of the table whose columns are as wide as their longest words."""
+    return sum(_longest_word(*each) for each in columns.items()) + len(_GAP) * (len(columns) - 1)
+
+
+def _fitted(columns: Mapping[str, Sequence[str]]) -> list[int]:
+    """Return the widths that fit the terminal: the widest columns get narrower, first down to their longest words."""
+    natural = [_natural(*each) for each in columns.items()]
+    room = _columns() - len(_GAP) * (len(columns) - 1)
+    if sum(natural) <= room:
+        return natural
+    words = [_longest_word(*each) for each in columns.items()]
+    floors = words if sum(words) <= room else [words[0], *(min(word, _NARROWEST) for word in words[1:])]
+    if sum(floors) > room:
+        floors[0] = min(words[0], _NARROWEST)
+    cap = max(natural)
+    while cap > _NARROWEST and sum(_capped(natural, floors, cap)) > room:
+        cap -= 1
+    widths = _capped(natural, floors, cap)
+    for column, wanted in enumerate(natural):  # what the cap, one number for all, leaves over
+        widths[column] += min(max(room - sum(widths), 0), wanted - widths[column])
     return widths
+
+
+def _capped(natural: Sequence[int], floors: Sequence[int], cap: int) -> list[int]:
+    return [min(width, max(floor, cap)) for width, floor in zip(natural, floors, strict=True)]
+
+
+def _wraps() -> bool:
+    """Whether a terminal reads the output."""
+    return sys.stdout.isatty()
 
 
 def _columns() -> int:
     """Columns of the terminal; no end to them where no terminal reads the table."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-
-
-def _lines(text: str, width: int) -> list[str]:
-    """The lines of a cell, each wrapped at ``width``; text with colours stays as it is."""
-    lines = visible(text, colours=True).split("\n")
-    if not sys.stdout.isatty() or click.unstyle(text) != text:
-        return lines
-    return [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]
+    return shutil.get_terminal_size().columns if _wraps() else sys.maxsize
