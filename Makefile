@@ -4,7 +4,7 @@
 # Others: install, test-full (every case where `make test` takes a sample; hours), its parts test-parallel (layouts),
 #   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean; offers (write
 #   the list of components that plugins of this repository declare, for advice such as "pip install nxdt-plugin-gpt");
-#   check-wheels (each plugin alone from its wheel, then all together; ARGS="llama s3" for some), release-dry-run
+#   api (write the file of the public surface: docs/public-api.md); check-wheels (each plugin alone from its wheel, then all together; ARGS="llama s3" for some), release-dry-run
 #   (docs/releasing.md);
 #   accelerator (measure on a GPU that is lent for a short time), accelerator-bundle (wheels for one without a network);
 #   test-torch TORCH=2.11.0 for another version of torch, in an environment of its own: layouts, checkpoints, recipes.
@@ -36,7 +36,7 @@ EXTRAS ?=
 BUNDLE := dist/accelerator
 
 .PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch test-nxd lint docs wheels check-wheels release-dry-run \
-	offers bench accelerator accelerator-bundle clean
+	api offers bench accelerator accelerator-bundle clean
 
 install: $(STAMP)
 
@@ -90,6 +90,9 @@ check-wheels: $(STAMP)
 
 release-dry-run: $(STAMP)
 	$(BIN)/python scripts/release_dry_run.py
+
+api: $(STAMP)
+	$(BIN)/python scripts/public_api.py --write
 
 offers: $(STAMP)
 	$(BIN)/python scripts/distributions.py offers
