@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import public_api
-
 from nxdt_core import __version__
 from nxdt_core.testing.distributions import write_distribution
+from scripts import public_api
+
+ROOT = Path(__file__).parents[2]
 
 EXCEPTIONS: frozenset[str] = frozenset()
 """Modules that plugins of this repository import although they are not public."""
