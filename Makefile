@@ -4,6 +4,8 @@
 # Others: install, test-full (every case where `make test` takes a sample; hours), its parts test-parallel (layouts),
 #   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean; offers (write
 #   the list of components that plugins of this repository declare, for advice such as "pip install nxdt-plugin-gpt");
+#   api (write the file of the public surface: docs/public-api.md); check-wheels (each plugin alone from its wheel, then all together; ARGS="llama s3" for some), release-dry-run
+#   (docs/releasing.md);
 #   accelerator (measure on a GPU that is lent for a short time), accelerator-bundle (wheels for one without a network);
 #   test-torch TORCH=2.11.0 for another version of torch, in an environment of its own: layouts, checkpoints, recipes.
 #   WITH= names other requirements for it, such as WITH="transformers==5.17.0 huggingface_hub~=1.5".
@@ -15,6 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 # The core, and every folder of plugins/ with a pyproject.toml.
+# `nxdt` in meta/ has no code: it is built, and not installed for development.
 DISTS := . $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
 # Processes that share the files of tests: one more than cores, since tests also wait, and at most 4, each with one
 # thread (conftest.py). 0 runs all tests in one process, as a debugger needs it.
@@ -27,13 +30,13 @@ NXD ?=
 NXD_VENV ?= .torch/nxd-$(notdir $(PYTHON))
 NXD_TESTS := plugins/engines/nxd/tests
 
-# Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`; further wheels for accelerator-bundle.
+# Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`, or of check-wheels; further wheels for accelerator-bundle.
 ARGS ?=
 EXTRAS ?=
 BUNDLE := dist/accelerator
 
-.PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch test-nxd lint docs wheels offers bench \
-	accelerator accelerator-bundle clean
+.PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch test-nxd lint docs wheels check-wheels release-dry-run \
+	api offers bench accelerator accelerator-bundle clean
 
 install: $(STAMP)
 
@@ -80,7 +83,16 @@ docs: $(STAMP)
 
 wheels: $(STAMP)
 	rm -rf dist
-	for dist in $(DISTS); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$dist || exit 1; done
+	for dist in $(DISTS) meta; do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$dist || exit 1; done
+
+check-wheels: $(STAMP)
+	$(BIN)/python scripts/check_wheels.py $(ARGS)
+
+release-dry-run: $(STAMP)
+	$(BIN)/python scripts/release_dry_run.py
+
+api: $(STAMP)
+	$(BIN)/python scripts/public_api.py --write
 
 offers: $(STAMP)
 	$(BIN)/python scripts/distributions.py offers

@@ -1,25 +1,31 @@
 """The distributions of this repository: the core, and each folder of ``plugins/*/*`` with a ``pyproject.toml``.
 
     python scripts/distributions.py editable    print a requirements file with all of them and what their extras need
-    python scripts/distributions.py offers      write what the plugins offer into the core, for its install advice
+    python scripts/distributions.py offers      write what the plugins offer into the core, for its install advice,
+                                                and the extras of the distribution ``nxdt``
 
 ``make install`` calls the first, ``make offers`` the second. A new plugin is a new folder: no list names it.
+``nxdt`` itself, in ``meta``, has no code and is built, but not installed for development.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OFFERS", "ROOT", "editable", "extras", "folders", "offers"]
+__all__ = ["META", "OFFERS", "ROOT", "editable", "extras", "folders", "offers", "with_extras"]
 
 ROOT = Path(__file__).resolve().parent.parent
 OFFERS = ROOT / "nxdt_core" / "kernel" / "components" / "first_party.json"
 """Read by :mod:`nxdt_core.kernel.components.known`."""
+META = ROOT / "meta" / "pyproject.toml"
+"""The distribution ``nxdt``, whose extras are the plugins and the extras of the core."""
+_PLUGIN = "nxdt-plugin-"
 
 
 def folders() -> list[str]:
@@ -62,6 +68,19 @@ def offers() -> str:
     return "[\n  " + ",\n  ".join(lines) + "\n]\n"
 
 
+def with_extras(text: str) -> str:
+    """Return the text of :data:`META` with the extras that the distributions ask for."""
+    core = _project(".")
+    (bounds,) = (line.removeprefix(core["name"]) for line in tomllib.loads(text)["project"]["dependencies"])
+    extras = {name: f"{core['name']}[{name}]{bounds}" for name in core["optional-dependencies"]}
+    names = [_project(folder)["name"] for folder in folders()[1:]]
+    extras |= {name.removeprefix(_PLUGIN): f"{name}{bounds}" for name in names}
+    rows = [*sorted(extras.items()), ("all", f"nxdt[{','.join(sorted(extras))}]")]
+    table = "".join(f'{name} = ["{requirement}"]\n' for name, requirement in rows)
+    before, after = r"(\[project\.optional-dependencies\]\n)", r"(# end\n)"
+    return re.sub(rf"{before}.*?{after}", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL)
+
+
 def _row(kind: str, dist: str, record: Any) -> dict[str, Any]:
     further = {key: list(getattr(record, key, ())) for key in ("aliases", "hf_architectures", "uri_schemes")}
     return {"kind": kind, "dist": dist, "name": record.name} | {key: value for key, value in further.items() if value}
@@ -78,6 +97,7 @@ def main(command: str) -> None:
         print("\n".join([*editable(), *extras()]))
     elif command == "offers":
         OFFERS.write_text(offers())
+        META.write_text(with_extras(META.read_text()))
     else:
         sys.exit(__doc__)
 

@@ -16,6 +16,7 @@ import pytest
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownPlugin
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.components.component import RegisteredComponent
@@ -23,6 +24,7 @@ from nxdt_core.kernel.policy import names
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
 from nxdt_core.testing.model_contract import ModelContract
+from nxdt_core.testing.model_layouts import planned_capabilities
 from nxdt_core.testing.optimizer_contract import OptimizerContract
 from nxdt_core.testing.plugin_contract import PluginContract
 from nxdt_core.training import build
@@ -85,7 +87,10 @@ def contracts(plugin: str) -> dict[str, type]:
             found[f"Test lr_scheduler {each.record.name}"] = _of(LRSchedulerContract, each)
     for recipe in list_recipes(kernel):
         if recipe.plugin == plugin and recipe.name.endswith(_TINY):
-            config = load(f"recipe:{plugin}:{recipe.name}")
+            try:
+                config = load(f"recipe:{plugin}:{recipe.name}")
+            except NxdtError:  # the contract of the plugin reports it, and the others still run
+                continue
             model = config.selected("model").component
             if model.plugin == plugin:
                 found.setdefault(f"Test model_builder {model.record.name}", _of_model(config, model))
@@ -97,7 +102,10 @@ def _of_model(config: ResolvedConfig, component: RegisteredComponent) -> type:
     def builder(self: Any) -> ModelBuilder:
         return build.model_builder(config)
 
-    return type("Contract", (ModelContract,), {"builder": builder, "capabilities": component.record.capabilities})
+    declared = component.record.capabilities
+    if getattr(component.record, "tried_before_launch", False):  # its plan, and so what it can do, depends on its keys
+        declared &= planned_capabilities(build.model_builder(config).plan()) | {"lora"}
+    return type("Contract", (ModelContract,), {"builder": builder, "capabilities": declared})
 
 
 def _of(contract: type, component: RegisteredComponent, **members: Any) -> type:

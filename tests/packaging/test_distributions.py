@@ -23,6 +23,15 @@ def test_install_advice_is_what_the_plugins_of_this_repository_declare():
     assert {row["dist"] for row in json.loads(written)} == set(NAMES) - {"nxdt-core"}
 
 
+def test_the_extras_of_the_meta_package_are_the_plugins_and_the_extras_of_the_core():
+    written = distributions.META.read_text()
+    assert written == distributions.with_extras(written), "run `make offers`"
+    extras = tomllib.loads(written)["project"]["optional-dependencies"]
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    plugins = {name.removeprefix("nxdt-plugin-") for name in NAMES} - {"nxdt-core"}
+    assert set(extras) == plugins | set(core) | {"all"}
+
+
 def test_make_install_has_every_distribution_and_what_its_extras_require():
     command = [sys.executable, ROOT / "scripts" / "distributions.py", "editable"]
     lines = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
@@ -37,7 +46,7 @@ def test_make_install_has_every_distribution_and_what_its_extras_require():
 def test_make_builds_a_wheel_of_every_distribution():
     done = subprocess.run(["make", "-n", "wheels"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     (loop,) = (line for line in done.stdout.splitlines() if line.startswith("for dist in "))
-    assert loop.removeprefix("for dist in ").partition(";")[0].split() == [*DISTS]
+    assert loop.removeprefix("for dist in ").partition(";")[0].split() == [*DISTS, "meta"]
 
 
 def test_mypy_checks_every_package():

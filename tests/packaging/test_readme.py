@@ -120,4 +120,4 @@ def test_links_between_files_lead_somewhere(page):
 
 
 def _projects():
-    return [ROOT / "pyproject.toml", *ROOT.glob("plugins/*/*/pyproject.toml")]
+    return [ROOT / "pyproject.toml", ROOT / "meta/pyproject.toml", *ROOT.glob("plugins/*/*/pyproject.toml")]

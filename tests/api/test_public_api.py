@@ -1,0 +1,139 @@
+"""The public surface is that of a file, whose changes are reviewed; plugins of this repository use nothing else."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxdt_core import __version__
+from nxdt_core.testing.distributions import write_distribution
+from scripts import public_api
+
+ROOT = Path(__file__).parents[2]
+
+EXCEPTIONS: frozenset[str] = frozenset()
+"""Modules that plugins of this repository import although they are not public."""
+
+
+def test_the_public_surface_is_that_of_the_file():
+    found = public_api.compare(public_api.GOLDEN.read_text().splitlines(), public_api.surface())
+    assert not found, public_api.report(found)
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return public_api.GOLDEN.read_text().splitlines()
+
+
+def test_every_room_of_the_page_exists():
+    names = set(public_api.modules())
+    for room in public_api.rooms():
+        assert room.endswith(".*") or room in names, room
+        assert [name for name in names if public_api.is_public(name, [room])], room
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "breaking", "before_one", "after_one"),
+    [
+        ([], ["function a.f : -> None"], False, "patch", "minor"),
+        (["function a.f : -> None"], [], True, "minor", "major"),
+        (["function a.f : -> None"], ["function a.f : -> int"], True, "minor", "major"),
+        (["function a.f : -> None"], ["function a.f : -> None", "parameter a.f(x) : int = 1"], False, "patch", "minor"),
+        (["function a.f : -> None"], ["function a.f : -> None", "parameter a.f(x) : int"], True, "minor", "major"),
+        ([], ["function a.f : -> None", "parameter a.f(x) : int"], False, "patch", "minor"),
+        (["protocol a.P"], ["protocol a.P", "member a.P.m : (self) -> None"], True, "minor", "major"),
+        ([], ["protocol a.P", "member a.P.m : (self) -> None"], False, "patch", "minor"),
+        (["class a.R"], ["class a.R", "parameter a.R(x) : int = 1"], False, "patch", "minor"),
+        ([], ["class a.R", "parameter a.R(x) : int"], False, "patch", "minor"),
+        (["key a.b : an integer = 1"], ["key a.b : an integer = 2"], True, "minor", "major"),
+        ([], ["key a.c : an integer"], True, "minor", "major"),
+        ([], ["hook nxdt_new : -> None"], False, "patch", "minor"),
+        (["command nxdt x"], ["command nxdt x", "argument nxdt x file : required"], True, "minor", "major"),
+        ([], ["command nxdt x", "argument nxdt x file : required"], False, "patch", "minor"),
+        (["error NXDT-C001 : x.Y"], [], True, "minor", "major"),
+    ],
+)
+def test_a_difference_says_which_part_of_the_version_rises(old, new, breaking, before_one, after_one):
+    found = public_api.compare(old, new)
+    assert any(each.breaking for each in found) is breaking
+    assert public_api.verdict(found, "0.1.0") == before_one
+    assert public_api.verdict(found, "1.4.0") == after_one
+
+
+def test_a_report_names_the_difference_and_what_to_do(lines):
+    gone = next(line for line in lines if line.startswith("hook nxdt_callbacks "))
+    text = public_api.report(public_api.compare(lines, [line for line in lines if line != gone]))
+    assert f"BREAKING removed: {gone}" in text
+    assert "The minor version rises" in text
+    assert "make api" in text
+
+
+def test_the_file_has_records_protocols_hooks_keys_commands_and_errors(lines):
+    for expected in (
+        "parameter nxdt_core.api.ModelComponent(hf_architectures)",
+        "member nxdt_core.protocols.model.ModelBuilder.plan",
+        "argument nxdt_step_end(context)",
+        "key trainer.max_steps",
+        "command nxdt plugins list",
+        "option nxdt plugins list --json",
+        "error NXDT-C001",
+        "class nxdt_core.testing.model_contract.ModelContract",
+    ):
+        assert any(line.startswith(expected) for line in lines), expected
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def test_plugins_of_this_repository_import_public_modules_alone():
+    listed, known = public_api.rooms(), public_api.modules()
+    private = []
+    for path in ROOT.glob("plugins/*/*/src/**/*.py"):
+        for module, name in _imports(path):
+            if module.partition(".")[0] != "nxdt_core" or module in EXCEPTIONS:
+                continue
+            whole = f"{module}.{name}"
+            if not public_api.is_public(whole if whole in known else module, listed) or name.startswith("_"):
+                private.append(f"{path.relative_to(ROOT)}: {whole}")
+    assert private == []
+
+
+SOURCE = """
+from nxdt_core.api import OptimizerComponent, hookimpl
+
+@hookimpl
+def nxdt_optimizers():
+    return [OptimizerComponent(name="older", target="older_plugin:build", summary="of an older plugin")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("requires", "state"), [("nxdt-core>={previous},<1", "ok"), ("nxdt-core>={previous},<{this}", "incompatible")]
+)
+def test_a_plugin_of_the_previous_minor_version_loads_where_its_range_admits_the_core(tmp_path, requires, state):
+    major, minor = map(int, __version__.split(".")[:2])
+    requirement = requires.format(previous=f"{major}.{minor - 1}", this=f"{major}.{minor}")
+    files = {"older_plugin.py": SOURCE}
+    write_distribution(tmp_path, "acme-older", plugins={"older": "older_plugin"}, files=files, requires=[requirement])
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "nxdt_core", "plugins", "list", "--json"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    (row,) = [row for row in json.loads(done.stdout) if row["name"] == "older"]
+    assert row["state"] == state
+    if state == "incompatible":
+        assert requirement.removeprefix("nxdt-core") in row["reason"]
+        assert __version__ in row["reason"]
+    else:
+        assert row["components"] == [{"kind": "optimizer", "name": "older"}]
