@@ -1,7 +1,7 @@
 """What differs between device types, in one table. No other file of the core names a device type.
 
-Peak figures are dense FLOP/s as the vendors' data sheets state them: NVIDIA A100, H100 SXM, H200, L4, L40S. Those of
-AWS Trainium are in :mod:`nxdt_core.trainium`.
+Peak figures are dense FLOP/s as the vendors' data sheets state them: NVIDIA A100 80GB, H100 SXM, H200, L4, L40S. Links
+are those of NVIDIA's DGX and HGX machines. Figures of AWS Trainium are in :mod:`nxdt_core.trainium`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nxdt_core.trainium import MEMORY_GIB, PEAK_FLOPS, TrainiumOperations
 __all__ = [
     "HOST",
     "DeviceProfile",
+    "Links",
     "available_type",
     "current_device",
     "max_memory_bytes",
@@ -30,6 +31,17 @@ __all__ = [
 
 HOST = torch.device("cpu")
 """Where batches are read, checkpoints are written from and numbers are drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """How fast the processes of a product send to one another: bytes per second of one process, in one direction."""
+
+    processes: int
+    """Of one machine, which are connected by ``inside``."""
+    inside: float
+    outside: float
+    """Between machines: the share of one process in the network adapters of its machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +88,8 @@ class DeviceProfile:
     """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
     memory_gib: Mapping[str, float] = field(default_factory=dict)
     """Name of a product → memory of the part that one process has, for ``nxdt plan --device``."""
+    links: Mapping[str, Links] = field(default_factory=dict)
+    """Name of a product → its connections in the machine that it is usually sold in; none: it is not known."""
     install: str = "the build of torch for that device"
     """What a machine needs so that torch finds it."""
 
@@ -85,7 +99,9 @@ class DeviceProfile:
         return self.lazy or self.static_shapes
 
 
-_T = 1e12
+_T, _G = 1e12, 1e9
+_HGX_H100 = Links(processes=8, inside=450 * _G, outside=50 * _G)
+"""Half of NVLink's 900 GB/s, which counts both directions, and an adapter of 400 Gbit/s for each GPU."""
 
 CPU = DeviceProfile(
     device_type="cpu",
@@ -115,7 +131,12 @@ CUDA = DeviceProfile(
         "L40S": {"float32": 91.6 * _T, "bfloat16": 362 * _T},
         "L4": {"float32": 30.3 * _T, "bfloat16": 121 * _T},
     },
-    memory_gib={"H100": 80, "H200": 141, "L40S": 48, "L4": 24},
+    memory_gib={"A100": 80, "H100": 80, "H200": 141, "L40S": 48, "L4": 24},
+    links={
+        "A100": Links(processes=8, inside=300 * _G, outside=25 * _G),
+        "H100": _HGX_H100,
+        "H200": _HGX_H100,
+    },
     install="a build of torch for the version of CUDA that the driver has",
 )
 """GPUs of NVIDIA."""

@@ -20,6 +20,7 @@ _GIB = 2**30
         "nxdt plan recipe:llama3-70b --world-size 512",
         "nxdt plan my_run.yaml --memory-gib 80",
         "nxdt plan recipe:llama3-8b-trn2 --device trn2",
+        "nxdt plan recipe:llama3-70b --world-size 512 --device h200",
         "nxdt plan recipe:llama3-8b distributed_strategy.zero_stage=3 data.micro_batch_size=2 --json",
     ),
 )
@@ -30,7 +31,15 @@ _GIB = 2**30
     type=click.FloatRange(0, min_open=True),
     help="Memory of one device; by default that of this machine's accelerator.",
 )
-@click.option("--device", help="Take the memory that a process has on this product: trn1, trn2, trn3, H100, H200, ….")
+@click.option(
+    "--device",
+    help="Take the memory that a process has on this product, and estimate the time of a step: H100, H200, trn2, ….",
+)
+@click.option(
+    "--efficiency",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the product's peak FLOP/s that kernels reach, with --device; 0.6 by default.",
+)
 @as_json
 @click.pass_context
 def plan(
@@ -40,9 +49,10 @@ def plan(
     world_size: int | None,
     memory_gib: float | None,
     device: str | None,
+    efficiency: float | None,
     json_output: bool,
 ) -> None:
-    """Say what a run would need: memory of each rank by what it is for, traffic, idle time, sizes.
+    """Say what a run would need: memory of each rank by what it is for, traffic, idle time, time per step, sizes.
 
     CONFIG and KEY=VALUE are those of `nxdt train`; what that would refuse is refused here too. The model is
     built without memory, laid out as it would be, and a micro-batch is sent through it in shapes alone: no
@@ -53,17 +63,22 @@ def plan(
 
     if device is not None and memory_gib is not None:
         raise TwoMemorySizes
+    if efficiency is not None and device is None:
+        raise click.UsageError("--efficiency is that of a product: give --device too.")
     world = () if world_size is None else (f"trainer.devices={world_size}", "trainer.num_nodes=1")
     config = load(source, (*overrides, *world))
     for note in config.notes:
         print_note(note)
 
-    from nxdt_core.training.plan import memory_of_device
     from nxdt_core.training.plan import plan as make  # imports torch: only a configuration that is right pays for it
+    from nxdt_core.training.step_time import EFFICIENCY
 
-    if device is not None:
-        memory_gib = memory_of_device(config, device)
-    made = make(config, memory_bytes=None if memory_gib is None else round(memory_gib * _GIB))
+    made = make(
+        config,
+        memory_bytes=None if memory_gib is None else round(memory_gib * _GIB),
+        product=device,
+        efficiency=EFFICIENCY if efficiency is None else efficiency,
+    )
     if json_output:
         print_json(made.to_dict())
     else:

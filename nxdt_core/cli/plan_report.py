@@ -13,6 +13,7 @@ from nxdt_core.cli.terminal.table import human_size, print_facts, print_table
 if TYPE_CHECKING:
     from nxdt_core.protocols.parallel.estimate import RankEstimate
     from nxdt_core.training.plan import RunPlan
+    from nxdt_core.training.step_time import StepTime
 
 __all__ = ["print_report"]
 
@@ -30,6 +31,16 @@ _PARTS = {
     "communication": "gathered weights and gradients on their way",
 }
 
+_DIMENSIONS = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "token_shuffle": "tokens mixed before experts",
+    "pp": "to other pipeline stages",
+    "dp": "weights and gradients, data parallel",
+    "other": "",
+}
+
 
 def print_report(plan: RunPlan) -> None:
     """Print what the run needs, the fullest rank last."""
@@ -41,6 +52,12 @@ def print_report(plan: RunPlan) -> None:
     if any(rank.sent for rank in shown):
         click.echo()
         _print_traffic(shown, titles)
+    if plan.step_time is not None:
+        click.echo()
+        _print_time(plan.step_time)
+    elif plan.product is not None:
+        click.echo()
+        click.echo(f"no time per step: the links of {plan.product}, or its peak in this dtype, are not known")
     click.echo()
     click.echo(_verdict(plan))
 
@@ -95,22 +112,31 @@ def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -
 
 
 def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
-    words = {
-        "tp": "tensor parallel",
-        "cp": "context parallel",
-        "ep": "expert parallel",
-        "token_shuffle": "tokens mixed before experts",
-        "pp": "to other pipeline stages",
-        "dp": "weights and gradients, data parallel",
-        "other": "",
-    }
     unit, size = _unit(max(max(rank.sent.values(), default=0) for rank in shown))
     rows = [
         (dimension, *(size(rank.sent.get(dimension, 0)) for rank in shown), what)
-        for dimension, what in words.items()
+        for dimension, what in _DIMENSIONS.items()
         if any(rank.sent.get(dimension) for rank in shown)
     ]
     print_table((f"{unit} SENT", *titles, "BY A RANK IN A STEP"), rows, right=titles)
+
+
+def _print_time(time: StepTime) -> None:
+    rows = [("compute", _seconds(time.compute), f"with kernels at {time.efficiency:.0%} of the peak")]
+    if time.waiting:
+        rows.append(("pipeline", _seconds(time.waiting), "ranks wait for one another"))
+    rows += [
+        (dimension, _seconds(seconds), f"not hidden: {_DIMENSIONS.get(dimension, '')}".rstrip(": "))
+        for dimension, seconds in time.exposed.items()
+        if seconds
+    ]
+    rate = f"{time.tokens_per_second:,.0f} tokens/s per device, MFU {time.mfu:.1%}; from data sheets, not measured"
+    rows.append((click.style("total", bold=True), click.style(_seconds(time.total), bold=True), rate))
+    print_table(("SECONDS", "PER STEP", "WHAT"), rows, right=("PER STEP",))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3f}"
 
 
 def _verdict(plan: RunPlan) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import PROFILES, available_type
+from nxdt_core.devices import PROFILES, Links, available_type
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
 from nxdt_core.protocols.parallel.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.training import build
+from nxdt_core.training.step_time import EFFICIENCY, StepTime, step_time
 from nxdt_core.training.weights.average import AVERAGE_BYTES
 
-__all__ = ["RunPlan", "accelerator_memory_bytes", "memory_of_device", "plan", "run_parts"]
+__all__ = ["Product", "RunPlan", "accelerator_memory_bytes", "plan", "product_of", "run_parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,10 @@ class RunPlan:
     estimate: Estimate
     memory_bytes: int | None
     """Of one device; None where it is not known."""
+    product: str | None = None
+    """Name of the product that the run is planned for."""
+    step_time: StepTime | None = None
+    """None where the product, its peak or its links are not known."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -56,32 +62,50 @@ class RunPlan:
             "ranks": [_rank(rank) for rank in found.ranks],
             "fullest_pp_rank": found.fullest.pp_rank,
             "memory_bytes": self.memory_bytes,
+            "product": self.product,
             "fits": self.fits,
+            "step_seconds": None
+            if self.step_time is None
+            else {**asdict(self.step_time), "total": self.step_time.total},
         }
 
 
-def plan(config: ResolvedConfig, *, memory_bytes: int | None = None) -> RunPlan:
+def plan(
+    config: ResolvedConfig,
+    *,
+    memory_bytes: int | None = None,
+    product: str | None = None,
+    efficiency: float = EFFICIENCY,
+) -> RunPlan:
     """Ask the run's engine for an estimate over ``trainer.devices`` x ``trainer.num_nodes`` processes.
 
     Args:
         config: checked.
-        memory_bytes: of one device; None takes that of this machine's accelerator, if it has one.
+        memory_bytes: of one device; None takes that of ``product``, or of this machine's accelerator, if it has one.
+        product: name of a product that a device profile knows, such as ``H100``: for its memory and the time of a step.
+        efficiency: share of the product's peak that kernels reach.
 
     Raises:
         EngineWithoutEstimate: the engine gives none.
+        UnknownDevice: no profile knows ``product``.
         NxdtError: the run would not start.
     """
+    known = None if product is None else product_of(config, product)
     selected = config.selected("parallel_engine").component
     engine = selected.load_target()
     if not isinstance(engine, EstimatesRuns):
         raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)
     with build.plan_errors_named(config):
         estimate = engine.estimate(config, run_parts(config))
-    return RunPlan(
-        config=config,
-        estimate=estimate,
-        memory_bytes=accelerator_memory_bytes() if memory_bytes is None else memory_bytes,
-    )
+    if memory_bytes is None:
+        memory_bytes = accelerator_memory_bytes() if known is None else round(known.memory_gib * 2**30)
+    name = None if known is None else known.name
+    made = RunPlan(config=config, estimate=estimate, memory_bytes=memory_bytes, product=name)
+    peak = None if known is None else known.peak_flops.get(estimate.compute_dtype)
+    if known is None or peak is None or known.links is None:
+        return made
+    found = step_time(estimate, made.sizes, peak_flops=peak, links=known.links, efficiency=efficiency)
+    return replace(made, step_time=found)
 
 
 def run_parts(config: ResolvedConfig) -> RunParts:
@@ -100,18 +124,35 @@ def accelerator_memory_bytes() -> int | None:
     return PROFILES[available_type()].operations.total_memory_bytes()
 
 
-def memory_of_device(config: ResolvedConfig, device: str) -> float:
-    """Return the memory in GiB that one process has on a product that a device profile knows, such as ``trn2``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """What one process has of a product."""
+
+    name: str
+    memory_gib: float
+    peak_flops: Mapping[str, float]
+    """By dtype."""
+    links: Links | None
+
+
+def product_of(config: ResolvedConfig, device: str) -> Product:
+    """Return the product of that name, in any case of letters, that a device profile knows, such as ``trn2``.
 
     Raises:
         UnknownDevice: none does.
     """
     register_profile_of(config)
-    known = {name: size for profile in PROFILES.values() for name, size in profile.memory_gib.items()}
-    by_lower = {name.lower(): size for name, size in known.items()}
-    if device.lower() not in by_lower:
+    known = {name: profile for profile in PROFILES.values() for name in profile.memory_gib}
+    name = next((name for name in known if name.lower() == device.lower()), None)
+    if name is None:
         raise UnknownDevice(device=device, known=tuple(known))
-    return by_lower[device.lower()]
+    profile = known[name]
+    return Product(
+        name=name,
+        memory_gib=profile.memory_gib[name],
+        peak_flops=profile.peak_flops.get(name, {}),
+        links=profile.links.get(name),
+    )
 
 
 def _rank(rank: RankEstimate) -> dict[str, Any]:

@@ -148,9 +148,27 @@ def test_the_memory_of_a_product_is_known(planned):
     assert (status, found["memory_bytes"], found["fits"]) == (0, 24 * 2**30, True)
 
 
+def test_the_time_of_a_step_is_estimated_where_the_links_of_the_product_are_known(planned, nxdt):
+    args = ("recipe:llama-tiny", "distributed_strategy.tensor_model_parallel_size=2", "--world-size", "4")
+    _, found = planned(*args, "precision.type=autocast", "--device", "h100", "--efficiency", "0.5")
+    seconds = found["step_seconds"]
+    flops = found["flops_per_step"] / 4
+    assert found["product"] == "H100"
+    assert seconds["compute"] == pytest.approx(flops / (0.5 * 989.4e12))
+    assert seconds["exposed"]["tp"] == pytest.approx(found["ranks"][0]["sent_bytes_per_step"]["tp"] / 450e9)
+    assert seconds["mfu"] == pytest.approx(flops / 989.4e12 / seconds["total"])
+    done = nxdt("plan", *args, "--device", "TRN2")
+    assert "no time per step: the links of trn2" in done.stdout
+    assert planned(*args, "--memory-gib", "80")[1]["step_seconds"] is None
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
-    [(("--device", "trn9"), "NXDT-P007"), (("--device", "trn2", "--memory-gib", "24"), "NXDT-P008")],
+    [
+        (("--efficiency", "0.5"), "give --device too"),
+        (("--device", "trn9"), "NXDT-P007"),
+        (("--device", "trn2", "--memory-gib", "24"), "NXDT-P008"),
+    ],
 )
 def test_a_product_that_nobody_knows_and_two_sizes_are_refused(nxdt, args, said):
     done = nxdt("plan", "recipe:llama-tiny", *args)

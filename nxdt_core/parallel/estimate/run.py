@@ -62,7 +62,28 @@ def estimate(work: Workload) -> Estimate:
         flops_per_token=work.builder.flops_per_token(work.seq_length),
         layout=tuple(_layout(work)),
         ranks=tuple(ranks),
+        compute_dtype=work.precision.autocast or work.precision.parameters,
+        recomputed=_FORWARD if work.options.recompute_granularity == "full" else 0.0,
+        hidden_behind=_hidden_behind(work, storage),
     )
+
+
+_FORWARD = 1 / 3
+"""Share of forward in the operations of a step: each matrix has one product in forward and two in backward."""
+
+
+def _hidden_behind(work: Workload, storage: Storage) -> dict[str, float]:
+    """Return the share of a step's computation that traffic can be hidden behind, by dimension.
+
+    FSDP2 gathers a layer's weights during the layer before, and reduces its gradients during the next one's backward:
+    in each micro-batch under ZeRO-2 and 3, else in the first and last. Without it, one all-reduce follows the last
+    backward. Messages between pipeline stages, and keys and values on a ring, go while other blocks are computed.
+    """
+    each_time = storage.zero_stage >= 2
+    found = {"pp": 1.0, "dp": 0.0 if not storage.sharded else 1.0 if each_time else 1 / work.micro_batches}
+    if work.options.context_parallel_method == "ring":
+        found["cp"] = 1.0
+    return found
 
 
 def _checkpoint_bytes(work: Workload, storage: Storage, *, frozen: int, trained: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 from nxdt_core.protocols.adapter import Adapter
@@ -87,6 +87,13 @@ class Estimate:
     """How the engine lays the run out, for people: ``("8 ranks", "TP 2", "ZeRO-1")``."""
     ranks: tuple[RankEstimate, ...]
     """By place in the pipeline."""
+    compute_dtype: str = "float32"
+    """Of matrix products."""
+    recomputed: float = 0.0
+    """Operations that backward repeats, as a share of ``flops_per_token``."""
+    hidden_behind: Mapping[str, float] = field(default_factory=dict)
+    """By mesh dimension, the share of a step's computation during which its traffic can be under way; 0 where ranks
+    wait for it."""
 
     @property
     def fullest(self) -> RankEstimate:
