@@ -53,8 +53,8 @@ __all__ = [
 _SEED, _ROWS, _MICRO, _LENGTH, _STEPS = 11, 4, 1, 16, 2
 _NUMBERS: Any = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "float64")
 _LOSS, _METRIC, _UPDATE, _FLOOR = 1e-6, 1e-5, 1e-3, 1e-8
-"""Allowed differences: of a loss and of a metric, relative; of an update, relative to the largest element of the parameter's; and to
-the largest of all. Some models compute norms in float32. A mistake changes updates by percents."""
+"""Allowed differences: of a loss and of a metric, relative; of an update, relative to the largest element of the
+parameter's; and to the largest of all. Some models compute norms in float32. A mistake changes updates by percents."""
 _STRATEGY = "distributed_strategy"
 _TP, _PP = f"{_STRATEGY}.tensor_model_parallel_size=2", f"{_STRATEGY}.pipeline_model_parallel_size=2"
 _CP, _EP = f"{_STRATEGY}.context_parallel_size=2", f"{_STRATEGY}.expert_model_parallel_size=2"
@@ -281,7 +281,7 @@ def _train(builder: ModelBuilder, layout: Layout, settings: Sequence[str], parts
 
 
 def run_config(length: int, settings: Sequence[str]) -> ResolvedConfig:
-    """Return a run of a model that declares every capability: the contract says which layouts apply to the one under test."""
+    """Return a run of a model that declares every capability: contracts say which layouts apply to theirs."""
     run = {
         "name": "model-contract",
         "plugins": {"local": [str(Path(__file__).with_name("engine_parts.py"))]},

@@ -78,7 +78,9 @@ class ObjectiveContract:
         batch, logits = _batch(traits)
         output = objective(logits, batch)
         assert isinstance(output, ObjectiveOutput), f"it returns a {type(output).__name__}; return an ObjectiveOutput"
-        assert output.loss_sum.dim() < 2, f"its loss_sum has the shape {tuple(output.loss_sum.shape)}; sum the tokens up"
+        assert output.loss_sum.dim() < 2, (
+            f"its loss_sum has the shape {tuple(output.loss_sum.shape)}; sum the tokens up"
+        )
         assert output.loss_sum.shape == output.weight.shape, (
             f"its loss_sum has the shape {tuple(output.loss_sum.shape)} and its weight {tuple(output.weight.shape)}"
         )
@@ -112,7 +114,7 @@ class ObjectiveContract:
             )
 
     def test_ignored_labels_do_not_count(self, objective: Objective, traits: ObjectiveTraits) -> None:
-        """Whatever the logits are where the label is −100; no gradient is there."""
+        """Change the logits where the label is −100: loss and metrics stay, and no gradient is there."""
         batch, logits = _batch(traits)
         ignored = batch.labels == IGNORE_INDEX
         before = _figures(objective(logits, batch))
@@ -170,10 +172,13 @@ class ObjectiveContract:
         narrow = logits.bfloat16()
         wanted, found = _figures(objective(narrow.float(), batch)), _figures(objective(narrow, batch))
         for name in ("loss_sum", "weight"):
-            assert found[name].dtype in (torch.float32, torch.float64), f"{name} of bfloat16 logits is {found[name].dtype}"
-        assert torch.allclose(found["loss_sum"].double(), wanted["loss_sum"].double(), **_CLOSE_FLOAT32), (
-            f"the loss of bfloat16 logits is {found['loss_sum'].tolist()}, and {wanted['loss_sum'].tolist()} of the same "
-            "numbers in float32; use nxdt_core.nn.loss, or compute in float32"
+            assert found[name].dtype in (torch.float32, torch.float64), (
+                f"{name} of bfloat16 logits is {found[name].dtype}"
+            )
+        loss, expected = found["loss_sum"].double(), wanted["loss_sum"].double()
+        assert torch.allclose(loss, expected, **_CLOSE_FLOAT32), (
+            f"the loss of bfloat16 logits is {loss.tolist()}, and {expected.tolist()} of the same numbers in float32; "
+            "use nxdt_core.nn.loss, or compute in float32"
         )
 
     def test_its_gradient_is_finite(self, objective: Objective, traits: ObjectiveTraits) -> None:

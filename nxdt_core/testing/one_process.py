@@ -47,8 +47,11 @@ class OneProcess:
         self.engine = build.engine(self.config)
         self.engine.start()
         self.model = self.engine.initialize_model(builder, precision=policy, seed=_SEED, adapters=adapters)
+        for adapter in adapters:
+            adapter.begin(self.model, self.config, self.engine.ranks)
         self.optimizer = initialize_parallel_optimizer(self.config, self.engine, self.model)
         self.batches: list[Batch] = global_batch(builder.vocab_size, _LENGTH, documents=False)
+        self.trained = frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
         self.losses: list[float] = []
         self._before = self.weights()
         self._state = TrainState()
@@ -61,6 +64,10 @@ class OneProcess:
             )
             self.losses.append(float(done.loss.loss))
         return self
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits of the batch."""
+        return torch.cat([self.model.forward(batch.input_ids) for batch in self.batches])
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of all parameters, masters where there are some."""

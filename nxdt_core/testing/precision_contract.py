@@ -78,11 +78,13 @@ class PrecisionContract:
     def test_the_same_section_gives_the_same_policy(self, factory: PrecisionFactory, section: Any) -> None:
         """All ranks call the factory, and a resumed run again."""
         first, again = factory(section), factory(section)
-        differing = [each.name for each in fields(PrecisionPolicy) if getattr(first, each.name) != getattr(again, each.name)]
+        differing = [
+            each.name for each in fields(PrecisionPolicy) if getattr(first, each.name) != getattr(again, each.name)
+        ]
         assert not differing, f"called twice with one section, the factory gives another {', '.join(differing)}"
 
     def test_the_record_requires_what_the_policy_needs(self, policy: PrecisionPolicy, section: Any) -> None:
-        """Of the engine, so that a run that cannot be is refused before anything is built; and no more."""
+        """Compare what record and section require of the engine with what the policy needs: no less and no more."""
         needed = capabilities_of(policy)
         asked = self.requires
         if isinstance(section, RequiresCapabilities):
@@ -107,7 +109,7 @@ class PrecisionContract:
         )
 
     def test_it_trains_as_float32_does(self, policy: PrecisionPolicy) -> None:
-        """Within the rounding of 8 bits, for some steps."""
+        """Losses of some steps agree within the rounding of 8 bits."""
         wanted, _ = _trained(_EXACT)
         found, _ = _trained(policy)
         for step, (loss, expected) in enumerate(zip(found, wanted, strict=True), start=1):

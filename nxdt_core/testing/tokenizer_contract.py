@@ -144,14 +144,14 @@ class TokenizerContract:
     def test_the_same_configuration_gives_the_same_fingerprint(
         self, make: Callable[[], Tokenizer], tokenizer: Tokenizer
     ) -> None:
-        """Whatever was tokenised before; a resumed run compares it."""
+        """Check that tokenising changes nothing; a resumed run compares fingerprints."""
         before = tokenizer.fingerprint()
         tokenizer.encode_batch(list(self.texts))
         assert tokenizer.fingerprint() == before, "its fingerprint changes when texts are tokenised"
         assert make().fingerprint() == before, "two of the same configuration have different fingerprints"
 
     def test_another_vocabulary_has_another_fingerprint(self, tokenizer: Tokenizer, changed: Tokenizer) -> None:
-        """Nothing else tells a resumed run that its tokens have another meaning."""
+        """Only the fingerprint shows a resumed run that its tokens have another meaning."""
         assert tokenizer.fingerprint() != changed.fingerprint(), (
             "a tokenizer that differs has the same fingerprint; digest the vocabulary, its rules and the special tokens"
         )
@@ -167,20 +167,20 @@ class TokenizerContract:
             places = zip(located.starts.tolist(), located.ends.tolist(), strict=True)
             for number, (start, end) in enumerate(places):
                 assert 0 <= start <= end <= len(text), (
-                    f"token {number} of {text!r} has the place {start} to {end}, and the text has {len(text)} characters"
+                    f"token {number} of {text!r} has the place {start} to {end} of {len(text)} characters"
                 )
             for name, each in (("starts", located.starts), ("ends", located.ends)):
                 assert (each[1:] >= each[:-1]).all(), f"the {name} of the tokens of {text!r} descend: {each.tolist()}"
-            assert not len(ids) or located.ends[-1] == len(text), f"the last token of {text!r} ends before the text does"
+            assert not len(ids) or located.ends[-1] == len(text), (
+                f"the last token of {text!r} ends before the text does"
+            )
 
-    def test_special_tokens_are_located_where_they_are_spelled(
-        self, tokenizer: Tokenizer, chat: ChatTokenizer
-    ) -> None:
+    def test_special_tokens_are_located_where_they_are_spelled(self, tokenizer: Tokenizer, chat: ChatTokenizer) -> None:
         """What a template writes becomes the token that the model knows."""
         reserved = list(chat.reserved_tokens())
         for token in reserved:
             (found,) = chat.locate([f"a{token}b"])
-            inside = [id_ for id_, end in zip(found.ids.tolist(), found.ends.tolist(), strict=True) if end == 1 + len(token)]
+            inside = found.ids[found.ends == 1 + len(token)].tolist()
             assert inside, f"no token ends where the special token {token!r} ends"
             assert chat.spell(inside[-1:]) == token, (
                 f"the text {token!r} becomes {chat.spell(inside[-1:])!r} and not the special token"
@@ -190,10 +190,12 @@ class TokenizerContract:
             token = named.get(f"{role}_token")
             if token in reserved:
                 (found,) = chat.locate([token])
-                assert found.ids.tolist() == [id_], f"{role}_token is {token!r} with the ids {found.ids.tolist()}, and {role}_id is {id_}"
+                assert found.ids.tolist() == [id_], (
+                    f"{role}_token is {token!r} with the ids {found.ids.tolist()}, and {role}_id is {id_}"
+                )
 
     def test_spelled_text_has_its_special_tokens(self, chat: ChatTokenizer) -> None:
-        """For people who read what a run is trained on."""
+        """Text with a special token is spelled as it was written, for people who read it."""
         text = self.texts[0]
         for token in ("", *chat.reserved_tokens()):
             (found,) = chat.locate([f"{text}{token}"])
@@ -214,9 +216,7 @@ class TokenizerContract:
 
     # Export
 
-    def test_exported_files_give_the_same_ids_in_transformers(
-        self, tokenizer: Tokenizer, in_transformers: Any
-    ) -> None:
+    def test_exported_files_give_the_same_ids_in_transformers(self, tokenizer: Tokenizer, in_transformers: Any) -> None:
         """And the same special tokens, so that an exported model is served as it was trained."""
         for text in self.texts:
             theirs = in_transformers(text, add_special_tokens=False).input_ids

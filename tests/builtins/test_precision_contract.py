@@ -40,7 +40,5 @@ TestManual = under_contract("manual", ManualConfig())
 TestManualMasters = under_contract(
     "manual", ManualConfig(xla_downcast_bf16=True, master_weights=True, fp32_grad_acc=True)
 )
-TestManualRounded = under_contract(
-    "manual", ManualConfig(xla_downcast_bf16="1", neuron_rt_stochastic_rounding_en="1")
-)
+TestManualRounded = under_contract("manual", ManualConfig(xla_downcast_bf16="1", neuron_rt_stochastic_rounding_en="1"))
 TestManualNarrow = under_contract("manual", ManualConfig(xla_use_bf16="1"), keeps=False)

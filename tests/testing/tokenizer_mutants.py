@@ -115,9 +115,7 @@ class ReadsSpecialTokensAsText(Right):
     def locate(self, texts):
         parted = [text.replace("<|", "< |") for text in texts]
         found = super().locate(parted)
-        return [
-            replace(each, ends=np.minimum(each.ends, len(text))) for text, each in zip(texts, found, strict=True)
-        ]
+        return [replace(each, ends=np.minimum(each.ends, len(text))) for text, each in zip(texts, found, strict=True)]
 
 
 @mutant
