@@ -33,7 +33,7 @@ from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.testing.model_layouts import LAYOUTS, ComponentParts, compare
-from nxdt_core.testing.one_process import OneProcess, small_decoder
+from nxdt_core.testing.runs.one_process import OneProcess, small_decoder
 
 __all__ = ["AdapterContract", "Merge"]
 
@@ -123,7 +123,9 @@ class AdapterContract:
         assert not thawed, (
             f"it trains {thawed[0]!r} of the base; freeze it, or name it in trains_of_base where that is meant"
         )
-        idle = [pattern for pattern in self.trains_of_base if not any(matches_any((pattern,), each) for each in trained)]
+        idle = [
+            pattern for pattern in self.trains_of_base if not any(matches_any((pattern,), each) for each in trained)
+        ]
         assert not idle, f"it trains nothing that matches {idle[0]!r} of trains_of_base"
 
     def test_added_parameters_have_rules(self, adapter: Adapter, builder: ModelBuilder) -> None:

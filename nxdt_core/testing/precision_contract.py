@@ -26,7 +26,7 @@ import torch
 
 from nxdt_core.config.fields.component import RequiresCapabilities
 from nxdt_core.protocols.precision import DType, PrecisionFactory, PrecisionPolicy, capabilities_of
-from nxdt_core.testing.one_process import OneProcess, small_decoder
+from nxdt_core.testing.runs.one_process import OneProcess, small_decoder
 
 __all__ = ["PrecisionContract"]
 

@@ -6,6 +6,7 @@ Not collected by name: ``test_adapter_mutants.py`` runs this file and expects fa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Section:
 
 
 class LowRank(Update):
-    follows = {"down": 1, "up": 0}
+    follows: ClassVar = {"down": 1, "up": 0}
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -189,7 +190,7 @@ class MergesWithoutItsScale(Right):
 @mutant
 class FollowsNothing(Right):
     class update(LowRank):
-        follows = {}
+        follows: ClassVar = {}
 
 
 def under_contract(cls):

@@ -32,22 +32,26 @@ class Outcomes:
 
 
 def run_contract(
-    file: Path, right: Iterable[str], caught_by: Mapping[str, str] | Iterable[tuple[str, str]]
+    file: Path, right: Iterable[str], caught_by: Mapping[str, str] | Iterable[tuple[str, str]], *more: str
 ) -> Outcomes:
-    """Run the right ones of a file under all tests, and each mutant under the one that shall catch it, or several."""
+    """Run the right ones of a file under all tests, and each mutant under the one that shall catch it, or several;
+    ``more`` options of pytest."""
     pairs = caught_by.items() if isinstance(caught_by, Mapping) else caught_by
     plugin = Outcomes()
     wanted = [f"{file}::Test{name}" for name in right]
     wanted += [f"{file}::Test{mutant}::{test}" for mutant, test in pairs]
     options = ["-q", "--no-header", "--tb=no", "--show-capture=no", "-r", "", "-p", "no:cacheprovider"]
-    pytest.main([*wanted, *options], plugins=[plugin])
+    pytest.main([*wanted, *options, *more], plugins=[plugin])
     return plugin
 
 
-def run_mutants(file: Path, caught_by: CaughtBy, config: pytest.Config) -> Outcomes:
-    """Run the right one under all tests, and each mutant under those that it fails, or under all of all samples."""
+def run_mutants(file: Path, caught_by: CaughtBy, config: pytest.Config, *more: str) -> Outcomes:
+    """Run the right one under all tests, and each mutant under those that it fails, or under all of all samples.
+
+    ``more`` are options of pytest.
+    """
     if takes_all(config):
-        return run_contract(file, caught_by, {})
+        return run_contract(file, caught_by, {}, *more)
     return run_contract(file, ["Right"], [(name, test) for name, tests in caught_by.items() for test in tests])
 
 
