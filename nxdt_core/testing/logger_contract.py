@@ -66,7 +66,7 @@ class LoggerContract:
         logger.finalize("success")
 
     def test_it_has_the_losses_of_each_step_and_changes_none(self, tmp_path: Path) -> None:
-        """Of a run that was stopped and resumed, too: under its own steps, and next to the earlier ones."""
+        """Read the losses of a run that was stopped and resumed, by step, and compare with a run without it."""
         with no_thread_left():
             train_small(self._config(tmp_path, "halves", max_steps=_HALF))
             run_dir = train_small(self._config(tmp_path, "halves"))

@@ -37,8 +37,8 @@ _VOCABULARY, _LENGTH = 32, 20
 _LENGTHS = (9, 7, 11, 8)
 _LAYOUTS = ("tp", "cp", "zero3", "pp")
 _EXHAUSTIVE = ("pp",)
-_CLOSE = {"rtol": 1e-9, "atol": 1e-9}
-_CLOSE_FLOAT32 = {"rtol": 1e-3, "atol": 1e-3}
+_CLOSE, _CLOSE_FLOAT32 = 1e-9, 1e-3
+"""Allowed differences, relative and absolute."""
 
 
 class ObjectiveContract:
@@ -108,7 +108,7 @@ class ObjectiveContract:
         ]
         for name, figure in whole.items():
             total = torch.stack([part[name] for part in parts]).sum(0)
-            assert torch.allclose(total, figure, **_CLOSE), (
+            assert torch.allclose(total, figure, rtol=_CLOSE, atol=_CLOSE), (
                 f"{name} of {len(parts)} micro-batches adds up to {total.tolist()}, and is {figure.tolist()} of the "
                 "whole batch; return sums, not means"
             )
@@ -120,7 +120,7 @@ class ObjectiveContract:
         before = _figures(objective(logits, batch))
         after = _figures(objective(torch.where(ignored[..., None], logits.flip(-1) * 3 - 1, logits), batch))
         for name, figure in before.items():
-            assert torch.allclose(after[name], figure, **_CLOSE), (
+            assert torch.allclose(after[name], figure, rtol=_CLOSE, atol=_CLOSE), (
                 f"{name} changes from {figure.tolist()} to {after[name].tolist()} where logits of ignored labels change"
             )
         leaf = logits.clone().requires_grad_(True)
@@ -135,7 +135,7 @@ class ObjectiveContract:
         filled, more = in_rows([*([each] for each in own), []], _LENGTH, traits)
         before, after = _figures(objective(logits, batch)), _figures(objective(more, filled))
         for name, figure in before.items():
-            assert torch.allclose(after[name], figure, **_CLOSE), (
+            assert torch.allclose(after[name], figure, rtol=_CLOSE, atol=_CLOSE), (
                 f"{name} is {figure.tolist()}, and {after[name].tolist()} with a blank sample in addition"
             )
         blank, logits = in_rows([[]], _LENGTH, traits)
@@ -149,7 +149,7 @@ class ObjectiveContract:
         packed, packed_logits = in_rows([own[:2], own[2:]], _LENGTH, traits)
         padded, found = _figures(objective(logits, batch)), _figures(objective(packed_logits, packed))
         for name, figure in padded.items():
-            assert torch.allclose(found[name], figure, **_CLOSE), (
+            assert torch.allclose(found[name], figure, rtol=_CLOSE, atol=_CLOSE), (
                 f"{name} of {len(own)} documents is {figure.tolist()} padded to a row each, and "
                 f"{found[name].tolist()} packed into two"
             )
@@ -176,7 +176,7 @@ class ObjectiveContract:
                 f"{name} of bfloat16 logits is {found[name].dtype}"
             )
         loss, expected = found["loss_sum"].double(), wanted["loss_sum"].double()
-        assert torch.allclose(loss, expected, **_CLOSE_FLOAT32), (
+        assert torch.allclose(loss, expected, rtol=_CLOSE_FLOAT32, atol=_CLOSE_FLOAT32), (
             f"the loss of bfloat16 logits is {loss.tolist()}, and {expected.tolist()} of the same numbers in float32; "
             "use nxdt_core.nn.loss, or compute in float32"
         )

@@ -187,11 +187,11 @@ class TokenizerContract:
             )
         named = chat.special_tokens()
         for role, id_ in _specials(tokenizer).items():
-            token = named.get(f"{role}_token")
-            if token in reserved:
-                (found,) = chat.locate([token])
+            spelled = named.get(f"{role}_token")
+            if spelled is not None and spelled in reserved:
+                (found,) = chat.locate([spelled])
                 assert found.ids.tolist() == [id_], (
-                    f"{role}_token is {token!r} with the ids {found.ids.tolist()}, and {role}_id is {id_}"
+                    f"{role}_token is {spelled!r} with the ids {found.ids.tolist()}, and {role}_id is {id_}"
                 )
 
     def test_spelled_text_has_its_special_tokens(self, chat: ChatTokenizer) -> None:
