@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -37,13 +37,24 @@ from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
 
-__all__ = ["LAYOUTS", "Layout", "OptimizerParts", "compare", "component_of", "has_lora", "planned_capabilities"]
+__all__ = [
+    "LAYOUTS",
+    "ComponentParts",
+    "Layout",
+    "OptimizerParts",
+    "compare",
+    "component_of",
+    "global_batch",
+    "has_lora",
+    "planned_capabilities",
+    "run_config",
+]
 
 _SEED, _ROWS, _MICRO, _LENGTH, _STEPS = 11, 4, 1, 16, 2
 _NUMBERS: Any = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "float64")
-_LOSS, _UPDATE, _FLOOR = 1e-6, 1e-3, 1e-8
-"""Allowed differences: of a loss, relative; of an update, relative to the largest element of the parameter's; and to
-the largest of all. Some models compute norms in float32. A mistake changes updates by percents."""
+_LOSS, _METRIC, _UPDATE, _FLOOR = 1e-6, 1e-5, 1e-3, 1e-8
+"""Allowed differences: of a loss and of a metric, relative; of an update, relative to the largest element of the
+parameter's; and to the largest of all. Some models compute norms in float32. A mistake changes updates by percents."""
 _STRATEGY = "distributed_strategy"
 _TP, _PP = f"{_STRATEGY}.tensor_model_parallel_size=2", f"{_STRATEGY}.pipeline_model_parallel_size=2"
 _CP, _EP = f"{_STRATEGY}.context_parallel_size=2", f"{_STRATEGY}.expert_model_parallel_size=2"
@@ -99,6 +110,7 @@ class Trained:
     """What some steps on a rank gave."""
 
     losses: tuple[float, ...]
+    metrics: tuple[Mapping[str, float], ...]
     updates: Mapping[str, tuple[tuple[int, ...], torch.Tensor]]
     """By parameter: where the elements of this rank begin, and how they changed."""
 
@@ -112,37 +124,83 @@ class OptimizerParts:
     section: Any
 
 
-def compare(builder: ModelBuilder, layout: Layout, optimizer: OptimizerParts | None = None) -> list[str]:
-    """Train in one process and in ``layout``, by gradient descent unless ``optimizer`` is given.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentParts:
+    """An objective or an adapter: its target, importable so that ranks can unpickle it, and its section."""
+
+    factory: Callable[[Any], Any]
+    section: Any
+
+    def build(self) -> Any:
+        """Return the component."""
+        return self.factory(self.section)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What is trained with, instead of the defaults."""
+
+    optimizer: OptimizerParts | None = None
+    objective: ComponentParts | None = None
+    adapter: ComponentParts | None = None
+    batches: Sequence[Batch] | None = None
+
+    @property
+    def homes(self) -> list[tuple[str, str]]:
+        """Modules and files of their classes and functions."""
+        given = [each for each in (self.optimizer, self.objective, self.adapter) if each is not None]
+        return [_home(defined) for each in given for defined in (each.factory, type(each.section))]
+
+
+def compare(
+    builder: ModelBuilder,
+    layout: Layout,
+    optimizer: OptimizerParts | None = None,
+    *,
+    objective: ComponentParts | None = None,
+    adapter: ComponentParts | None = None,
+    batches: Sequence[Batch] | None = None,
+) -> list[str]:
+    """Train in one process and in ``layout``.
+
+    Args:
+        builder: of the model.
+        layout: of the ranks.
+        optimizer: in place of gradient descent.
+        objective: in place of next-token prediction.
+        adapter: changes the model.
+        batches: micro-batches of the global batch, in place of made-up ones.
 
     Returns:
         What differs, one sentence each; nothing where all is equal.
     """
-    alone = _train(builder, replace(layout, ranks=1), (), optimizer)
-    files = [
-        _home(type(builder)),
-        *([] if optimizer is None else [_home(optimizer.factory), _home(type(optimizer.section))]),
-    ]
+    parts = _Parts(optimizer=optimizer, objective=objective, adapter=adapter, batches=batches)
+    alone = _train(builder, replace(layout, ranks=1), (), parts)
+    files = [_home(type(builder)), *parts.homes]
     try:
-        found = RankPool(layout.ranks).run(train_on_rank, files, pickle.dumps((builder, optimizer)), layout)
+        found = RankPool(layout.ranks).run(train_on_rank, files, pickle.dumps((builder, parts)), layout)
     except RanksFailed as failed:
         return [f"it cannot be trained: {failed}"]
     problems = [each for each in found if isinstance(each, str)]
     if problems:
         return [f"it cannot be trained: {problems[0]}"]
-    return [*_losses_that_differ(alone, found), *_updates_that_differ(alone, found)]
+    return [
+        *_losses_that_differ(alone, found),
+        *_metrics_that_differ(alone, found),
+        *_updates_that_differ(alone, found),
+    ]
 
 
 def train_on_rank(files: Sequence[tuple[str, str]], pickled: bytes, layout: Layout) -> Trained | str:
     """Train on one rank of a pool; a text where an error of ours says why that is not possible.
 
-    Builder and optimizer come pickled, with the files of their classes: these may be a test's, which is in no package.
+    Builder and parts come pickled, with the files of their classes: these may be a test's, which is in no package.
     """
     for module, file in files:
         import_module(module, file)
-    builder, optimizer = pickle.loads(pickled)
+    builder, parts = pickle.loads(pickled)
     try:
-        return _train(builder, layout, (f"trainer.devices={layout.ranks}", *layout.settings), optimizer)
+        return _train(builder, layout, (f"trainer.devices={layout.ranks}", *layout.settings), parts)
     except NxdtError as error:
         return str(error)
 
@@ -189,36 +247,41 @@ def _home(defined: Any) -> tuple[str, str]:
     return module, getattr(sys.modules.get(module), "__file__", None) or ""
 
 
-def _train(
-    builder: ModelBuilder, layout: Layout, settings: Sequence[str], parts: OptimizerParts | None = None
-) -> Trained:
+def _train(builder: ModelBuilder, layout: Layout, settings: Sequence[str], parts: _Parts) -> Trained:
     length = min(_LENGTH, builder.max_sequence_length or _LENGTH)
-    config = _config(length, settings)
+    config = run_config(length, settings)
     engine = build.engine(config)
     engine.start()
     precision = PrecisionPolicy(name="float64", **_NUMBERS)
-    adapters = [_lora(config)] if layout.lora else []
+    adapters = [_lora(config)] if layout.lora else [] if parts.adapter is None else [parts.adapter.build()]
     model = engine.initialize_model(builder, precision=precision, seed=_SEED, adapters=adapters)
-    if parts is None:
+    for adapter in adapters if parts.adapter is not None else ():
+        adapter.begin(model, config, engine.ranks)
+    if parts.optimizer is None:
         optimizer = initialize_parallel_optimizer(config, engine, model)
     else:
-        optimizer = engine.initialize_optimizer(model, parts.factory, parts.section, decay_norms=False)
+        factory, section = parts.optimizer.factory, parts.optimizer.section
+        optimizer = engine.initialize_optimizer(model, factory, section, decay_norms=False)
+    objective = CausalLM() if parts.objective is None else parts.objective.build()
     before = _pieces(model.state_dict())
-    own = _ROWS // _MICRO // engine.rank_info.dp_size
+    batches = parts.batches or global_batch(builder.vocab_size, length, documents=layout.documents)
+    own = len(batches) // engine.rank_info.dp_size
     first = engine.rank_info.dp_rank * own
-    batches = _global_batch(builder.vocab_size, length, documents=layout.documents)[first : first + own]
-    losses, state = [], TrainState()
+    losses, metrics, state = [], [], TrainState()
     for _ in range(_STEPS):
-        done = train_step(model, optimizer, batches, CausalLM(), lambda step: 1.0, state, max_norm=None)
+        done = train_step(
+            model, optimizer, batches[first : first + own], objective, lambda step: 1.0, state, max_norm=None
+        )
         losses.append(float(done.loss.loss))
+        metrics.append({} if parts.objective is None else {k: float(v) for k, v in done.loss.metrics.items()})
     after = _pieces(model.state_dict())
     engine.shutdown()
     updates = {name: (offsets, value - before[name][1]) for name, (offsets, value) in after.items()}
-    return Trained(losses=tuple(losses), updates=updates)
+    return Trained(losses=tuple(losses), metrics=tuple(metrics), updates=updates)
 
 
-def _config(length: int, settings: Sequence[str]) -> ResolvedConfig:
-    """A run of a model that declares every capability: the contract says which layouts apply to the one under test."""
+def run_config(length: int, settings: Sequence[str]) -> ResolvedConfig:
+    """Return a run of a model that declares every capability: contracts say which layouts apply to theirs."""
     run = {
         "name": "model-contract",
         "plugins": {"local": [str(Path(__file__).with_name("engine_parts.py"))]},
@@ -242,8 +305,8 @@ def _lora(config: ResolvedConfig) -> Adapter:
     return adapter
 
 
-def _global_batch(vocabulary: int, length: int, *, documents: bool) -> list[Batch]:
-    """Micro-batches of one row; where rows hold two documents, these end at different places."""
+def global_batch(vocabulary: int, length: int, *, documents: bool) -> list[Batch]:
+    """Return micro-batches of one row; where rows hold two documents, these end at different places."""
     ids = torch.randint(vocabulary, (_ROWS, length + 1), generator=torch.Generator().manual_seed(_SEED))
     batches = []
     for row in range(0, _ROWS, _MICRO):
@@ -269,6 +332,16 @@ def _losses_that_differ(alone: Trained, found: Iterable[Trained]) -> list[str]:
         for step, (loss, expected) in enumerate(zip(each.losses, alone.losses, strict=True), start=1):
             if not abs(loss - expected) <= _LOSS * abs(expected):
                 return [f"the loss of step {step} is {loss:.8g}, and {expected:.8g} in one process"]
+    return []
+
+
+def _metrics_that_differ(alone: Trained, found: Iterable[Trained]) -> list[str]:
+    for each in found:
+        for step, (metrics, expected) in enumerate(zip(each.metrics, alone.metrics, strict=True), start=1):
+            for name, value in expected.items():
+                got = metrics.get(name, float("nan"))
+                if not abs(got - value) <= _METRIC * max(abs(value), 1.0):
+                    return [f"the metric {name!r} of step {step} is {got:.8g}, and {value:.8g} in one process"]
     return []
 
 

@@ -1,8 +1,9 @@
 """Runs the contracts that apply to an installed plugin, for ``nxdt plugins check``.
 
-Which ones apply follows from its records: that of plugins always, those of optimizers and learning-rate schedules for
-each such component whose section has defaults, that of models for each model of a recipe ``…-tiny``, in the sizes of
-the recipe. The others run where the plugin's own tests are: give ``nxdt plugins check`` their directory.
+Which ones apply follows from its records: that of plugins always; those of optimizers, learning-rate schedules,
+precision policies, objectives and adapters for each such component whose section has defaults; that of models for each
+model of a recipe ``…-tiny``, in the sizes of the recipe. The others run where the plugin's own tests are: give ``nxdt
+plugins check`` their directory.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.kernel.policy import names
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.testing.adapter_contract import AdapterContract
 from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
 from nxdt_core.testing.model_contract import ModelContract
 from nxdt_core.testing.model_layouts import planned_capabilities
+from nxdt_core.testing.objective_contract import ObjectiveContract
 from nxdt_core.testing.optimizer_contract import OptimizerContract
 from nxdt_core.testing.plugin_contract import PluginContract
+from nxdt_core.testing.precision_contract import PrecisionContract
 from nxdt_core.training import build
 
 __all__ = ["Result", "check_directory", "check_plugin", "contracts"]
@@ -85,6 +89,17 @@ def contracts(plugin: str) -> dict[str, type]:
     for each in kernel.registry.all("lr_scheduler"):
         if each.plugin == plugin:
             found[f"Test lr_scheduler {each.record.name}"] = _of(LRSchedulerContract, each)
+    for each in kernel.registry.all("precision_policy"):
+        if each.plugin == plugin:
+            found[f"Test precision_policy {each.record.name}"] = _of(
+                PrecisionContract, each, requires=each.record.requires
+            )
+    for each in kernel.registry.all("objective"):
+        if each.plugin == plugin:
+            found[f"Test objective {each.record.name}"] = _of(ObjectiveContract, each)
+    for each in kernel.registry.all("adapter"):
+        if each.plugin == plugin:
+            found[f"Test adapter {each.record.name}"] = _of(AdapterContract, each, name=each.record.name)
     for recipe in list_recipes(kernel):
         if recipe.plugin == plugin and recipe.name.endswith(_TINY):
             try:
@@ -121,12 +136,13 @@ def _of(contract: type, component: RegisteredComponent, **members: Any) -> type:
 
 
 def _section(component: RegisteredComponent) -> Any:
-    """The section with its defaults; a rate and a decay where it has such keys."""
+    """The section with its defaults; a rate and a decay where it has such keys, and no dropout."""
     cls = component.load_config()
     if cls is None:
         return None
     own = {each.name for each in fields(cls)}
     given = {name: value for name, value in {"lr": _RATE, "weight_decay": 0.1}.items() if name in own}
+    given |= {name: 0.0 for name in own if name == "dropout" or name.endswith("_dropout")}
     required = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
     missing = [name for name in required if name not in given]
     if missing:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import pytest
 
-__all__ = ["Outcomes", "run_contract"]
+from tests.sampling import takes_all
+
+__all__ = ["CaughtBy", "Outcomes", "assert_fails_where_wrong", "run_contract", "run_mutants"]
+
+CaughtBy = Mapping[str, AbstractSet[str]]
+"""Mutant, or ``Right`` → the requirements that it breaks."""
 
 
 class Outcomes:
@@ -26,13 +32,34 @@ class Outcomes:
 
 
 def run_contract(
-    file: Path, right: Iterable[str], caught_by: Mapping[str, str] | Iterable[tuple[str, str]]
+    file: Path, right: Iterable[str], caught_by: Mapping[str, str] | Iterable[tuple[str, str]], *more: str
 ) -> Outcomes:
-    """Run the right ones of a file under all tests, and each mutant under the one that shall catch it, or several."""
+    """Run the right ones of a file under all tests, and each mutant under the one that shall catch it, or several;
+    ``more`` options of pytest."""
     pairs = caught_by.items() if isinstance(caught_by, Mapping) else caught_by
     plugin = Outcomes()
     wanted = [f"{file}::Test{name}" for name in right]
     wanted += [f"{file}::Test{mutant}::{test}" for mutant, test in pairs]
     options = ["-q", "--no-header", "--tb=no", "--show-capture=no", "-r", "", "-p", "no:cacheprovider"]
-    pytest.main([*wanted, *options], plugins=[plugin])
+    pytest.main([*wanted, *options, *more], plugins=[plugin])
     return plugin
+
+
+def run_mutants(file: Path, caught_by: CaughtBy, config: pytest.Config, *more: str) -> Outcomes:
+    """Run the right one under all tests, and each mutant under those that it fails, or under all of all samples.
+
+    ``more`` are options of pytest.
+    """
+    if takes_all(config):
+        return run_contract(file, caught_by, {}, *more)
+    return run_contract(file, ["Right"], [(name, test) for name, tests in caught_by.items() for test in tests])
+
+
+def assert_fails_where_wrong(outcomes: Outcomes, mutant: str, caught_by: CaughtBy, config: pytest.Config) -> None:
+    """Assert that a mutant fails the requirements that it breaks, and no others that were run."""
+    assert {test for name, test in outcomes.failed if name == mutant} == caught_by[mutant]
+    passed = {test for name, test in outcomes.passed if name == mutant}
+    if mutant == "Right" or takes_all(config):
+        right = {test for name, test in outcomes.passed if name == "Right"}
+        assert right >= set().union(*caught_by.values())
+        assert passed == right - caught_by[mutant]

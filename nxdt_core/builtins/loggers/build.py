@@ -25,6 +25,8 @@ __all__ = ["mlflow", "tensorboard", "wandb"]
 
 _log = logging.getLogger(__name__)
 
+_TRACKING = "MLFLOW_TRACKING_URI"
+
 
 def tensorboard(config: object, run_dir: Path) -> Logger:
     """Event files directly in ``run_dir``; the writer is created at the first logged step."""
@@ -65,9 +67,10 @@ def mlflow(config: MLFlowConfig, run_dir: Path) -> MLFlowLogger:
         LoggerLibraryMissing: mlflow is not installed.
         LoggerCannotStart: its server or store does not answer, or does not take a key.
     """
-    shared = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    shared = config.tracking_uri or os.environ.get(_TRACKING)
     own = run_dir.absolute()
-    with _starting("mlflow", advice="Check exp_manager.mlflow_logger_kwargs.tracking_uri"):
+    advice = "Check exp_manager.mlflow_logger_kwargs.tracking_uri"
+    with _starting("mlflow", advice=advice), _environment_kept(_TRACKING):
         from pytorch_lightning.loggers import MLFlowLogger
 
         logger = MLFlowLogger(
@@ -111,6 +114,19 @@ def _quieten_writer() -> None:
             before(ended)
 
     threading.excepthook = hook
+
+
+@contextmanager
+def _environment_kept(name: str) -> Iterator[None]:
+    """Undo what the block does to a variable: mlflow puts a run's store there, and the next run would log to it."""
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def _given(**values: Any) -> dict[str, Any]:

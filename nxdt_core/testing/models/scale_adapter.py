@@ -59,7 +59,7 @@ class ScaleAdapter:
     def begin(self, model: ParallelModel, config: Any, engine: ParallelEngine) -> None:
         """Set nothing."""
 
-    def check_going_on(self, saved: Mapping[str, Any], where: str) -> None:
+    def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
         """Accept every checkpoint."""
 
     def finish(self, checkpoint: str | None, config: Any, ranks: RankAgreement) -> None:

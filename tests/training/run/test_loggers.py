@@ -26,10 +26,15 @@ def wandb_records(directory, deadline_s=60):
 
 
 def scanned(directory):
+    """The records of the one run that lies there."""
+    (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    return scanned_file(path)
+
+
+def scanned_file(path):
     """The records of a log of LevelDB's form with 7 bytes before it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
     data, at, begun = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         left = BLOCK - at % BLOCK
@@ -101,6 +106,18 @@ def test_mlflow_has_the_figures_and_the_configuration(small_run, metric_rows, tm
     found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
     assert found == pytest.approx({step: row["loss"] for step, row in metric_rows(config.run_dir).items()})
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+def test_two_trainings_of_a_process_are_in_their_own_mlflow_stores(small_run):
+    from mlflow.tracking import MlflowClient
+
+    for name in ("first", "second"):
+        config = small_run("trainer.max_steps=1", *MLFLOW, name=name)
+        train(config)
+        client = MlflowClient(f"sqlite:///{config.run_dir}/mlflow.db")
+        (run,) = client.search_runs([client.get_experiment_by_name("lightning_logs").experiment_id])
+        assert run.info.run_name == name
+        assert len(client.get_metric_history(run.info.run_id, "loss")) == 1
 
 
 def test_a_logger_that_cannot_start_is_told_in_words(small_run):

@@ -26,7 +26,7 @@ class DigitTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Characters of the ids; the end of text is left out."""
-        return "".join(_SYMBOLS[index] for index in ids if index < len(_SYMBOLS))
+        return "".join(_SYMBOLS[index] for index in ids if 0 <= index < len(_SYMBOLS))
 
     def fingerprint(self) -> str:
         """Return the name of the vocabulary, which is the symbols."""

@@ -1,0 +1,18 @@
+"""The precision policy keeps what nxdt asks of every one."""
+
+import pytest
+from acme_nxdt.precision import fp64
+
+from nxdt_core.protocols.precision import PrecisionFactory
+from nxdt_core.testing.precision_contract import PrecisionContract
+
+
+class TestFP64(PrecisionContract):
+    """All tests are inherited."""
+
+    requires = frozenset({"dtype:float64"})  # as the record declares
+
+    @pytest.fixture
+    def factory(self) -> PrecisionFactory:
+        """The target of the record."""
+        return fp64

@@ -1,0 +1,1 @@
+"""Small runs of contracts: in one process, from a configuration, and the documents that they train on."""

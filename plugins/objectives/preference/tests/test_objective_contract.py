@@ -1,0 +1,45 @@
+"""The losses of pairs keep what nxdt asks of all objectives."""
+
+from __future__ import annotations
+
+import pytest
+from nxdt_plugin_preference.config import DpoConfig, OrpoConfig
+from nxdt_plugin_preference.dpo import Dpo
+from nxdt_plugin_preference.orpo import Orpo
+
+from nxdt_core.testing.objective_contract import ObjectiveContract
+
+
+class TestDpo(ObjectiveContract):
+    """Against a reference."""
+
+    @pytest.fixture
+    def factory(self):
+        return Dpo
+
+    @pytest.fixture
+    def section(self):
+        return DpoConfig(kl_beta=0.1)
+
+
+class TestOrpo(ObjectiveContract):
+    """Two terms."""
+
+    @pytest.fixture
+    def factory(self):
+        return Orpo
+
+    @pytest.fixture
+    def section(self):
+        return OrpoConfig()
+
+
+class TestOrpoOfAnswers(TestOrpo):
+    """As in the paper."""
+
+    @pytest.fixture
+    def section(self):
+        return OrpoConfig(prompt_in_nll=False)
+
+    def tries(self, layout, config):
+        return config.getoption("samples", default=None) == "all"

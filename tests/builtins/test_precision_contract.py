@@ -1,0 +1,44 @@
+"""Every built-in precision policy keeps what nxdt asks of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nxdt_core.builtins.precision.config import BF16SRConfig, ManualConfig
+from nxdt_core.builtins.precision.records import POLICIES
+from nxdt_core.kernel.discovery.loading import import_reference
+from nxdt_core.testing.precision_contract import PrecisionContract
+
+RECORDS = {record.name: record for record in POLICIES}
+
+
+def under_contract(name: str, config: Any = None, *, keeps: bool = True) -> type[PrecisionContract]:
+    class Contract(PrecisionContract):
+        requires = RECORDS[name].requires
+        keeps_small_updates = keeps
+
+        @pytest.fixture
+        def factory(self):
+            return import_reference(RECORDS[name].target)
+
+        @pytest.fixture
+        def section(self):
+            return config
+
+    return Contract
+
+
+TestFP32 = under_contract("fp32")
+TestAutocast = under_contract("autocast")
+TestMixed = under_contract("mixed_precision")
+TestMixedSR = under_contract("mixed_precisionSR")
+TestBF16SR = under_contract("bf16SR", BF16SRConfig())
+TestBF16SRWithNarrowState = under_contract("bf16SR", BF16SRConfig(optimizer_state="bfloat16"))
+TestManual = under_contract("manual", ManualConfig())
+TestManualMasters = under_contract(
+    "manual", ManualConfig(xla_downcast_bf16=True, master_weights=True, fp32_grad_acc=True)
+)
+TestManualRounded = under_contract("manual", ManualConfig(xla_downcast_bf16="1", neuron_rt_stochastic_rounding_en="1"))
+TestManualNarrow = under_contract("manual", ManualConfig(xla_use_bf16="1"), keeps=False)

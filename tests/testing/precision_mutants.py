@@ -1,0 +1,105 @@
+"""Wrong precision policies, each with one mistake that a real author could make, under the contract.
+
+Not collected by name: ``test_precision_mutants.py`` runs this file and expects failures.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.testing.precision_contract import PrecisionContract
+
+NEEDS = frozenset({"dtype:bfloat16", "master_weights", "gradient_dtype"})
+MUTANTS = []
+
+
+def mutant(factory):
+    MUTANTS.append(factory)
+    return factory
+
+
+def policy(**changed):
+    return PrecisionPolicy(**{"name": "narrow", "parameters": "bfloat16", "master_weights": True, **changed})
+
+
+@mutant
+def Right(section):
+    return policy()
+
+
+@mutant
+def ReturnsADtype(section):
+    import torch
+
+    return policy(gradients=torch.float32)
+
+
+@mutant
+def HasNoName(section):
+    return policy(name="")
+
+
+CALLS = itertools.count()
+
+
+@mutant
+def CountsItsCalls(section):
+    return policy(name=f"narrow-{next(CALLS)}")
+
+
+@mutant
+def NeedsAutocastToo(section):
+    return policy(autocast="bfloat16")
+
+
+@mutant
+def NeedsNoMasters(section):
+    return policy(master_weights=False, stochastic_rounding=True)
+
+
+@mutant
+def KeepsMastersOfFloat32(section):
+    return policy(parameters="float32")
+
+
+@mutant
+def SumsInLess(section):
+    return policy(parameters="float32", gradients="bfloat16", master_weights=False)
+
+
+@mutant
+def LosesSmallUpdates(section):
+    return policy(master_weights=False)
+
+
+@mutant
+def UpdatesInFloat16(section):
+    half = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "float16")
+    return policy(**half, master_weights=False)
+
+
+REQUIRES = {
+    "NeedsNoMasters": NEEDS | {"stochastic_rounding"},
+    "KeepsMastersOfFloat32": frozenset({"master_weights"}),
+    "SumsInLess": frozenset({"gradient_dtype"}),
+    "UpdatesInFloat16": frozenset({"dtype:float16"}),
+    "LosesSmallUpdates": NEEDS - {"master_weights"} | {"optimizer_dtype"},
+}
+
+
+def under_contract(made):
+    class Contract(PrecisionContract):
+        requires = REQUIRES.get(made.__name__, NEEDS)
+
+        @pytest.fixture
+        def factory(self):
+            return made
+
+    return type(f"Test{made.__name__}", (Contract,), {})
+
+
+for _mutant in MUTANTS:
+    globals()[f"Test{_mutant.__name__}"] = under_contract(_mutant)

@@ -1,0 +1,49 @@
+"""The contract of adapters fails a wrong one in the requirements that it breaks, and in no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.testing.adapter_mutants import MUTANTS
+from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
+
+FILE = Path(__file__).with_name("adapter_mutants.py")
+NAMES, OWN = "test_the_base_keeps_its_names_and_shapes", "test_only_its_own_parameters_train"
+FIRST, MOVES = "test_it_changes_nothing_at_first", "test_training_moves_its_own_parameters_and_no_others"
+LOADED = "test_weights_that_are_loaded_compute_what_was_saved"
+MERGED = "test_merged_weights_compute_what_unmerged_ones_do"
+TP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "zero3"))
+CAUGHT_BY = {
+    "Right": set(),
+    "HasNoEnd": {"test_it_has_the_members_of_the_protocol"},
+    "RenamesTheBase": {NAMES, FIRST, MERGED},
+    "AllocatesAtOnce": {NAMES},
+    "LeavesNormsTrained": {OWN, MOVES},
+    "HasNoRuleForOne": {"test_added_parameters_have_rules", FIRST},
+    "StartsElsewhere": {FIRST},
+    "HasAnIdlePart": {MOVES},
+    "WritesIntoTheBase": {MOVES, ZERO3},
+    "GrowsItsScale": {LOADED, ZERO3},
+    "ComparesAnotherKey": {"test_it_resumes_from_its_own_section"},
+    "MergesWithoutItsScale": {MERGED},
+    "FollowsNothing": {TP},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+    """How the tests of the file ended."""
+    return run_mutants(FILE, CAUGHT_BY, pytestconfig)
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_the_contract_fails_a_mutant_where_it_is_wrong(
+    outcomes: Outcomes, mutant: str, pytestconfig: pytest.Config
+) -> None:
+    assert_fails_where_wrong(outcomes, mutant, CAUGHT_BY, pytestconfig)
+
+
+def test_every_mutant_is_expected() -> None:
+    assert {mutant.__name__ for mutant in MUTANTS} == CAUGHT_BY.keys()

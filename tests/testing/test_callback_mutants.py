@@ -1,0 +1,50 @@
+"""The contract of callbacks fails a wrong one in the requirements that it breaks, and in no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sampling import takes_all
+from tests.testing.callback_mutants import MUTANTS
+from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
+
+FILE = Path(__file__).with_name("callback_mutants.py")
+IS_ONE, SAME = "test_it_is_a_callback_of_lightning", "test_a_run_with_it_has_the_losses_of_one_without"
+RESUMED = "test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped"
+STATE, THREAD = "test_its_state_comes_back", "test_it_leaves_no_thread"
+RANKS = "test_two_ranks_finish"
+CAUGHT_BY = {
+    "Right": set(),
+    "OnlyLooksLikeOne": {IS_ONE},
+    "ScalesWeights": {SAME},
+    "CountsItsWarmUpAgain": {RESUMED},
+    "SavesASet": {SAME, RESUMED, STATE, THREAD, RANKS},
+    "SavesWhatItDoesNotLoad": {STATE},
+    "LeavesAThread": {THREAD},
+    "WaitsOnTheFirstRank": {RANKS},
+}
+
+
+@pytest.fixture(scope="module")
+def caught_by(pytestconfig: pytest.Config) -> dict[str, set[str]]:
+    """``CAUGHT_BY``, without two ranks unless the run takes all samples."""
+    return CAUGHT_BY if takes_all(pytestconfig) else {name: tests - {RANKS} for name, tests in CAUGHT_BY.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(pytestconfig: pytest.Config, caught_by: dict[str, set[str]]) -> Outcomes:
+    """How the tests of the file ended."""
+    return run_mutants(FILE, caught_by, pytestconfig, "--samples=all")
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_the_contract_fails_a_mutant_where_it_is_wrong(
+    outcomes: Outcomes, mutant: str, caught_by: dict[str, set[str]], pytestconfig: pytest.Config
+) -> None:
+    assert_fails_where_wrong(outcomes, mutant, caught_by, pytestconfig)
+
+
+def test_every_mutant_is_expected() -> None:
+    assert {mutant.__name__ for mutant in MUTANTS} == CAUGHT_BY.keys()

@@ -1,0 +1,50 @@
+"""The contract of objectives fails a wrong one in the requirements that it breaks, and in no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.testing.objective_mutants import MUTANTS
+from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
+
+FILE = Path(__file__).with_name("objective_mutants.py")
+MEMBERS = "test_it_has_the_members_of_the_protocol"
+KNOWN, PARTS = "test_the_weight_is_known_before_the_forward_pass", "test_micro_batches_add_up_to_the_batch"
+BLANK, PACKED = "test_a_blank_sample_weighs_nothing", "test_packed_documents_count_as_padded_ones"
+TP, CP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "cp", "zero3"))
+CAUGHT_BY = {
+    "Right": set(),
+    "HasNoWeight": {MEMBERS, KNOWN, TP, CP, ZERO3},
+    "DividesByItsWeight": {PARTS},
+    "CountsRowsBefore": {KNOWN},
+    "LearnsTheLastToken": {"test_ignored_labels_do_not_count"},
+    "CountsBlankRows": {BLANK},
+    "TakesARowForADocument": {PACKED},
+    "KeepsTheGraph": {"test_metrics_are_detached_sums"},
+    "AveragesItsMetric": {PARTS, BLANK, PACKED},
+    "SumsInTheDtypeOfTheLogits": {"test_a_loss_of_narrow_logits_is_computed_in_float32"},
+    "TakesTheLogOfAProbability": {"test_its_gradient_is_finite"},
+    "TakesTheWholeVocabulary": {TP},
+    "AddsNoShardsUp": {CP},
+    "ReportsTheWholeOnEachRank": {CP},
+    "KeepsTheFirstWeight": {KNOWN},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+    """How the tests of the file ended."""
+    return run_mutants(FILE, CAUGHT_BY, pytestconfig)
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_the_contract_fails_a_mutant_where_it_is_wrong(
+    outcomes: Outcomes, mutant: str, pytestconfig: pytest.Config
+) -> None:
+    assert_fails_where_wrong(outcomes, mutant, CAUGHT_BY, pytestconfig)
+
+
+def test_every_mutant_is_expected() -> None:
+    assert {mutant.__name__ for mutant in MUTANTS} == CAUGHT_BY.keys()
