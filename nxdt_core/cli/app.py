@@ -44,6 +44,9 @@ COMMANDS = {
         target="nxdt_core.cli.checkpoint:checkpoint",
         summary="List, check, compare, copy, export and import checkpoints.",
     ),
+    "explain": LazyCommand(
+        target="nxdt_core.cli.explain:explain", summary="Explain an error code: cause, example and fix."
+    ),
 }
 """The commands of the core, in the order of the help text."""
 
@@ -87,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
     _accept_all_characters()
     if logging.lastResort is not None:  # prints warnings of whoever sets no handler, as the command line does not
         logging.lastResort.setFormatter(VisibleFormatter())
-    color = False if os.environ.get("NO_COLOR") else None  # None: colours where a terminal reads them
+    color = _color()
     try:
         status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)
         sys.stdout.flush()
@@ -127,11 +130,20 @@ def _accept_all_characters() -> None:
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
 
 
-def _report(error: NxdtError, color: bool | None) -> int:
-    from nxdt_core.config.secrets.addresses import without_credentials  # not for `nxdt --help`
+def _color() -> bool | None:
+    """Whether to colour: never with NO_COLOR, always with FORCE_COLOR, else (None) where a terminal reads the output.
 
-    code, _, rest = without_credentials(str(error)).partition(" ")
-    click.echo(f"{click.style(code, fg='red', bold=True)} {rest}", err=True, color=color)
+    As https://no-color.org and https://force-color.org have it, a variable that is set to nothing is not set.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    return True if os.environ.get("FORCE_COLOR") else None
+
+
+def _report(error: NxdtError, color: bool | None) -> int:
+    from nxdt_core.cli.terminal.problem import error_text  # not for `nxdt --help`
+
+    click.echo(error_text(error), err=True, color=color)
     return error.exit_status
 
 

@@ -298,6 +298,7 @@ class LoggerCannotStart(NxdtError):
     code = "NXDT-T015"
     happened = "The logger '{logger}' cannot start: {reason}."
     remedy = "{advice}; or switch it off: exp_manager.create_{logger}_logger=false."
+    usual_remedy = "Correct the logger's settings, or switch it off: exp_manager.create_‹logger›_logger=false."
     logger: str
     reason: str
     advice: str
