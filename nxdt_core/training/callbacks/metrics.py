@@ -91,6 +91,7 @@ class MetricsWriter(pl.Callback):
         state = pl_module.train_state
         pl_module.engine.ranks.on_rank_zero(lambda: self._files.begin(state.step, METRICS_FILE))
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
+        self._console.begin(state.step)
         self._waited, self._begun = self._wait(trainer), time.perf_counter()
 
     def on_train_batch_end(  # type: ignore[override]
