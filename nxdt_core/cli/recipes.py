@@ -44,10 +44,15 @@ def list_(json_output: bool) -> None:
 
 @recipes.command("show", examples=("nxdt recipes show llama-tiny", "nxdt recipes show llama-tiny > my_run.yaml"))
 @click.argument("name")
-def show(name: str) -> None:
+@as_json
+def show(name: str, json_output: bool) -> None:
     """Print the YAML of a recipe."""
     from nxdt_core.config.sources.recipes import find_recipe
     from nxdt_core.kernel import Kernel
 
     recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))
+    if json_output:
+        about = {"name": recipe.name, "plugin": recipe.plugin, "summary": recipe.summary}
+        print_json({**about, "yaml": recipe.text})
+        return
     say(recipe.text, end="" if recipe.text.endswith("\n") else "\n")
