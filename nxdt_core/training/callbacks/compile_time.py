@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 
 from nxdt_core.compile_counts import CompileClock
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.logger_tags import tag
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -22,7 +23,7 @@ class CompileTime(pl.Callback):
 
     Where ``model.compile`` is set, it also says before the first step that this one takes longer.
 
-    Loggers get ``compile_time_s``, the seconds of the run so far.
+    Loggers get ``perf/compile_time_s``, the seconds of the run so far.
     """
 
     def __init__(self, console: Console) -> None:
@@ -49,7 +50,7 @@ class CompileTime(pl.Callback):
         self._console.say(f"step {step}: compiling took {seconds - self._reported_s:.1f} s")
         self._reported_s = seconds
         for logger in trainer.loggers:
-            logger.log_metrics({"compile_time_s": seconds}, step)
+            logger.log_metrics({tag("compile_time_s"): seconds}, step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop measuring."""
