@@ -20,6 +20,7 @@ __all__ = [
     "NotOurBatch",
     "NotOurModule",
     "NotOurStrategy",
+    "NothingToPlot",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "ReferenceLost",
@@ -302,3 +303,15 @@ class LoggerCannotStart(NxdtError):
     logger: str
     reason: str
     advice: str
+
+
+class NothingToPlot(NxdtError):
+    """``nxdt plot`` of a directory without metrics, or without matplotlib."""
+
+    code = "NXDT-T050"
+    happened = "{run} cannot be plotted: {reason}."
+    remedy = "{advice}"
+    usual_remedy = "Name the directory of a run that has logged a step, and install nxdt-core[plot]."
+    run: str
+    reason: str
+    advice: str = "Name the directory of a run that has logged a step; its last lines print it as 'run'."
