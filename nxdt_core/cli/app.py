@@ -30,6 +30,7 @@ COMMANDS = {
     "env": LazyCommand(
         target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
     ),
+    "plot": LazyCommand(target="nxdt_core.cli.plot:plot", summary="Plot loss, validation and learning rate of runs."),
     "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
     "evaluate": LazyCommand(
         target="nxdt_core.cli.evaluate:evaluate", summary="Judge a checkpoint by held-out records and tasks."
@@ -47,6 +48,10 @@ COMMANDS = {
     "explain": LazyCommand(
         target="nxdt_core.cli.explain:explain", summary="Explain an error code: cause, example and fix."
     ),
+    "completion": LazyCommand(
+        target="nxdt_core.cli.completion:completion", summary="Print a script that completes nxdt in a shell."
+    ),
+    "man": LazyCommand(target="nxdt_core.cli.man:man", summary="Print the manual page."),
 }
 """The commands of the core, in the order of the help text."""
 
@@ -91,6 +96,11 @@ def main(args: Sequence[str] | None = None) -> int:
     if logging.lastResort is not None:  # prints warnings of whoever sets no handler, as the command line does not
         logging.lastResort.setFormatter(VisibleFormatter())
     color = _color()
+    if os.environ.get("_NXDT_COMPLETE"):
+        from nxdt_core.cli.completion import answer
+
+        answer(root)
+        return 0
     try:
         status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)
         sys.stdout.flush()

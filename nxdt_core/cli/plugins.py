@@ -12,7 +12,7 @@ import click
 
 from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal.table import print_facts, print_table, shade
-from nxdt_core.cli.verb import as_json, print_json, print_note, say
+from nxdt_core.cli.verb import as_json, completed_by, print_json, print_note, say
 from nxdt_core.visible_text import visible
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def doctor(ctx: click.Context, json_output: bool) -> None:
 
 
 @plugins.command("check", examples=("nxdt plugins check llama", "nxdt plugins check path/to/my-plugin"))
-@click.argument("name")
+@click.argument("name", shell_complete=completed_by("complete_plugin"))
 @as_json
 @click.pass_context
 def check(ctx: click.Context, name: str, json_output: bool) -> None:
@@ -126,7 +126,7 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
 
 
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))
-@click.argument("name")
+@click.argument("name", shell_complete=completed_by("complete_plugin"))
 @as_json
 def show(name: str, json_output: bool) -> None:
     """Show one plugin: state, where it lies, and each component with what it supports.
