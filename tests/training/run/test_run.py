@@ -80,8 +80,9 @@ def test_tensorboard_has_the_same_figures(small_run, metric_rows):
 def test_tags_are_grouped_and_restarts_are_marked(small_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    saves = ("checkpoint.every_n_train_steps=2", "trainer.val_check_interval=2", "trainer.limit_val_batches=1")
-    for steps in (2, 4):
+    saves = ("checkpoint.every_n_train_steps=2", "checkpoint.async_save=false")
+    saves += ("trainer.val_check_interval=2", "trainer.limit_val_batches=1")
+    for steps in (2, 5):
         config = small_run(f"trainer.max_steps={steps}", *saves)
         train(config)
     events = EventAccumulator(str(config.run_dir))
