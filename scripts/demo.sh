@@ -17,4 +17,4 @@ nxdt checkpoint list "$run/checkpoints"
 say "What it learned"
 nxdt generate "$run/checkpoints" "And the LORD said unto " --max-new-tokens 200 --temperature 0.7 --top-k 20
 say "The loss"
-python scripts/plot_loss.py "$run"
+nxdt plot "$run"

@@ -30,6 +30,7 @@ COMMANDS = {
     "env": LazyCommand(
         target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
     ),
+    "plot": LazyCommand(target="nxdt_core.cli.plot:plot", summary="Plot loss, validation and learning rate of runs."),
     "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
     "evaluate": LazyCommand(
         target="nxdt_core.cli.evaluate:evaluate", summary="Judge a checkpoint by held-out records and tasks."
@@ -44,6 +45,13 @@ COMMANDS = {
         target="nxdt_core.cli.checkpoint:checkpoint",
         summary="List, check, compare, copy, export and import checkpoints.",
     ),
+    "explain": LazyCommand(
+        target="nxdt_core.cli.explain:explain", summary="Explain an error code: cause, example and fix."
+    ),
+    "completion": LazyCommand(
+        target="nxdt_core.cli.completion:completion", summary="Print a script that completes nxdt in a shell."
+    ),
+    "man": LazyCommand(target="nxdt_core.cli.man:man", summary="Print the manual page."),
 }
 """The commands of the core, in the order of the help text."""
 
@@ -87,7 +95,12 @@ def main(args: Sequence[str] | None = None) -> int:
     _accept_all_characters()
     if logging.lastResort is not None:  # prints warnings of whoever sets no handler, as the command line does not
         logging.lastResort.setFormatter(VisibleFormatter())
-    color = False if os.environ.get("NO_COLOR") else None  # None: colours where a terminal reads them
+    color = _color()
+    if os.environ.get("_NXDT_COMPLETE"):
+        from nxdt_core.cli.completion import answer
+
+        answer(root)
+        return 0
     try:
         status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)
         sys.stdout.flush()
@@ -127,11 +140,20 @@ def _accept_all_characters() -> None:
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
 
 
-def _report(error: NxdtError, color: bool | None) -> int:
-    from nxdt_core.config.secrets.addresses import without_credentials  # not for `nxdt --help`
+def _color() -> bool | None:
+    """Whether to colour: never with NO_COLOR, always with FORCE_COLOR, else (None) where a terminal reads the output.
 
-    code, _, rest = without_credentials(str(error)).partition(" ")
-    click.echo(f"{click.style(code, fg='red', bold=True)} {rest}", err=True, color=color)
+    As https://no-color.org and https://force-color.org have it, a variable that is set to nothing is not set.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    return True if os.environ.get("FORCE_COLOR") else None
+
+
+def _report(error: NxdtError, color: bool | None) -> int:
+    from nxdt_core.cli.terminal.problem import error_text  # not for `nxdt --help`
+
+    click.echo(error_text(error), err=True, color=color)
     return error.exit_status
 
 

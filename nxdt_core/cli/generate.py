@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from nxdt_core.cli.verb import Verb
+from nxdt_core.cli.verb import Verb, as_json, print_json
 from nxdt_core.visible_text import visible
 
 __all__ = ["generate"]
@@ -46,6 +46,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample among the K likeliest tokens only.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--base", metavar="URI", help="The weights below an adapter, where they are not where its run took them.")
+@as_json
 def generate(
     checkpoint: str,
     prompt: str,
@@ -55,6 +56,7 @@ def generate(
     top_k: int | None,
     seed: int,
     base: str | None,
+    json_output: bool,
 ) -> None:
     """Continue PROMPT with the model of CHECKPOINT.
 
@@ -73,6 +75,9 @@ def generate(
         seed=seed,
         base=base,
     )
+    if json_output:
+        print_json({"checkpoint": checkpoint, "prompt": prompt, "completion": "".join(pieces)})
+        return
     shown = visible if sys.stdout.isatty() else str  # a file gets what the model says
     first = next(pieces, "")  # only then the prompt, so that an error comes before any text
     click.echo(("" if chat else prompt) + shown(first), nl=False)

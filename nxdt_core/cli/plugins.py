@@ -12,7 +12,7 @@ import click
 
 from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal.table import print_facts, print_table, shade
-from nxdt_core.cli.verb import as_json, print_json, print_note, say
+from nxdt_core.cli.verb import as_json, completed_by, print_json, print_note, say
 from nxdt_core.visible_text import visible
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def doctor(ctx: click.Context, json_output: bool) -> None:
 
 
 @plugins.command("check", examples=("nxdt plugins check llama", "nxdt plugins check path/to/my-plugin"))
-@click.argument("name")
+@click.argument("name", shell_complete=completed_by("complete_plugin"))
 @as_json
 @click.pass_context
 def check(ctx: click.Context, name: str, json_output: bool) -> None:
@@ -126,8 +126,9 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
 
 
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))
-@click.argument("name")
-def show(name: str) -> None:
+@click.argument("name", shell_complete=completed_by("complete_plugin"))
+@as_json
+def show(name: str, json_output: bool) -> None:
     """Show one plugin: state, where it lies, and each component with what it supports.
 
     NAME is the plugin's name or that of its distribution.
@@ -139,23 +140,31 @@ def show(name: str) -> None:
     chosen = [plugin for plugin in kernel.plugins if names(name, name=plugin.name, dist=plugin.dist)]
     if not chosen:
         raise UnknownPlugin(name=name, available=tuple(dict.fromkeys(plugin.name for plugin in kernel.plugins)))
+    if json_output:
+        print_json([_with_details(kernel, plugin) for plugin in chosen])
+        return
     for number, plugin in enumerate(chosen):
         click.echo(nl=number > 0)
         _print_plugin(kernel, plugin)
 
 
-@plugins.command("hooks", examples=("nxdt plugins hooks",))
-def hooks() -> None:
+@plugins.command("hooks", examples=("nxdt plugins hooks", "nxdt plugins hooks --json"))
+@as_json
+def hooks(json_output: bool) -> None:
     """List the moments at which plugins are called, and who listens."""
     from nxdt_core.kernel.hookspecs import PHASES
 
     kernel = _start_kernel()
-    rows = []
+    rows, objects = [], []
     for phase in PHASES:
         for hook in (name for name in vars(phase) if name in phase.__all__):
-            listeners = ", ".join(each.plugin for each in kernel.hooks.implementations(hook))
+            listeners = [each.plugin for each in kernel.hooks.implementations(hook)]
             summary = _plain_text((getattr(phase, hook).__doc__ or "").split("\n", 1)[0])
-            rows.append((hook, listeners or "-", summary))
+            rows.append((hook, ", ".join(listeners) or "-", summary))
+            objects.append({"hook": hook, "plugins": listeners, "summary": summary})
+    if json_output:
+        print_json(objects)
+        return
     print_table(("HOOK", "PLUGINS", "SUMMARY"), rows)
 
 
@@ -172,13 +181,26 @@ def lock(file: Path) -> None:
     say(f"wrote {file}", err=True)
 
 
-@plugins.command("verify", examples=("nxdt plugins verify", "nxdt plugins verify deploy/plugins.lock"))
+@plugins.command("verify", examples=("nxdt plugins verify", "nxdt plugins verify deploy/plugins.lock --json"))
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=_LOCK)
-def verify(file: Path) -> None:
+@as_json
+@click.pass_context
+def verify(ctx: click.Context, file: Path, json_output: bool) -> None:
     """Compare the installed plugins with FILE (nxdt-plugins.lock); exit status 2 where they differ."""
+    from nxdt_core.errors import NxdtError
     from nxdt_core.kernel import Kernel, PluginPolicy
 
-    Kernel.start(PluginPolicy(lock=file))
+    try:
+        Kernel.start(PluginPolicy(lock=file))
+    except NxdtError as error:
+        if not json_output:
+            raise
+        problem = {"code": error.code, "message": error.what(), "fix": error.do()}
+        print_json({"file": str(file), "ok": False, "problem": problem})
+        ctx.exit(error.exit_status)
+    if json_output:
+        print_json({"file": str(file), "ok": True, "problem": None})
+        return
     click.echo(f"{click.style('ok', fg='green')}: the plugins are those of {visible(str(file))}")
 
 
@@ -219,6 +241,22 @@ def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
         "hints": list(plugin.hints),
         "components": [{"kind": c.kind, "name": c.record.name} for c in _components(kernel, plugin)],
     }
+
+
+def _with_details(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
+    """One plugin in ``plugins show --json``: what ``list`` has, and more of it."""
+    details = [
+        {
+            "kind": each.kind,
+            "name": each.record.name,
+            "aliases": list(each.record.aliases),
+            "capabilities": sorted(each.record.capabilities),
+            "summary": each.record.summary,
+        }
+        for each in _components(kernel, plugin)
+    ]
+    more = {"module": plugin.module, "location": plugin.location, "requires": list(plugin.requires)}
+    return {**_as_object(kernel, plugin), **more, "components": details}
 
 
 def _print_plugin(kernel: Kernel, plugin: PluginInfo) -> None:

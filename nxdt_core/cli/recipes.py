@@ -9,7 +9,7 @@ import click
 
 from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal.table import print_table
-from nxdt_core.cli.verb import as_json, print_json, say
+from nxdt_core.cli.verb import as_json, completed_by, print_json, say
 
 __all__ = ["recipes"]
 
@@ -43,11 +43,16 @@ def list_(json_output: bool) -> None:
 
 
 @recipes.command("show", examples=("nxdt recipes show llama-tiny", "nxdt recipes show llama-tiny > my_run.yaml"))
-@click.argument("name")
-def show(name: str) -> None:
+@click.argument("name", shell_complete=completed_by("complete_recipe"))
+@as_json
+def show(name: str, json_output: bool) -> None:
     """Print the YAML of a recipe."""
     from nxdt_core.config.sources.recipes import find_recipe
     from nxdt_core.kernel import Kernel
 
     recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))
+    if json_output:
+        about = {"name": recipe.name, "plugin": recipe.plugin, "summary": recipe.summary}
+        print_json({**about, "yaml": recipe.text})
+        return
     say(recipe.text, end="" if recipe.text.endswith("\n") else "\n")

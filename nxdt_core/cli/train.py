@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.terminal.closed_output import survive_closed_output
-from nxdt_core.cli.verb import Verb, config_arguments, print_note, say
+from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -28,8 +28,9 @@ __all__ = ["train"]
     ),
 )
 @config_arguments
+@as_json
 @click.pass_context
-def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
+def train(ctx: click.Context, source: str, overrides: tuple[str, ...], json_output: bool) -> None:
     """Train a model.
 
     CONFIG is a YAML file or recipe:NAME. KEY=VALUE replaces or adds one value of it, with the key written
@@ -37,7 +38,8 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
 
     The same command resumes from the newest checkpoint where exp_manager.resume_if_exists is true. Ctrl-C
     and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once. A reader of its
-    output that goes away does not stop it.
+    output that goes away does not stop it. With --json, the summary at the end is JSON on standard output; everything
+    else is on standard error.
 
     With trainer.devices above 1 it starts one process per device. With trainer.num_nodes above 1 run it on each
     node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, Slurm's srun, or another launcher that sets
@@ -50,16 +52,16 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
     if place.world_size > 1:
         from nxdt_core.launch.rank import as_rank
 
-        ctx.exit(as_rank(place, lambda client: _train(_load(source, overrides, client.is_first), client)))
+        ctx.exit(as_rank(place, lambda client: _train(_load(source, overrides, client.is_first), client, json_output)))
     config = _load(source, overrides)
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
-        ctx.exit(_train(config))
+        ctx.exit(_train(config, json_output=json_output))
     from nxdt_core.cli.config.layout_check import check_layout
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
 
-    outcome = launch(config)
+    outcome = launch(config, ["--json"] if json_output else [])
     if outcome.text:
         say(outcome.text, err=True)
     ctx.exit(outcome.status)
@@ -69,8 +71,10 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
     from nxdt_core.cli.config.vocabulary_check import vocabulary_notes
     from nxdt_core.config import load
     from nxdt_core.config.migration import environment_notes
+    from nxdt_core.config.placeholders import require_set
 
     config = load(source, overrides)
+    require_set(config)
     if prints:
         engine = config.selected("parallel_engine").component.record
         # The variables of NxD Training's job scripts are those of its runtime, which such an engine reads.
@@ -80,12 +84,15 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
     return config
 
 
-def _train(config: ResolvedConfig, client: Client | None = None) -> int:
+def _train(config: ResolvedConfig, client: Client | None = None, json_output: bool = False) -> int:
     from nxdt_core.training.run.train import (
         train as run,  # imports torch: only a configuration that is right pays for it
     )
 
     summary = run(config, client)
     if client is None or client.place.rank == 0:
-        say(str(summary))
+        if json_output:
+            print_json(summary.to_dict())
+        else:
+            say(str(summary))
     return summary.exit_status

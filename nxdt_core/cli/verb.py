@@ -13,6 +13,7 @@ from nxdt_core.visible_text import visible
 __all__ = [
     "Verb",
     "as_json",
+    "completed_by",
     "config_arguments",
     "print_json",
     "print_note",
@@ -49,8 +50,21 @@ def as_json(function: _F) -> _F:
 
 def config_arguments(function: _F) -> _F:
     """Add the arguments that name a configuration: a source and overrides."""
-    function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
-    return click.argument("source", metavar="CONFIG")(function)
+    completed = completed_by("complete_override")
+    function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completed)(function)
+    return click.argument("source", metavar="CONFIG", shell_complete=completed_by("complete_source"))(function)
+
+
+def completed_by(name: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
+    """Return what completes an argument: a function of :mod:`nxdt_core.cli.terminal.completions`, imported on use."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        from nxdt_core.cli.terminal import completions
+
+        found: list[Any] = getattr(completions, name)(ctx, param, incomplete)
+        return found
+
+    return complete
 
 
 def print_json(value: object) -> None:

@@ -23,6 +23,9 @@ class NxdtError(Exception):
     """Template of what was found, over the names of ``_view``."""
     remedy: ClassVar[str]
     """Template of what to do."""
+    usual_remedy: ClassVar[str] = ""
+    """What to do in general, where ``remedy`` depends on what was found: for the page of error codes and
+    ``nxdt explain``."""
 
     def __init__(self, **data: Any) -> None:
         names = self._fields()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
@@ -24,11 +26,13 @@ __all__ = [
     "MigrationTargetExists",
     "MigrationTargetUnwritable",
     "MigrationUnknown",
+    "Misfit",
     "MissingKey",
     "NotSupported",
     "SecretNotKept",
     "UnknownKey",
     "UnknownRecipe",
+    "ValuesNotSet",
     "WrongValue",
     "YamlSyntax",
     "YamlTooLarge",
@@ -44,11 +48,16 @@ class ConfigProblem(NxdtError):
     """Dotted path; empty where the problem belongs to no key."""
     line: int = 0
 
+    @property
+    def shown_code(self) -> str:
+        """Return the code of the report."""
+        return self.code
+
     def row(self) -> str:
         """Return one line of the report."""
         do = self.do()
         key = f"{self.key}: " if self.key else ""
-        return f"{self.place}: {key}{self.what()}{f' {do}' if do else ''} [{self.code}]"
+        return f"{self.place}: {key}{self.what()}{f' {do}' if do else ''} [{self.shown_code}]"
 
 
 class ConfigError(NxdtError):
@@ -57,6 +66,7 @@ class ConfigError(NxdtError):
     code = "NXDT-C001"
     happened = "{source}: {count}."
     remedy = "{rows}"
+    usual_remedy = "Correct each problem that is listed, by its own code."
     source: str
     problems: tuple[ConfigProblem, ...]
     migrates: tuple[str, str] | None = None
@@ -68,12 +78,16 @@ class ConfigError(NxdtError):
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         rows = [problem.row() for problem in self.problems]
         if self.migrates:
-            option, name = self.migrates
-            first = f"pip install {self.install}, then " if self.install else ""
-            rows.append(
-                f"A file of {name} is taken over by: {first}nxdt config migrate FILE --from {option} -o NEW.yaml"
-            )
+            rows.append(self.advice())
         return {**super()._view(), "count": count, "rows": "\n  ".join(rows)}
+
+    def advice(self) -> str:
+        """Return how the file is converted where it is one of another program; empty where it is not."""
+        if not self.migrates:
+            return ""
+        option, name = self.migrates
+        first = f"pip install {self.install}, then " if self.install else ""
+        return f"A file of {name} is taken over by: {first}nxdt config migrate FILE --from {option} -o NEW.yaml"
 
 
 class ConfigFileNotFound(ConfigProblem):
@@ -82,6 +96,7 @@ class ConfigFileNotFound(ConfigProblem):
     code = "NXDT-C002"
     happened = "no file '{path}'."
     remedy = "{near}"
+    usual_remedy = "Check the path, or take the close name that the message suggests."
     path: str
     candidates: tuple[str, ...] = ()
 
@@ -143,6 +158,7 @@ class UnknownRecipe(ConfigProblem):
     code = "NXDT-C007"
     happened = "{reason}."
     remedy = "{near}"
+    usual_remedy = "Take the close name that the message suggests, or one of 'nxdt recipes list'."
     reason: str
     candidates: tuple[str, ...] = ()
     advice: str = ""
@@ -160,6 +176,7 @@ class UnknownKey(ConfigProblem):
     code = "NXDT-C010"
     happened = "unknown key."
     remedy = "{near}"
+    usual_remedy = "Correct the spelling, or remove the key. The message suggests close keys or lists the known ones."
     candidates: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     unneeded: str = ""
@@ -192,6 +209,7 @@ class WrongValue(ConfigProblem):
     code = "NXDT-C012"
     happened = "found {found}; allowed: {allowed}."
     remedy = "{hint}"
+    usual_remedy = "Write a value of the type and range that the message names."
     found: str
     allowed: str
     hint: str = ""
@@ -203,6 +221,7 @@ class BadInterpolation(ConfigProblem):
     code = "NXDT-C013"
     happened = "cannot resolve '{text}': {reason}."
     remedy = "{near}"
+    usual_remedy = "Correct the name between the braces; it is a dotted key path or a resolver such as oc.env."
     text: str
     reason: str
     advice: str = ""
@@ -238,14 +257,31 @@ class NotSupported(ConfigProblem):
     """Whether it is a key of NxD Training that the selected component does not know."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """A value that another one does not divide by; the report has one problem for all that share ``of``."""
+
+    of: str
+    """Key of the divisor."""
+    divisor: int
+    place: Mapping[str, Any]
+    """Keywords of the problem: where the divisor is written."""
+    name: str
+    """What does not divide, as the message names it: a key, mostly."""
+    number: int
+
+
 class ImpossibleCombination(ConfigProblem):
     """Values that are each valid and together cannot work."""
 
     code = "NXDT-C016"
     happened = "{reason}."
     remedy = "{advice}"
+    usual_remedy = "Change one of the values that the message names."
     reason: str
     advice: str
+    cause: Misfit | None = None
+    """Where several values may not fit the same one."""
 
 
 class BadComponentChoice(ConfigProblem):
@@ -254,6 +290,7 @@ class BadComponentChoice(ConfigProblem):
     code = "NXDT-C017"
     happened = "{inner}{note}"
     remedy = "{inner_remedy}"
+    usual_remedy = "Choose an available name, or install the plugin that the message names."
     error: NxdtError
     note: str = ""
     """A sentence on where the choice comes from."""
@@ -261,9 +298,10 @@ class BadComponentChoice(ConfigProblem):
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "inner": self.error.what(), "inner_remedy": self.error.do()}
 
-    def row(self) -> str:
-        """Return one line of the report, with the code of the kernel's error."""
-        return super().row().replace(f"[{self.code}]", f"[{self.error.code}]")
+    @property
+    def shown_code(self) -> str:
+        """Return the code of the kernel's error."""
+        return self.error.code
 
 
 class BadComponentConfig(ConfigProblem):
@@ -283,6 +321,7 @@ class ComponentFinding(ConfigProblem):
     code = "NXDT-C019"
     happened = "{message}"
     remedy = "{advice}"
+    usual_remedy = "Change the value as the component's message says."
     message: str
     advice: str = ""
 
@@ -327,6 +366,7 @@ class CapabilityMissing(ConfigProblem):
         "declare it."
     )
     remedy = "{ways}"
+    usual_remedy = "Choose a component that has the capability, or leave out what needs it."
     found: str
     instead: str
     capability: str
@@ -374,6 +414,7 @@ class MigrationUnknown(NxdtError):
     code = "NXDT-C034"
     happened = "No installed migration recognises '{source}'.{bad}"
     remedy = "{known}{more}"
+    usual_remedy = "Name the program with --from, or install the migration that the message names."
     source: str
     installed: tuple[str, ...] = ()
     """``name (program)`` of each installed migration."""
@@ -390,4 +431,24 @@ class MigrationUnknown(NxdtError):
             "bad": f" Installed but unusable: {'; '.join(self.unusable)}." if self.unusable else "",
             "known": known or ("" if more else "No plugin offers any migration."),
             "more": f" {more}" if known and more else more,
+        }
+
+
+class ValuesNotSet(NxdtError):
+    """A recipe whose placeholders, such as the paths of your data, are not replaced."""
+
+    code = "NXDT-C040"
+    happened = "{source}: {count} to set: {listed}."
+    remedy = "Add {examples} to the command, or set {them} in a file that starts with 'base: {source}'."
+    source: str
+    keys: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        one = len(self.keys) == 1
+        return {
+            **super()._view(),
+            "count": "1 value" if one else f"{len(self.keys)} values",
+            "listed": ", ".join(self.keys),
+            "examples": " ".join(f"{key}=..." for key in self.keys),
+            "them": "it" if one else "them",
         }

@@ -70,6 +70,7 @@ class ArchitectureUnread(NxdtError):
     code = "NXDT-S072"
     happened = "No installed plugin reads {listed} of '{path}'.{bad}"
     remedy = "{way}; those here read {readable}. Or name the model's configuration with --config."
+    usual_remedy = "Install a plugin that reads the architecture, or name the model's configuration with --config."
     path: str
     architectures: list[str]
     available: list[str]
@@ -120,6 +121,7 @@ class SavedConfigUnusable(NxdtError):
     code = "NXDT-S075"
     happened = "The checkpoint {where} is of a model that cannot be built here."
     remedy = "{listed}"
+    usual_remedy = "Install the plugins of the run, or correct the keys that the message lists."
     where: str
     problems: list[str]
 

@@ -126,6 +126,7 @@ class WeightsDoNotFit(NxdtError):
     code = "NXDT-M050"
     happened = "The weights{place} do not fit the model: {summary}."
     remedy = "{advice}"
+    usual_remedy = "Name the configuration that the weights were trained with."
     missing: list[str]
     extra: list[str]
     shapes: list[str]
@@ -187,6 +188,7 @@ class UnknownRecomputeName(NxdtError):
     code = "NXDT-M053"
     happened = "model.activations_checkpoint_recompute names {unknown}, which this model's plan does not have."
     remedy = "{advice}"
+    usual_remedy = "Choose from the names that the message lists."
     names: list[str]
     known: list[str]
 

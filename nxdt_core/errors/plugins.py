@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
@@ -17,6 +18,7 @@ __all__ = [
     "PluginLockUnreadable",
     "PluginsUnusable",
     "UnknownComponent",
+    "UnknownErrorCode",
     "UnknownKind",
     "UnknownPlugin",
     "UnknownScheme",
@@ -50,6 +52,7 @@ class UnknownComponent(NxdtError):
     code = "NXDT-K002"
     happened = "No {kind} is called {name!r} ({section}).{bad}"
     remedy = "{advice}"
+    usual_remedy = "Choose an available name, or install the distribution that the message names."
     kind: str
     name: str
     section: str
@@ -135,6 +138,7 @@ class ComponentUnusable(NxdtError):
     code = "NXDT-K006"
     happened = "The {kind} {name!r} of {dist} cannot be used: {reason}."
     remedy = "{advice}; its record gives {field}={reference!r}."
+    usual_remedy = "Install what its import lacks, or report it to the plugin's author."
     kind: str
     name: str
     plugin: str
@@ -253,3 +257,17 @@ class UnknownPlugin(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "installed": listing(self.available)}
+
+
+class UnknownErrorCode(NxdtError):
+    """``nxdt explain`` was asked for a code that neither the core nor an installed plugin has."""
+
+    code = "NXDT-K040"
+    happened = "No error has the code '{wanted}'."
+    remedy = "{near}Copy the code from the message; codes of a plugin are known where it is installed."
+    wanted: str
+    known: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        close = get_close_matches(self.wanted, self.known, n=3, cutoff=0.8)
+        return {**super()._view(), "near": f"Did you mean {' or '.join(map(repr, close))}? " if close else ""}

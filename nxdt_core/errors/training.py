@@ -20,6 +20,7 @@ __all__ = [
     "NotOurBatch",
     "NotOurModule",
     "NotOurStrategy",
+    "NothingToPlot",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "ReferenceLost",
@@ -298,6 +299,19 @@ class LoggerCannotStart(NxdtError):
     code = "NXDT-T015"
     happened = "The logger '{logger}' cannot start: {reason}."
     remedy = "{advice}; or switch it off: exp_manager.create_{logger}_logger=false."
+    usual_remedy = "Correct the logger's settings, or switch it off: exp_manager.create_‹logger›_logger=false."
     logger: str
     reason: str
     advice: str
+
+
+class NothingToPlot(NxdtError):
+    """``nxdt plot`` of a directory without metrics, or without matplotlib."""
+
+    code = "NXDT-T050"
+    happened = "{run} cannot be plotted: {reason}."
+    remedy = "{advice}"
+    usual_remedy = "Name the directory of a run that has logged a step, and install nxdt-core[plot]."
+    run: str
+    reason: str
+    advice: str = "Name the directory of a run that has logged a step; its last lines print it as 'run'."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,8 +45,12 @@ class Outcome:
     """What to print of a failure; of a run that went well, rank 0 has printed all."""
 
 
-def launch(config: ResolvedConfig) -> Outcome:
+def launch(config: ResolvedConfig, options: Sequence[str] = ()) -> Outcome:
     """Start this node's ranks with the same arguments, and wait until those of all nodes have ended.
+
+    Args:
+        config: of the run.
+        options: of ``nxdt train`` for each rank, in addition to the configuration's source and overrides.
 
     Raises:
         NotEnoughDevices: this node has fewer than it should have ranks.
@@ -62,8 +66,8 @@ def launch(config: ResolvedConfig) -> Outcome:
     supervisor = _open_supervisor(node, store) if node.number == 0 else None
     _wait_for_nodes(store, node)
     if supervisor is not None:
-        return _as_first(supervisor, config, node, store.port)
-    return _as_further(Client(place, rendezvous.find(store, place), is_rank=False), config, node, store.port)
+        return _as_first(supervisor, config, node, store.port, options)
+    return _as_further(Client(place, rendezvous.find(store, place), is_rank=False), config, node, store.port, options)
 
 
 def _open_supervisor(node: Node, store: TCPStore) -> Supervisor:
@@ -89,9 +93,9 @@ def _wait_for_nodes(store: TCPStore, node: Node) -> None:
         raise RanksMissing(unit="node", total=node.count, missing=missing, timeout_s=join_timeout_s()) from error
 
 
-def _as_first(supervisor: Supervisor, config: ResolvedConfig, node: Node, port: int) -> Outcome:
+def _as_first(supervisor: Supervisor, config: ResolvedConfig, node: Node, port: int, options: Sequence[str]) -> Outcome:
     with _forwarded(lambda number, urgent: supervisor.stop(number, urgent=urgent)) as received:
-        codes = _codes(config, node, port, received)
+        codes = _codes(config, node, port, options, received)
     root_cause = supervisor.wait_for_root_cause() if codes else supervisor.root_cause
     if root_cause is None and not codes:
         return Outcome(status=supervisor.status)
@@ -105,12 +109,12 @@ def _as_first(supervisor: Supervisor, config: ResolvedConfig, node: Node, port: 
     raise RankDied(rank=rank, host=host, how=_how(codes.get(rank)))
 
 
-def _as_further(client: Client, config: ResolvedConfig, node: Node, port: int) -> Outcome:
+def _as_further(client: Client, config: ResolvedConfig, node: Node, port: int, options: Sequence[str]) -> Outcome:
     def ask(number: int, urgent: bool) -> None:
         client.ask_to_stop(number, urgent=urgent)
 
     with _forwarded(ask) as received:
-        codes = _codes(config, node, port, received)
+        codes = _codes(config, node, port, options, received)
     status, cause = client.outcome()
     if cause is not None:
         return Outcome(status=status, text=f"Node {node.number} ended with the run, since {cause}.")
@@ -120,9 +124,11 @@ def _as_further(client: Client, config: ResolvedConfig, node: Node, port: int) -
     return Outcome(status=status)
 
 
-def _codes(config: ResolvedConfig, node: Node, port: int, received: list[int]) -> Mapping[int, int]:
+def _codes(
+    config: ResolvedConfig, node: Node, port: int, options: Sequence[str], received: list[int]
+) -> Mapping[int, int]:
     try:
-        return run_ranks(config, node, port)
+        return run_ranks(config, node, port, options)
     except SignalException as error:  # one that the agent has passed on
         received.append(error.sigval)
         return {node.number * node.devices: -error.sigval}

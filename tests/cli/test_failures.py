@@ -46,6 +46,7 @@ def test_a_mistake_is_two_sentences_and_status_2(nxdt, dist):
     assert done.stderr.splitlines() == [
         "[NXDT-K020] No plugin or distribution is called 'x'.",
         "  Installed are 'y'; 'nxdt plugins list' says more of them.",
+        "  More: nxdt explain NXDT-K020",
     ]
 
 

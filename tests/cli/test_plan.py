@@ -133,7 +133,9 @@ def test_an_option_that_means_nothing_is_refused(nxdt, option):
 
 @pytest.mark.parametrize("recipe", ["llama3-8b", "llama3-70b"])
 def test_a_recipe_that_waits_for_data_is_checked_without_it(nxdt, recipe):
-    assert nxdt("config", "check", f"recipe:{recipe}", without=HEAVY).returncode == 0
+    done = nxdt("config", "check", f"recipe:{recipe}", without=HEAVY)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("2 values to set: ")
 
 
 def test_the_documentation_shows_what_is_printed(nxdt):

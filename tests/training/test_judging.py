@@ -74,7 +74,7 @@ def test_each_validation_set_has_a_loss_and_a_perplexity(trained):
 def test_loggers_have_them_and_the_texts_that_were_written(trained):
     events = EventAccumulator(str(trained.run_dir))
     events.Reload()
-    names = {"val_loss", "val_perplexity", *(f"val_{kind}/{one}" for kind in ("loss", "perplexity")
+    names = {"val/loss", "val/perplexity", *(f"val/{kind}/{one}" for kind in ("loss", "perplexity")
                                              for one in ("digits", "words"))}  # fmt: skip
     assert names <= set(events.Tags()["scalars"])
     written = lines(trained.run_dir / "generations.jsonl")

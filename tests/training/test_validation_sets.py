@@ -59,7 +59,7 @@ def validated(tmp_path):
         events = EventAccumulator(str(config.run_dir))
         events.Reload()
         kept = checkpoint.latest(build.storage(config), warn=print).facts.metrics
-        return json.loads(line), {tag for tag in events.Tags()["scalars"] if tag.startswith("val_")}, kept
+        return json.loads(line), {tag for tag in events.Tags()["scalars"] if tag.startswith("val/")}, kept
 
     return run
 
@@ -69,13 +69,13 @@ def test_each_source_has_the_figures_that_it_has_alone_and_all_have_one_loss(val
     row, tags, kept = validated(source, "digits", "words")
     sets = row["sets"]
     assert list(sets) == ["digits", "words"]
-    assert tags == {f"val_{figure}{of}" for figure in ("loss", "perplexity") for of in ("", "/digits", "/words")}
+    assert tags == {f"val/{figure}{of}" for figure in ("loss", "perplexity") for of in ("", "/digits", "/words")}
     assert row["tokens"] == sum(part["tokens"] for part in sets.values())
     assert row["loss"] == pytest.approx(sum(p["loss"] * p["tokens"] for p in sets.values()) / row["tokens"], rel=1e-9)
     assert kept["val_loss"] == pytest.approx(row["loss"], rel=1e-6)
     alone, tags, kept = validated(source, "digits")
     assert "sets" not in alone
-    assert tags == {"val_loss", "val_perplexity"}
+    assert tags == {"val/loss", "val/perplexity"}
     assert alone["loss"] == pytest.approx(sets["digits"]["loss"], rel=1e-6) != pytest.approx(row["loss"], rel=1e-3)
     assert (alone["tokens"], kept["val_loss"]) == (sets["digits"]["tokens"], pytest.approx(alone["loss"], rel=1e-6))
 

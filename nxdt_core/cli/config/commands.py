@@ -28,24 +28,51 @@ def config() -> None:
 
 
 @config.command(
-    "check", examples=("nxdt config check my_run.yaml", "nxdt config check my_run.yaml trainer.max_steps=1000")
+    "check",
+    examples=(
+        "nxdt config check my_run.yaml",
+        "nxdt config check my_run.yaml trainer.max_steps=1000",
+        "nxdt config check my_run.yaml --json",
+    ),
 )
 @config_arguments
-def check(source: str, overrides: tuple[str, ...]) -> None:
+@as_json
+@click.pass_context
+def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_output: bool) -> None:
     """Check a configuration: report every mistake at once, with file and line, or say what would run.
 
-    A model of transformers (model.name=hf) is also built without memory, in the layout of the run.
+    A model of transformers (model.name=hf) is also built without memory, in the layout of the run. The exit status is
+    1 where a recipe has values that only you know, such as the paths of your data, and 2 where something is wrong.
     """
+    from nxdt_core.cli.config.check_report import as_object, failed_as_object
     from nxdt_core.cli.config.layout_check import check_layout
     from nxdt_core.cli.config.vocabulary_check import vocabulary_notes
     from nxdt_core.config import load
+    from nxdt_core.config.placeholders import values_to_set
+    from nxdt_core.errors import NxdtError
 
-    resolved = load(source, overrides)
-    for note in (*resolved.notes, *vocabulary_notes(resolved)):
+    try:
+        resolved = load(source, overrides)
+        notes = [*resolved.notes, *vocabulary_notes(resolved)]
+        check_layout(resolved)
+    except NxdtError as error:
+        if not json_output:
+            raise
+        print_json(failed_as_object(source, error))
+        ctx.exit(error.exit_status)
+    to_set = values_to_set(resolved)
+    if json_output:
+        print_json(as_object(resolved, notes, to_set))
+        ctx.exit(1 if to_set else 0)
+    for note in notes:
         print_note(note)
-    check_layout(resolved)
-    click.echo(f"{click.style('ok', fg='green')}: {visible(source)}")
+    if to_set:
+        count = "1 value" if len(to_set) == 1 else f"{len(to_set)} values"
+        click.echo(f"{click.style(f'{count} to set', fg='yellow')}: {visible(', '.join(to_set))}")
+    else:
+        click.echo(f"{click.style('ok', fg='green')}: {visible(source)}")
     print_facts(_summary(resolved))
+    ctx.exit(1 if to_set else 0)
 
 
 @config.command(

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxdt_core.config.placeholders import is_placeholder
 from nxdt_core.errors.models import VocabularyTooSmall
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def vocabulary_notes(config: ResolvedConfig) -> list[str]:
     ]
     if not paths:
         return []
+    if any(map(is_placeholder, paths)):
+        return []  # it is reported as a value to set
     if absent := [path for path in paths if not path.exists()]:
         return [f"data.tokenizer: {absent[0]} is not on this machine, so its vocabulary is not held to the model's"]
     tokenizer: Tokenizer = selected.component.load_target()(selected.config)

@@ -47,8 +47,10 @@ def preview(
     how much of the samples is filled.
     """
     from nxdt_core.config import load
+    from nxdt_core.config.placeholders import require_set
 
     config = load(source, overrides)
+    require_set(config)
     for note in config.notes:
         print_note(note)
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nxdt_core.config.migration.programs import program_of, recognising
 from nxdt_core.config.schema.legacy import PROGRAM
 from nxdt_core.config.sources.node import Node, to_plain
 from nxdt_core.config.sources.recipes import RECIPE_SCHEME
-from nxdt_core.errors.configuration import ConfigError, ConfigFileNotFound, ConfigProblem, ConflictingKeys, NotSupported
+from nxdt_core.errors.configuration import (
+    ConfigError,
+    ConfigFileNotFound,
+    ConfigProblem,
+    ConflictingKeys,
+    ImpossibleCombination,
+    Misfit,
+    NotSupported,
+)
 from nxdt_core.kernel import Kernel
 
 __all__ = ["error_report"]
@@ -31,7 +40,7 @@ def error_report(
         given: What was written; None where it could not be read.
         kernel: Its plugins recognise files of other programs; None where it could not be started.
     """
-    found = list(problems)
+    found = list(_one_per_cause(problems))
     keys = {problem.key for problem in found}
     kept: dict[tuple[str, str, str], ConfigProblem] = {}
     for problem in found:
@@ -44,6 +53,35 @@ def error_report(
     migrates = None if label.startswith(RECIPE_SCHEME) or kernel is None else _migration(given, ordered, kernel)
     install = kernel.registry.missing_dist("config_migration", migrates[0]) if migrates and kernel else None
     return ConfigError(source=label, problems=tuple(ordered), migrates=migrates, install=install)
+
+
+def _one_per_cause(problems: Iterable[ConfigProblem]) -> Iterator[ConfigProblem]:
+    """Yield the problems; those of values that one other value does not divide become one, in place of the first."""
+    found = list(problems)
+    sharing: dict[str, list[Misfit]] = {}
+    for problem in found:
+        if isinstance(problem, ImpossibleCombination) and problem.cause:
+            sharing.setdefault(problem.cause.of, []).append(problem.cause)
+    for problem in found:
+        cause = problem.cause if isinstance(problem, ImpossibleCombination) else None
+        if cause is None or len(sharing[cause.of]) == 1:
+            yield problem
+        elif cause is sharing[cause.of][0]:
+            yield _merged(sharing[cause.of])
+
+
+def _merged(misfits: Sequence[Misfit]) -> ImpossibleCombination:
+    first = misfits[0]
+    numbers = {each.name: each.number for each in misfits}
+    fitting = math.gcd(*numbers.values())
+    values = ", ".join(f"{name} {number}" for name, number in numbers.items())
+    return ImpossibleCombination(
+        **first.place,
+        reason=f"{first.divisor} fits none of {values}",
+        advice=f"Set it to {fitting} or a divisor of it, or change those values."
+        if fitting > 1
+        else "Set it to 1, or change those values.",
+    )
 
 
 def _migration(given: Node | None, problems: Sequence[ConfigProblem], kernel: Kernel) -> tuple[str, str] | None:

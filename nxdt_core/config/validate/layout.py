@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.sizes import BATCH, CP, EP, MICRO_BATCH, PP, REPLICAS, TP, WORLD, mesh_sizes
-from nxdt_core.errors.configuration import ImpossibleCombination
+from nxdt_core.errors.configuration import ImpossibleCombination, Misfit
 
 __all__ = ["LAYOUT_RULES"]
 
@@ -21,10 +21,13 @@ def world_divides(checked: Checked) -> Iterator[ImpossibleCombination]:
         return
     devices, nodes, tp, pp, cp = numbers
     if devices * nodes % (tp * pp * cp):
+        groups, rest = divmod(devices * nodes, pp * cp)
+        name = "trainer.devices x trainer.num_nodes" + (" / (PP x CP)" if pp * cp > 1 else "")
         yield ImpossibleCombination(
             **checked.place(*WORLD, TP, PP, CP),
             reason=f"{nodes} x {devices} processes do not divide into groups of TP {tp} x PP {pp} x CP {cp}",
             advice=f"Make trainer.devices x trainer.num_nodes a multiple of {tp * pp * cp}.",
+            cause=None if rest else Misfit(of=TP, divisor=tp, place=checked.place(TP), name=name, number=groups),
         )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from nxdt_core.config.validate.sizes import CP, EP, TP
-from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination
+from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit
 from nxdt_core.parallel.rules.shuffle import shuffle_fits
 from nxdt_core.parallel.rules.stages import STAGE_RULES
 from nxdt_core.parallel.rules.torch_version import TORCH_RULES
@@ -39,6 +39,7 @@ def heads_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
             **settings.place(_HEADS, TP),
             reason=f"{heads} does not divide by tensor_model_parallel_size {tp}",
             advice=f"Choose a tensor parallel size that divides {heads}, or set {_PAD_HEADS} to true.",
+            cause=_misfit(settings, _HEADS, heads, tp),
         )
 
 
@@ -54,6 +55,7 @@ def kv_heads_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
             reason=f"{heads} key and value heads can neither be shared out nor copied evenly over"
             f" tensor_model_parallel_size {tp}",
             advice=f"Choose a tensor parallel size that divides {heads} or is a multiple of it.",
+            cause=_misfit(settings, _KV_HEADS, heads, tp),
         )
     elif copies > 1 and heads * copies % tp:
         yield ImpossibleCombination(
@@ -74,7 +76,12 @@ def columns_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
                 **settings.place(key, TP),
                 reason=f"{numbers[0]} does not divide by tensor_model_parallel_size {numbers[1]}",
                 advice=f"Choose a tensor parallel size that divides {numbers[0]}, or write a multiple of {numbers[1]}.",
+                cause=_misfit(settings, key, *numbers),
             )
+
+
+def _misfit(settings: Settings, key: str, number: int, tp: int) -> Misfit:
+    return Misfit(of=TP, divisor=tp, place=settings.place(TP), name=key, number=number)
 
 
 def experts_divide(settings: Settings) -> Iterator[ImpossibleCombination]:

@@ -9,17 +9,21 @@ import pytorch_lightning as pl
 
 from nxdt_core.compile_counts import CompileClock
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.logger_tags import tag
 
 if TYPE_CHECKING:
+    from nxdt_core.config import ResolvedConfig
     from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["CompileTime"]
 
 
 class CompileTime(pl.Callback):
-    """Says after the first step, and after each later one that compiled, how many seconds went into compiling.
+    """Says how many seconds went into compiling, after the first step and each later one that compiled.
 
-    Loggers get ``compile_time_s``, the seconds of the run so far.
+    Where ``model.compile`` is set, it also says before the first step that this one takes longer.
+
+    Loggers get ``perf/compile_time_s``, the seconds of the run so far.
     """
 
     def __init__(self, console: Console) -> None:
@@ -31,6 +35,9 @@ class CompileTime(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start to measure the seconds that compiling takes."""
         self._running.enter_context(self._clock)
+        config: ResolvedConfig | None = getattr(pl_module, "config", None)
+        if config is not None and config.run.model.compile:
+            self._console.say("compiling: the first step takes longer")
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
@@ -43,7 +50,7 @@ class CompileTime(pl.Callback):
         self._console.say(f"step {step}: compiling took {seconds - self._reported_s:.1f} s")
         self._reported_s = seconds
         for logger in trainer.loggers:
-            logger.log_metrics({"compile_time_s": seconds}, step)
+            logger.log_metrics({tag("compile_time_s"): seconds}, step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop measuring."""

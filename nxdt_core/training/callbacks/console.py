@@ -1,4 +1,4 @@
-"""What a person sees of a running training: a bar on a terminal, plain lines elsewhere."""
+"""What a person sees of a running training: a line per logged step, and a bar below them on a terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from nxdt_core.visible_text import visible
 __all__ = ["Console", "human"]
 
 _log = logging.getLogger(__name__)
+_BAR = "step {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}"
+"""At 80 columns the bar has 20 of them."""
+_NO_END = "step {n_fmt}, {elapsed}{postfix}"
 
 
 class Console:
@@ -47,18 +50,31 @@ class Console:
         if self._bar is not None:
             self._bar.clear()
         print(visible(line), file=self._stream, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def begin(self, step: int) -> None:
+        """Draw the bar of a run that trains from ``step``, where one is drawn."""
+        if self._speaks and self._draws and self._bar is None:
+            # Refreshed at logging steps only: a bar that redraws each step costs 2 ms of each.
+            self._bar = tqdm(
+                total=self._total,
+                initial=step,
+                file=self._stream,
+                mininterval=0,
+                dynamic_ncols=True,
+                bar_format=_BAR if self._total else _NO_END,
+            )
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show a row of metrics."""
+        """Show a row of metrics: a line, which stays, and the bar below it."""
         if not self._speaks:
             return
+        self.say(self._line(row))
         if not self._draws:
-            self.say(self._line(row))
             return
-        if self._bar is None:
-            # Refreshed at logging steps only: a bar that redraws each step costs 2 ms of each.
-            self._bar = tqdm(total=self._total, initial=row["step"], file=self._stream, unit="step", mininterval=0)
-        self._bar.set_postfix_str(_values(row), refresh=False)
+        self.begin(row["step"])
+        self._bar.set_postfix_str(f"loss {row['loss']:.4f}, {human(row['tokens_per_s'])} tokens/s", refresh=False)
         self._bar.update(row["step"] - self._bar.n)
 
     def validation(self, row: Mapping[str, Any], unit: str = "tokens") -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -15,6 +16,7 @@ from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.nn.flops import TokenFlops
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.logger_tags import tag
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
 from nxdt_core.training.data import UNNAMED
 from nxdt_core.training.run.metric_files import FigureFiles
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from nxdt_core.training.lightning.datamodule import NxdtDataModule
     from nxdt_core.training.lightning.module import NxdtModule
 
-__all__ = ["METRICS_FILE", "VALIDATION_FILE", "MetricsWriter"]
+__all__ = ["METRICS_FILE", "RESUMES_FILE", "VALIDATION_FILE", "MetricsWriter"]
 
 _log = logging.getLogger(__name__)
 _FAILED_LOGGER = "%s gets no more metrics, which %s still has: at step %d it failed with %s"
@@ -32,6 +34,8 @@ METRICS_FILE = "metrics.jsonl"
 """One JSON object per logged training step, each step once; see :mod:`nxdt_core.training.run.metric_files`."""
 VALIDATION_FILE = "validation.jsonl"
 """One JSON object per validation."""
+RESUMES_FILE = "resumes.jsonl"
+"""One JSON object each time that the run resumed: the step, and when."""
 
 
 class MetricsWriter(pl.Callback):
@@ -91,6 +95,12 @@ class MetricsWriter(pl.Callback):
         state = pl_module.train_state
         pl_module.engine.ranks.on_rank_zero(lambda: self._files.begin(state.step, METRICS_FILE))
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens
+        if pl_module.resumed is not None and trainer.is_global_zero:
+            self._files.append(
+                RESUMES_FILE, {"step": state.step, "at": datetime.now(UTC).isoformat(timespec="seconds")}
+            )
+            self._send(trainer, {"run_resumed": 1.0}, state.step)
+        self._console.begin(state.step)
         self._waited, self._begun = self._wait(trainer), time.perf_counter()
 
     def on_train_batch_end(  # type: ignore[override]
@@ -176,7 +186,7 @@ class MetricsWriter(pl.Callback):
         for number, logger in enumerate(trainer.loggers):
             if number not in self._failed_loggers:
                 try:
-                    logger.log_metrics(_numbers(row), step)
+                    logger.log_metrics({tag(name): value for name, value in _numbers(row).items()}, step)
                 except Exception as error:  # of any library
                     self._failed_loggers.add(number)
                     _log.warning(_FAILED_LOGGER, type(logger).__name__, METRICS_FILE, step, _reason(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,6 +27,10 @@ from nxdt_core.training.session import TrainSession
 from nxdt_core.training.state import TrainState
 
 __all__ = ["NxdtModule"]
+
+
+def _nothing(text: str) -> None:
+    """Drop the announcement."""
 
 
 class NxdtModule(pl.LightningModule):
@@ -56,6 +61,8 @@ class NxdtModule(pl.LightningModule):
         self.resumed_horizon: int | None = None
         """Last step of the schedule that the resumed run was trained with."""
         self._resume: tuple[CheckpointStorage, Manifest] | None = None
+        self.announce: Callable[[str], None] = _nothing
+        """Called with what is about to take time."""
 
     @property
     def engine(self) -> ParallelEngine:
@@ -106,6 +113,7 @@ class NxdtModule(pl.LightningModule):
         """Build the model, unless it is there already."""
         if not hasattr(self.session, "model"):
             self.session.engine = self.engine
+            self.announce("building the model")
             self.session.build_model(resumes=None if self._resume is None else self._resume[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -116,6 +124,7 @@ class NxdtModule(pl.LightningModule):
     def load_resumed(self) -> None:
         """Load the checkpoint that ``resume_from`` named."""
         if self._resume is not None:
+            self.announce(f"loading step {self._resume[1].step}")
             extra = self.session.load_checkpoint(*self._resume)
             self.resumed_horizon = extra.get("horizon", self.session.horizon.max_steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,20 @@ class RunSummary:
     """Command that resumes the run, or that starts the run itself after a trial; None without a checkpoint."""
     exit_status: int = 0
     """128 + the signal's number after a signal, as shells count."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return what ``nxdt train --json`` prints; keys are only ever added."""
+        return {
+            "step": self.step,
+            "max_steps": self.max_steps,
+            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
+            "consumed_tokens": self.consumed_tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "run_dir": str(self.run_dir),
+            "checkpoint": self.checkpoint,
+            "resume_command": self.resume_command,
+            "exit_status": self.exit_status,
+        }
 
     def __str__(self) -> str:
         rows = [("steps", f"{self.step} of {self.max_steps}")]

@@ -30,6 +30,7 @@ from nxdt_core.training.callbacks.time_limit import TimeLimit
 from nxdt_core.training.lightning.datamodule import NxdtDataModule
 from nxdt_core.training.lightning.module import NxdtModule
 from nxdt_core.training.lightning.strategy import NxdtStrategy
+from nxdt_core.training.run.banner import banner
 from nxdt_core.training.run.callback_order import run_callbacks
 from nxdt_core.training.run.epochs import counts_passes, in_steps
 from nxdt_core.training.run.fast_dev_run import as_trial
@@ -113,7 +114,11 @@ def _train(
         return _finished(config, start)
     base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
     config = with_start_step(config, base or start)
+    if strategy.is_global_zero:
+        for line in banner(config, strategy.engine):
+            console.say(line)
     module = NxdtModule(config, logs_metrics=False)
+    module.announce = console.say
     data.prepare()
     loggers: list[Logger] = []
     ranks.on_rank_zero(lambda: loggers.extend(_built(selected, config.run_dir) for selected in config.loggers))

@@ -64,8 +64,8 @@ def test_their_validation_losses_agree(runs):
 
 
 def test_the_plot_is_kept(runs):
-    script = ROOT / "scripts" / "plot_loss.py"
-    done = subprocess.run([sys.executable, script, *runs], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "nxdt_core", "plot", *runs]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     KEPT.mkdir(parents=True, exist_ok=True)
     shutil.copy(runs[0] / "loss.png", KEPT)

@@ -71,7 +71,7 @@ def test_wandb_has_the_figures_and_the_configuration(small_run, metric_rows, mon
     train(config)
     history, run = wandb_history(config.run_dir)
     expected = {step: row["loss"] for step, row in metric_rows(config.run_dir).items()}
-    assert {step: float(value) for step, value in history["loss"].items()} == pytest.approx(expected)
+    assert {step: float(value) for step, value in history["train/loss"].items()} == pytest.approx(expected)
     assert (run.project, run.display_name, list(run.tags)) == ("tests", "small", ["a", "b"])
     written = {item.key: item.value_json for item in run.config.update}
     assert '"max_steps":3' in written["trainer"].replace(" ", "")
@@ -84,7 +84,7 @@ def test_two_trainings_of_a_process_are_two_wandb_runs(small_run, monkeypatch):
         train(config)
         history, run = wandb_history(config.run_dir)
         assert run.display_name == name
-        assert list(history["loss"]) == [1]
+        assert list(history["train/loss"]) == [1]
 
 
 @pytest.mark.parametrize("store", ["the run's own", "by variable"])
@@ -103,7 +103,7 @@ def test_mlflow_has_the_figures_and_the_configuration(small_run, metric_rows, tm
     experiment = client.get_experiment_by_name("tests")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status, run.data.tags["of"]) == ("small", "FINISHED", "x")
-    found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert found == pytest.approx({step: row["loss"] for step, row in metric_rows(config.run_dir).items()})
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
 
@@ -138,6 +138,6 @@ def test_only_the_first_rank_logs(tmp_path, metric_rows):
     RankPool(2).run(averaged_run, str(tmp_path), *more, *WANDB, environment={"WANDB_MODE": "offline"}, timeout_s=120)
     history, _ = wandb_history(tmp_path / "run")  # of the one run that there is
     rows = metric_rows(tmp_path / "run")
-    assert {step: float(value) for step, value in history["loss"].items()} == pytest.approx(
+    assert {step: float(value) for step, value in history["train/loss"].items()} == pytest.approx(
         {step: row["loss"] for step, row in rows.items()}
     )

@@ -73,8 +73,26 @@ def test_tensorboard_has_the_same_figures(small_run, metric_rows):
     train(config)
     events = EventAccumulator(str(config.run_dir))
     events.Reload()
-    logged = {event.step: event.value for event in events.Scalars("loss")}
+    logged = {event.step: event.value for event in events.Scalars("train/loss")}
     assert logged == pytest.approx({step: row["loss"] for step, row in metric_rows(config.run_dir).items()})
+
+
+def test_tags_are_grouped_and_restarts_are_marked(small_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    saves = ("checkpoint.every_n_train_steps=2", "checkpoint.async_save=false")
+    saves += ("trainer.val_check_interval=2", "trainer.limit_val_batches=1")
+    for steps in (2, 5):
+        config = small_run(f"trainer.max_steps={steps}", *saves)
+        train(config)
+    events = EventAccumulator(str(config.run_dir))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"train/loss", "train/lr", "val/loss", "perf/tokens_per_s", "checkpoint/stall_s", "run/resumed"} <= set(tags)
+    assert {tag.partition("/")[0] for tag in tags} == {"train", "val", "perf", "checkpoint", "run"}
+    assert [event.step for event in events.Scalars("run/resumed")] == [2]
+    (mark,) = (config.run_dir / "resumes.jsonl").read_text().splitlines()
+    assert json.loads(mark)["step"] == 2
 
 
 def test_the_logged_rate_is_the_schedules(small_run, metric_rows):

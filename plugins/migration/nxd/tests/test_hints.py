@@ -61,4 +61,6 @@ def test_without_the_plugin_the_hint_says_what_to_install(nxdt, tmp_path):
     bare = {"uninstalled": ("nxdt-plugin-migrate",)}
     done = nxdt("config", "check", str(EXAMPLES / "megatron_llama_7b.yaml"), **bare)
     assert done.returncode == 2
-    assert done.stderr.rstrip().endswith(HINT.replace("by: ", "by: pip install nxdt-plugin-migrate, then "))
+    hint, last = done.stderr.splitlines()[-2:]
+    assert hint.endswith(HINT.replace("by: ", "by: pip install nxdt-plugin-migrate, then "))
+    assert last.startswith("  More: nxdt explain ")

@@ -51,5 +51,5 @@ def test_the_loss_curves_of_one_and_of_four_processes_overlay(tmp_path):
     assert one[-1]["loss"] < 0.9 * one[0]["loss"]
     for figure in FIGURES:
         assert [row[figure] for row in four] == pytest.approx([row[figure] for row in one], rel=1e-3), figure
-        assert figure in logged(tmp_path / "ep2-tp2"), figure
+        assert f"train/{figure}" in logged(tmp_path / "ep2-tp2"), figure
     assert all(row["expert_load_min"] <= 1 <= row["expert_load_max"] for row in one)

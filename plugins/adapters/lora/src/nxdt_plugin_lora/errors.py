@@ -72,6 +72,7 @@ class AdapterDiffers(NxdtError):
     code = "NXDT-L005"
     happened = "The adapter at '{where}' is another than this run's section adapter describes: {listed}."
     remedy = "{what_to_do}"
+    usual_remedy = "Set the keys of section adapter to what the adapter was trained with."
     where: str
     differences: list[str]
     remedies: tuple[str, ...] = ()

@@ -36,6 +36,7 @@ class NoDataset(NxdtError):
     code = "NXDT-D200"
     happened = "{key}: {path} is not a dataset as datasets' save_to_disk writes it: {found}."
     remedy = "{advice}"
+    usual_remedy = "Name the directory that was given to save_to_disk."
     key: str
     path: str
     found: str
@@ -58,6 +59,7 @@ class SplitMissing(NxdtError):
     code = "NXDT-D202"
     happened = "{key}: {path} holds the splits {names}, and none called {wanted!r}."
     remedy = "{advice}"
+    usual_remedy = "Name a split that the dataset has."
     key: str
     path: str
     wanted: str

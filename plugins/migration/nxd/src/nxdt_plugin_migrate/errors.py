@@ -28,6 +28,7 @@ class MigrationRefused(NxdtError):
     code = "NXDT-C030"
     happened = "{source} is not a file of {wanted}: {reason}."
     remedy = "{advice}"
+    usual_remedy = "Change the source file as the message says, or leave out what has no counterpart."
     source: str
     wanted: str
     reason: str

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import click
 
-from nxdt_core.cli.verb import Verb, config_arguments
+from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json
 
 __all__ = ["sharding"]
 
@@ -14,10 +14,14 @@ __all__ = ["sharding"]
 @click.command(
     cls=Verb,
     short_help="Say what tensor parallelism cuts of a model of transformers.",
-    examples=("nxdt sharding recipe:hf-tiny distributed_strategy.tensor_model_parallel_size=2",),
+    examples=(
+        "nxdt sharding recipe:hf-tiny distributed_strategy.tensor_model_parallel_size=2",
+        "nxdt sharding recipe:hf-tiny distributed_strategy.tensor_model_parallel_size=2 --json",
+    ),
 )
 @config_arguments
-def sharding(source: str, overrides: tuple[str, ...]) -> None:
+@as_json
+def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
     """Say which parameters of a model of transformers tensor parallelism makes smaller, and which stay whole.
 
     CONFIG and KEY=VALUE are those of `nxdt train`, of a run with model.name=hf. The plan that the model brings is
@@ -43,9 +47,24 @@ def sharding(source: str, overrides: tuple[str, ...]) -> None:
         raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)
     found = measure_sharding(builder, tp, engine)
 
-    def listed(names: Iterable[str]) -> str:
-        return "".join(f"\n  {pattern}" for pattern in dict.fromkeys(map(pattern_of, names))) or " none"
+    def patterns(names: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(map(pattern_of, names)))
 
+    def listed(names: Iterable[str]) -> str:
+        return "".join(f"\n  {pattern}" for pattern in patterns(names)) or " none"
+
+    if json_output:
+        print_json(
+            {
+                "model": found.model,
+                "tensor_model_parallel_size": tp,
+                "share": found.share,
+                "cut": patterns(found.cut),
+                "whole": patterns(found.whole),
+                "unmatched": patterns(found.unmatched),
+            }
+        )
+        return
     click.echo(f"{found.model} over {tp} tensor parallel ranks: each holds {found.share:.1%} of all weights.")
     click.echo(f"cut:{listed(found.cut)}")
     click.echo(f"whole on each rank:{listed(found.whole)}")

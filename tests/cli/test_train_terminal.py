@@ -1,0 +1,55 @@
+"""What a terminal shows of a run: what it is, what it does, a line per logged step, a bar."""
+
+import click
+
+RUN = (
+    "trainer.max_steps=4",
+    "trainer.log_every_n_steps=2",
+    "model.num_layers=1",
+    "data.seq_length=16",
+    "data.global_batch_size=4",
+)
+
+
+def test_a_run_shows_a_banner_then_what_it_does_then_a_bar_that_fits(nxdt_on_terminal, work):
+    status, text = nxdt_on_terminal("train", "recipe:llama-tiny", *RUN, columns=80)
+    assert status == 0
+    lines = [line for line in click.unstyle(text).replace("\r", "\n").splitlines() if line.strip()]
+    names = ["model", "devices", "precision", "data", "steps", "run", "checkpoints"]
+    first = next(number for number, line in enumerate(lines) if line.startswith("model "))
+    banner = lines[first : first + len(names)]
+    assert [line.split()[0] for line in banner] == names
+    assert banner[0].startswith("model       llama, ")
+    assert banner[0].endswith("k parameters")
+    assert banner[1:5] == [
+        "devices     1 x cpu, one process",
+        "precision   fp32",
+        "data        text, 4 sequences of 16 = 64 tokens per step",
+        "steps       4, 256 tokens",
+    ]
+    assert banner[6].endswith("nxdt_experiments/llama-tiny/checkpoints")
+    assert lines[first + len(names)] == "building the model"
+    kept = [line for line in lines if line.startswith("step ") and "grad_norm" in line]
+    assert [line.split()[1] for line in kept] == ["2/4", "4/4"]
+    bars = [line for line in lines if line.startswith("step ") and "|" in line]
+    assert bars[0].startswith("step 0/4 |")
+    assert all(len(line) <= 80 and "ETA" in line for line in bars)
+    assert bars[-1].startswith("step 4/4 |")
+    assert "loss " in bars[-1]
+    assert bars[-1].endswith(" tokens/s")
+
+    again, text = nxdt_on_terminal("train", "recipe:llama-tiny", *RUN, "trainer.max_steps=6", columns=80)
+    assert again == 0
+    assert "loading step 4" in text
+    log = next((work / "nxdt_experiments/llama-tiny").glob("logs/*")).read_text()
+    assert "sequences of 16 = 64 tokens per step" in log
+
+
+def test_a_pipe_gets_the_lines_without_a_bar(nxdt):
+    done = nxdt("train", "recipe:llama-tiny", *RUN)
+    assert done.returncode == 0
+    assert "|" not in done.stderr
+    assert [line.split()[1] for line in done.stderr.splitlines() if line.startswith("step ") and "loss" in line] == [
+        "2/4",
+        "4/4",
+    ]
