@@ -35,6 +35,12 @@ COMMANDS = {
     "evaluate": LazyCommand(
         target="nxdt_core.cli.evaluate:evaluate", summary="Judge a checkpoint by held-out records and tasks."
     ),
+    "report": LazyCommand(
+        target="nxdt_core.cli.report.commands:report", summary="Write a page with the curves and configuration of runs."
+    ),
+    "watch": LazyCommand(
+        target="nxdt_core.cli.report.commands:watch", summary="Serve that page on this machine while runs grow."
+    ),
     "data": LazyCommand(target="nxdt_core.cli.data:data", summary="Look at training data, and prepare them."),
     "config": LazyCommand(
         target="nxdt_core.cli.config.commands:config", summary="Check, show and describe configurations."

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.groups import VerbGroup
+from nxdt_core.cli.plugin_trace import trace
+from nxdt_core.cli.plugin_versions import outdated
 from nxdt_core.cli.terminal.table import print_facts, print_table, shade
 from nxdt_core.cli.verb import as_json, completed_by, print_json, print_note, say
 from nxdt_core.visible_text import visible
@@ -39,9 +41,10 @@ def plugins() -> None:
     """List and check plugins, which are installed with pip and found automatically."""
 
 
-@plugins.command("list", examples=("nxdt plugins list", "nxdt plugins list --json"))
+@plugins.command("list", examples=("nxdt plugins list", "nxdt plugins list --kind optimizer"))
+@click.option("--kind", help="List the components of this kind and the plugins that offer them.")
 @as_json
-def list_(json_output: bool) -> None:
+def list_(kind: str | None, json_output: bool) -> None:
     """List all plugins, also those that cannot be used, with the reason.
 
     Of a plugin with more than four components, the table has their numbers; `nxdt plugins show` names them.
@@ -49,9 +52,13 @@ def list_(json_output: bool) -> None:
     Notes below the table name plugins whose import changes more than themselves, such as functions of torch, and
     plugins whose authors forgot something, such as a range of nxdt-core.
     """
+    from nxdt_core.kernel.discovery.lightning_callbacks import lightning_callbacks, lightning_notes
     from nxdt_core.kernel.plugin import plugin_hints, plugin_notes
 
     kernel = _start_kernel()
+    if kind is not None:
+        _list_kind(kernel, kind, json_output)
+        return
     if json_output:
         print_json([_as_object(kernel, plugin) for plugin in kernel.plugins])
         return
@@ -61,7 +68,8 @@ def list_(json_output: bool) -> None:
         rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
     header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT")
     print_table(header, rows, optional=("DIST", "VERSION"))
-    for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
+    added = lightning_notes(lightning_callbacks())
+    for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins), *added):
         print_note(note)
 
 
@@ -204,6 +212,10 @@ def verify(ctx: click.Context, file: Path, json_output: bool) -> None:
     click.echo(f"{click.style('ok', fg='green')}: the plugins are those of {visible(str(file))}")
 
 
+plugins.add_command(trace)
+plugins.add_command(outdated)
+
+
 def _start_kernel() -> Kernel:
     from nxdt_core.kernel import Kernel
 
@@ -227,6 +239,29 @@ def _counted(count: int, kind: str) -> str:
     noun = kind.replace("_", " ").replace("lr ", "LR ")
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
+
+
+def _list_kind(kernel: Kernel, kind: str, json_output: bool) -> None:
+    """Print the components of one kind."""
+    found = kernel.registry.all(kind)
+    if json_output:
+        print_json(
+            [
+                {
+                    "name": each.record.name,
+                    "aliases": list(each.record.aliases),
+                    "plugin": each.plugin,
+                    "dist": each.dist,
+                    "version": each.version,
+                    "capabilities": sorted(each.record.capabilities),
+                    "summary": each.record.summary,
+                }
+                for each in found
+            ]
+        )
+        return
+    rows = [(_row(each)[1], each.plugin, f"{each.dist} {each.version}".rstrip(), each.record.summary) for each in found]
+    print_table(("NAME", "PLUGIN", "DIST", "SUMMARY"), rows)
 
 
 def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:

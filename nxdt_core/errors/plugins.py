@@ -12,11 +12,14 @@ __all__ = [
     "BadComponentRecord",
     "ComponentUnusable",
     "KitsNeedPytest",
+    "LightningCallbacksRefused",
     "LocalPluginMissing",
+    "PipMissing",
     "PluginHookFailed",
     "PluginLockMismatch",
     "PluginLockUnreadable",
     "PluginsUnusable",
+    "SchemeNotAllowed",
     "UnknownComponent",
     "UnknownErrorCode",
     "UnknownKind",
@@ -220,6 +223,38 @@ class KitsNeedPytest(NxdtError):
     happened = "The kits that check {name!r} need pytest, which is not installed."
     remedy = "Install it: pip install pytest."
     name: str
+
+
+class PipMissing(NxdtError):
+    """The index is asked for where pip is not installed."""
+
+    code = "NXDT-K031"
+    happened = "{python} has no pip, which knows the package index."
+    remedy = "Install it: python -m ensurepip; or compare the versions of nxdt plugins list with your index."
+    python: str
+
+
+class LightningCallbacksRefused(NxdtError):
+    """Lightning would load callbacks of a distribution that the policy keeps out."""
+
+    code = "NXDT-K032"
+    happened = "Lightning adds callbacks of {names} to every run, and the policy of plugins keeps it out: {reasons}."
+    remedy = "Uninstall it, or change plugins.block or plugins.allow: Lightning itself cannot leave it out."
+    names: str
+    reasons: str
+
+
+class SchemeNotAllowed(NxdtError):
+    """An address of checkpoints has a scheme that the configuration does not allow."""
+
+    code = "NXDT-K033"
+    happened = "plugins.schemes does not allow addresses with '{scheme}://'; a plain path has the scheme 'file'."
+    remedy = "Allowed are {listed}: correct the address, or add '{scheme}' to plugins.schemes."
+    scheme: str
+    allowed: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": listing(self.allowed)}
 
 
 def _amends(unusable: tuple[str, ...]) -> list[str]:

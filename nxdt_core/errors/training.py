@@ -9,6 +9,8 @@ from nxdt_core.errors.base import NxdtError, listing
 __all__ = [
     "CannotCopyFile",
     "CannotGenerate",
+    "CannotServeReport",
+    "CannotWriteReport",
     "CannotWriteRunDirectory",
     "GenerationsNeedTokenizer",
     "LengthUnknown",
@@ -17,6 +19,7 @@ __all__ = [
     "MetricNotLogged",
     "NoCheckpointToResume",
     "NoTrainingData",
+    "NotARunDirectory",
     "NotOurBatch",
     "NotOurModule",
     "NotOurStrategy",
@@ -315,3 +318,32 @@ class NothingToPlot(NxdtError):
     run: str
     reason: str
     advice: str = "Name the directory of a run that has logged a step; its last lines print it as 'run'."
+
+
+class NotARunDirectory(NxdtError):
+    """A directory without the records of a run."""
+
+    code = "NXDT-T080"
+    happened = "{path} has neither metrics.jsonl nor config.yaml."
+    remedy = "Name the directory of a run, such as nxdt_experiments/NAME; nxdt train prints it as 'run:'."
+    path: str
+
+
+class CannotWriteReport(NxdtError):
+    """A report that cannot be written."""
+
+    code = "NXDT-T081"
+    happened = "The report {path} cannot be written: {reason}."
+    remedy = "Name another file with --output."
+    path: str
+    reason: str
+
+
+class CannotServeReport(NxdtError):
+    """A port that cannot be served."""
+
+    code = "NXDT-T082"
+    happened = "Port {port} of 127.0.0.1 cannot be served: {reason}."
+    remedy = "Name another one with --port; 0 takes a free one."
+    port: int
+    reason: str

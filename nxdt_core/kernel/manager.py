@@ -83,6 +83,7 @@ class Kernel:
             components=roster.components(),
             plugins=plugins,
             prefer=policy.prefer,
+            schemes=policy.schemes,
         )
         return cls(plugins=plugins, registry=registry, hooks=Hooks(order_hooks(roster.registered())), policy=policy)
 

@@ -25,6 +25,8 @@ class PluginPolicy:
     """None allows all; the built-ins and ``local`` files are always allowed."""
     block: tuple[str, ...] = ()
     """Never imported; wins over ``allow``."""
+    schemes: tuple[str, ...] | None = None
+    """Schemes of addresses that stores may serve; None allows all."""
     prefer: tuple[str, ...] = ()
     """Of several plugins that offer one short name, the first of these is meant."""
     local: tuple[Path, ...] = ()

@@ -28,7 +28,14 @@ def read_policy(tree: Node, locator: Locator) -> PluginPolicy | list[ConfigProbl
     read, wrong = read_part(PluginsConfig, section, "plugins", locator)
     if problems or wrong:
         return [*problems, *wrong]
-    return PluginPolicy(allow=read.allow, block=read.block, prefer=read.prefer, local=read.local, lock=read.lock)
+    return PluginPolicy(
+        allow=read.allow,
+        block=read.block,
+        schemes=read.schemes,
+        prefer=read.prefer,
+        local=read.local,
+        lock=read.lock,
+    )
 
 
 def start_kernel(policy: PluginPolicy, tree: Node) -> Kernel | ConfigProblem:

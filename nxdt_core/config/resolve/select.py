@@ -103,9 +103,9 @@ def _written(given: Node, slot: Slot) -> tuple[Node | None, str]:
 
 
 def _component(slot: Slot, name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent | None:
-    if name is not None:
-        return kernel.registry.get(slot.kind, name)
-    return _storage(view, kernel) if slot.name == "checkpoint_storage" else None
+    if slot.name == "checkpoint_storage":
+        return _storage(name, view, kernel)
+    return None if name is None else kernel.registry.get(slot.kind, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +178,18 @@ def _only(readers: Sequence[RegisteredComponent], architecture: str) -> Register
     return readers[0]
 
 
-def _storage(view: Node, kernel: Kernel) -> RegisteredComponent:
+def _storage(name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent:
     uri = view.plain("checkpoint.uri")
     uri = uri if isinstance(uri, str) else ""
+    scheme, separator, _ = uri.partition("://")
+    scheme = scheme if separator else "file"
+    kernel.registry.check_scheme(scheme)
+    if name is not None:
+        return kernel.registry.get("checkpoint_storage", name)
     answer = kernel.hooks.nxdt_resolve_checkpoint_storage(ResolveStorageContext(uri=uri)) if uri else None
     if answer is not None:
         return kernel.registry.get("checkpoint_storage", answer.value)
-    scheme, separator, _ = uri.partition("://")
-    return kernel.registry.storage_for_scheme(scheme if separator else "file")
+    return kernel.registry.storage_for_scheme(scheme)
 
 
 def _take_class(selection: Selection, slot: Slot, component: RegisteredComponent | None, origin: Origin) -> None:

@@ -52,6 +52,8 @@ class PluginsConfig:
     """Only these; ``null`` allows all that are installed."""
     block: tuple[str, ...] = ()
     """Never these; they are not even imported."""
+    schemes: tuple[str, ...] | None = None
+    """Schemes of addresses that checkpoints may be at, such as ``[file, s3]``; ``null`` allows those of all plugins."""
     prefer: tuple[str, ...] = ()
     """Order in which plugins win where two offer the same name."""
     local: tuple[Path, ...] = ()

@@ -7,7 +7,13 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 
 from nxdt_core.api import Kind, ModelComponent, StorageComponent
-from nxdt_core.errors.plugins import AmbiguousComponent, UnknownComponent, UnknownKind, UnknownScheme
+from nxdt_core.errors.plugins import (
+    AmbiguousComponent,
+    SchemeNotAllowed,
+    UnknownComponent,
+    UnknownKind,
+    UnknownScheme,
+)
 from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.kernel.components.known import known_offers, offering_dist, reading_model, serving_dist
 from nxdt_core.kernel.doctor import diagnose
@@ -32,10 +38,12 @@ class Registry:
         components: Iterable[RegisteredComponent],
         plugins: Sequence[PluginInfo],
         prefer: Sequence[str] = (),
+        schemes: Sequence[str] | None = None,
     ) -> None:
         self._kinds = {kind.name: kind for kind in kinds}
         self._plugins = tuple(plugins)
         self._prefer = tuple(prefer)
+        self._schemes = None if schemes is None else tuple(scheme.lower() for scheme in schemes)
         self._components: dict[str, list[RegisteredComponent]] = {kind.name: [] for kind in kinds}
         for component in sorted(components, key=lambda c: (c.record.name, normalise(c.dist), c.plugin)):
             self._components[component.kind].append(component)
@@ -93,9 +101,11 @@ class Registry:
         """Return the store that serves ``scheme://`` locations (``s3``, without ``://``).
 
         Raises:
+            SchemeNotAllowed: ``plugins.schemes`` does not name it.
             UnknownScheme: no plugin serves it.
             AmbiguousComponent: several plugins do and ``plugins.prefer`` names none of them.
         """
+        self.check_scheme(scheme)
         offers: list[RegisteredComponent] = []
         served: set[str] = set()
         for component in self.all("checkpoint_storage"):
@@ -112,6 +122,15 @@ class Registry:
             unusable=self._unusable(dist),
             install=self._missing(dist),
         )
+
+    def check_scheme(self, scheme: str) -> None:
+        """Check that ``plugins.schemes`` allows addresses of ``scheme``.
+
+        Raises:
+            SchemeNotAllowed: it does not.
+        """
+        if self._schemes is not None and scheme.lower() not in self._schemes:
+            raise SchemeNotAllowed(scheme=scheme, allowed=self._schemes)
 
     def readers(self, architectures: Sequence[str]) -> tuple[RegisteredComponent, ...]:
         """Model builders that read a Hugging Face ``config.json`` with one of these ``architectures``: those that name

@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import PluginHookFailed
 from nxdt_core.kernel.defect import GUARDED, describe_failure
 
-__all__ = ["HookCalls", "HookResult", "Implementation"]
+__all__ = ["HookCall", "HookCalls", "HookResult", "Implementation", "traced_hooks"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookCall:
+    """One call of an implementation, as :func:`traced_hooks` keeps it."""
+
+    hook: str
+    plugin: str
+    dist: str
+    seconds: float
+    outcome: str
+    """``value``, ``none`` or ``failed``."""
+
+
+_TRACE: ContextVar[list[HookCall] | None] = ContextVar("nxdt_hook_trace", default=None)
+
+
+@contextmanager
+def traced_hooks() -> Iterator[list[HookCall]]:
+    """Keep every call of an implementation within the block, in order.
+
+    Yields:
+        The calls, as they end.
+    """
+    calls: list[HookCall] = []
+    token = _TRACE.set(calls)
+    try:
+        yield calls
+    finally:
+        _TRACE.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +109,7 @@ class HookCalls:
         """Call all; a failure is logged once for each plugin and hook, and stops nothing."""
         for implementation in self._by_hook.get(hook, ()):
             try:
-                implementation(context)
+                _timed(hook, implementation, context)
             except GUARDED as error:
                 self._report(hook, implementation, error)
 
@@ -100,10 +133,25 @@ class HookCalls:
 
 def _call(hook: str, implementation: Implementation, context: object) -> Any:
     try:
-        return implementation(context)
+        return _timed(hook, implementation, context)
     except NxdtError:
         raise
     except GUARDED as error:
         raise PluginHookFailed(
             plugin=implementation.plugin, dist=implementation.dist, hook=hook, reason=describe_failure(error)
         ) from error
+
+
+def _timed(hook: str, implementation: Implementation, context: object) -> Any:
+    """Call an implementation; inside :func:`traced_hooks`, keep how long it took and how it ended."""
+    calls = _TRACE.get()
+    if calls is None:
+        return implementation(context)
+    begun, outcome = perf_counter(), "failed"
+    try:
+        value = implementation(context)
+        outcome = "none" if value is None else "value"
+        return value
+    finally:
+        plugin, dist = implementation.plugin, implementation.dist
+        calls.append(HookCall(hook=hook, plugin=plugin, dist=dist, seconds=perf_counter() - begun, outcome=outcome))

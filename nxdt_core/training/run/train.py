@@ -18,6 +18,11 @@ from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
 from nxdt_core.kernel.contexts import ConfigureContext
+from nxdt_core.kernel.discovery.lightning_callbacks import (
+    check_lightning_callbacks,
+    lightning_callbacks,
+    lightning_notes,
+)
 from nxdt_core.nn.flops import token_flops
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build
@@ -44,6 +49,8 @@ from nxdt_core.training.run.start import ForeignStart, Start, check_adapter, dec
 from nxdt_core.training.run.summary import RunSummary
 
 __all__ = ["train"]
+
+_log = logging.getLogger(__name__)
 
 
 def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSummary:
@@ -125,6 +132,11 @@ def _train(
     files = FigureFiles(config.run_dir if strategy.is_global_zero else None, signals.fail)
     figures = SaveFigures(files)
     metrics = _metrics(config, console, files, figures)
+    factories = lightning_callbacks()
+    check_lightning_callbacks(config.kernel.policy, factories)
+    for note in lightning_notes(factories):
+        console.say(note)
+    _log.info("plugins %s", config.kernel.fingerprint())
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=strategy.lightning_accelerator,

@@ -1,0 +1,214 @@
+"""The page of one or several runs: HTML with its styles and pictures inside, so that it opens from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from nxdt_core.cli.report.plot import COLOURS, plot
+from nxdt_core.cli.report.records import Run, Series
+from nxdt_core.visible_text import visible
+
+__all__ = ["page"]
+
+_CHARTS = (
+    ("Loss", ("metrics:loss", "validation:loss"), False),
+    ("Learning rate", ("metrics:lr",), False),
+    ("Gradient norm", ("metrics:grad_norm",), True),
+    ("Tokens per second", ("metrics:tokens_per_s",), False),
+    ("MFU", ("metrics:mfu",), False),
+    ("Peak memory, GiB", ("metrics:max_memory_bytes",), False),
+    ("Step time, seconds", ("metrics:step_time_s",), False),
+    ("Wait for data, seconds", ("metrics:data_wait_s",), False),
+    ("Training blocked by a checkpoint, seconds", ("saves:blocked_s",), False),
+    ("Duration of a save, seconds", ("saves:seconds",), False),
+    ("Size of a checkpoint, GiB", ("saves:bytes",), False),
+    ("Validation perplexity", ("validation:perplexity",), False),
+)
+"""Title, columns, and whether the axis is logarithmic. Further columns follow with their own names."""
+_SHOWN = ("loss", "val_loss", "tokens_per_s", "lr", "grad_norm")
+_LEFT_OUT = frozenset({"metrics:mfu_palm", "saves:gb_per_s", "saves:slowdown"})
+_OF_SAVES = "metrics:checkpoint_"
+"""Columns that ``saves.jsonl`` has, too."""
+_GIB = 2**30
+
+_STYLE = """
+:root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#dfe3e8;--card:#f6f8fa;--mark:#fff3c4;
+--c0:#0969da;--c1:#bc4c00;--c2:#1a7f37;--c3:#8250df;--c4:#bf3989;--c5:#6e5d00}
+@media (prefers-color-scheme:dark){:root{--bg:#0f1419;--fg:#e6e9ec;--dim:#9aa5b1;--line:#2d343c;--card:#171d24;
+--mark:#3d3413;--c0:#58a6ff;--c1:#f0883e;--c2:#3fb950;--c3:#bc8cff;--c4:#f778ba;--c5:#d2b53a}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1200px;padding:16px;background:var(--bg);color:var(--fg);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+h1{font-size:24px;margin:8px 0}h2{font-size:19px;margin:32px 0 8px}h3{font-size:15px;margin:0 0 4px}
+.dim{color:var(--dim)}.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0;padding:0;list-style:none}
+.legend span{display:inline-block;width:14px;height:4px;border-radius:2px;margin-right:6px;vertical-align:middle}
+.grid-of-plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:12px}
+figure{margin:0;padding:10px;background:var(--card);border:1px solid var(--line);border-radius:8px;min-width:0}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:12px}
+svg .grid{stroke:var(--line)}svg polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.wide{overflow-x:auto;border:1px solid var(--line);border-radius:8px}
+table{border-collapse:collapse;width:100%;font-size:14px}
+th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--line);vertical-align:top}
+th{font-weight:600;background:var(--card)}td.key{white-space:nowrap}td{overflow-wrap:anywhere;min-width:90px}
+tr.differs td{background:var(--mark)}code,pre{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--card);padding:10px;border-radius:8px;margin:4px 0 12px}
+summary{cursor:pointer;padding:6px 0}.warning{color:var(--c1)}.error,.critical{color:var(--c4)}
+""" + "".join(
+    f"svg .s{n} polyline{{stroke:var(--c{n})}}svg .s{n} circle{{fill:var(--c{n})}}.b{n}{{background:var(--c{n})}}"
+    for n in range(COLOURS)
+)
+
+
+def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
+    """Return the HTML of a report.
+
+    Args:
+        runs: at least one.
+        refresh_s: seconds after which a browser loads the page again; None for never.
+    """
+    title = _text(", ".join(run.name for run in runs))
+    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
+    sections = [
+        _summary(runs),
+        *_plots(runs),
+        _configuration(runs),
+        _environment(runs),
+        *_events(runs),
+        *_samples(runs),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{refresh}<title>{title}: nxdt</title><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n"
+        + "\n".join(sections)
+        + "\n</body></html>\n"
+    )
+
+
+def _text(text: object) -> str:
+    return escape(visible(str(text)))
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    rows = []
+    for run in runs:
+        goal = run.values.get("trainer.max_steps", "")
+        step = "-" if run.last_step is None else f"{run.last_step}{f' of {goal}' if goal else ''}"
+        last = [_last(run, column) for column in _SHOWN]
+        rows.append([_text(run.name), step, *last, _text(run.directory)])
+    head = ["Run", "Step", "Loss", "Validation loss", "Tokens/s", "Learning rate", "Gradient norm", "Directory"]
+    return _legend(runs) + _table(head, rows)
+
+
+def _last(run: Run, column: str) -> str:
+    key = f"validation:{column.removeprefix('val_')}" if column.startswith("val_") else f"metrics:{column}"
+    points = run.curves.get(key)
+    return f"{points[max(points)]:.5g}" if points else "-"
+
+
+def _legend(runs: Sequence[Run]) -> str:
+    items = (f'<li><span class="b{n % COLOURS}"></span>{_text(run.name)}</li>' for n, run in enumerate(runs))
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _plots(runs: Sequence[Run]) -> Iterator[str]:
+    yield '<h2>Curves</h2><p class="dim">Over the optimizer steps.</p><div class="grid-of-plots">'
+    known = {column for _, columns, _ in _CHARTS for column in columns} | _LEFT_OUT
+    seen = dict.fromkeys(
+        column for run in runs for column in run.curves if column not in known and not column.startswith(_OF_SAVES)
+    )
+    further = [(column.partition(":")[2].replace("_", " "), (column,), False) for column in seen]
+    for title, columns, log in (*_CHARTS, *further):
+        lines = [
+            (
+                number + (len(runs) if column.startswith("validation") and len(columns) > 1 else 0),
+                name,
+                _in_unit(run.curves[column], title),
+            )
+            for number, run in enumerate(runs)
+            for column in columns
+            if column in run.curves
+            for name in [f"{run.name}: {'validation' if column.startswith('validation') else 'training'}"]
+        ]
+        picture = plot(lines, label=title, log=log)
+        if picture:
+            note = _validation_legend(runs, lines) if len(columns) > 1 else ""
+            yield f"<figure><h3>{_text(title)}{', log scale' if log else ''}</h3>{picture}{note}</figure>"
+    yield "</div>"
+
+
+def _in_unit(points: Series, title: str) -> Series:
+    return {step: value / _GIB for step, value in points.items()} if title.endswith("GiB") else points
+
+
+def _validation_legend(runs: Sequence[Run], lines: Sequence[tuple[int, str, object]]) -> str:
+    items = (f'<li><span class="b{colour % COLOURS}"></span>{_text(name)}</li>' for colour, name, _ in lines)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _configuration(runs: Sequence[Run]) -> str:
+    keys = list(dict.fromkeys(key for run in runs for key in run.values))
+    differing = [key for key in keys if len({run.values.get(key) for run in runs}) > 1]
+    head = ["Key", *(_text(run.name) for run in runs), "From"]
+    text = "<h2>Configuration</h2>"
+    if len(runs) > 1:
+        text += f"<h3>Differences</h3>{_table(head, _key_rows(runs, differing), differs=True)}"
+    chosen = [key for key in keys if any(_is_set(run, key) for run in runs)]
+    text += f"<details open><summary>Keys that are set ({len(chosen)})</summary>"
+    text += _table(head, _key_rows(runs, chosen)) + "</details>"
+    text += f"<details><summary>All keys ({len(keys)})</summary>{_table(head, _key_rows(runs, keys))}</details>"
+    return text
+
+
+def _is_set(run: Run, key: str) -> bool:
+    """Whether a file, the command line or a plugin gave the value."""
+    return key in run.values and not run.origins.get(key, "").startswith(("default", "alias"))
+
+
+def _key_rows(runs: Sequence[Run], keys: Sequence[str]) -> list[list[str]]:
+    rows = []
+    for key in keys:
+        origins = dict.fromkeys(run.origins.get(key, "") for run in runs)
+        values = (f"<code>{_text(run.values[key])}</code>" if key in run.values else "-" for run in runs)
+        rows.append([f"<code>{_text(key)}</code>", *values, _text(", ".join(filter(None, origins)))])
+    return rows
+
+
+def _environment(runs: Sequence[Run]) -> str:
+    names = list(dict.fromkeys(name for run in runs for name in (*run.facts, *run.versions)))
+    rows = [[_text(name), *(_text({**run.versions, **run.facts}.get(name, "-")) for run in runs)] for name in names]
+    if not rows:
+        return '<h2>Plugins and environment</h2><p class="dim">No checkpoint to read them from.</p>'
+    return "<h2>Plugins and environment</h2>" + _table(["", *(_text(run.name) for run in runs)], rows)
+
+
+def _events(runs: Sequence[Run]) -> Iterator[str]:
+    yield "<h2>Events</h2>"
+    for run in runs:
+        yield f"<h3>{_text(run.name)}</h3>"
+        rows = [
+            [_text(time), f'<span class="{_text(level)}">{_text(level)}</span>', _text(text)]
+            for time, level, text in run.events
+        ]
+        yield _table(["Time", "Level", "What"], rows) if rows else '<p class="dim">None.</p>'
+
+
+def _samples(runs: Sequence[Run]) -> Iterator[str]:
+    if any(run.generations for run in runs):
+        yield "<h2>Samples</h2>"
+    for run in runs:
+        for step, prompt, text in run.generations:
+            yield f"<h3>{_text(run.name)}, step {step}</h3><pre><b>{_text(prompt)}</b>{_text(text)}</pre>"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, differs: bool = False) -> str:
+    if not rows:
+        return '<p class="dim">None.</p>'
+    mark = ' class="differs"' if differs else ""
+    body = "".join(
+        f'<tr{mark}><td class="key">{cells[0]}</td>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>'
+        for cells in rows
+    )
+    titles = "".join(f"<th>{title}</th>" for title in head)
+    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,163 @@
+"""``nxdt plugins list --kind``, ``trace`` and ``outdated``; Lightning's own entry points; schemes of stores."""
+
+import json
+import os
+import zipfile
+
+import pytest
+
+from nxdt_core.testing.distributions import write_distribution
+
+OFFER = """
+from nxdt_core.api import OptimizerComponent, hookimpl
+
+@hookimpl
+def nxdt_optimizers():
+    return [OptimizerComponent(name="wolf", target="nowhere:Wolf", summary="signs", aliases=("evo",))]
+
+@hookimpl
+def nxdt_config_defaults(context):
+    return {"exp_manager": {"log_parameter_norm": True}}
+
+@hookimpl
+def nxdt_validate_config(context):
+    return None
+"""
+
+
+def test_list_of_a_kind_shows_its_components_and_whose_they_are(nxdt, dist):
+    dist("acme", OFFER)
+    rows = json.loads(nxdt("plugins", "list", "--kind", "optimizer", "--json").stdout)
+    (wolf,) = [row for row in rows if row["name"] == "wolf"]
+    assert wolf == {
+        "name": "wolf",
+        "aliases": ["evo"],
+        "plugin": "acme",
+        "dist": "acme",
+        "version": "1.0",
+        "capabilities": [],
+        "summary": "signs",
+    }
+    assert {"adamw", "lion"} <= {row["name"] for row in rows}
+    assert "wolf = evo" in nxdt("plugins", "list", "--kind", "optimizer").stdout
+
+
+def test_list_of_an_unknown_kind_names_the_kinds(nxdt):
+    done = nxdt("plugins", "list", "--kind", "optimiser")
+    assert done.returncode == 2
+    assert "NXDT-K004" in done.stderr
+    assert "'optimizer'" in done.stderr
+
+
+def test_trace_shows_calls_with_times_and_defaults_with_their_plugin(nxdt, dist):
+    dist("acme", OFFER)
+    found = json.loads(nxdt("plugins", "trace", "recipe:llama-tiny", "--json").stdout)
+    mine = {call["hook"]: call for call in found["calls"] if call["plugin"] == "acme"}
+    assert set(mine) == {"nxdt_optimizers", "nxdt_config_defaults", "nxdt_validate_config"}
+    assert all(call["s"] > 0 for call in found["calls"])
+    assert {hook: call["outcome"] for hook, call in mine.items()} == {
+        "nxdt_optimizers": "value",
+        "nxdt_config_defaults": "value",
+        "nxdt_validate_config": "none",
+    }
+    assert {"key": "exp_manager.log_parameter_norm", "plugin": "acme", "value": True} in found["defaults"]
+    header, *rows = nxdt("plugins", "trace", "recipe:llama-tiny").stdout.splitlines()
+    assert header.split() == ["HOOK", "PLUGIN", "MS", "GAVE", "DIST"]
+    times = [float(row.split()[2]) for row in rows if row.startswith("nxdt_")]
+    assert times == sorted(times, reverse=True)
+    assert rows[-1].split() == ["exp_manager.log_parameter_norm", "acme", "True"]
+
+
+def _index(directory, *versions):
+    """A directory that ``pip --find-links`` reads, with wheels of the distribution ``acme``."""
+    directory.mkdir()
+    for version in versions:
+        with zipfile.ZipFile(directory / f"acme-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(
+                f"acme-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: acme\nVersion: {version}\n"
+            )
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("versions", "state", "newest"),
+    [(("0.9", "1.10"), "outdated", "1.10"), (("1.0",), "ok", "1.0"), ((), "not found", "")],
+)
+def test_outdated_compares_with_the_index_of_pip(nxdt, dist, tmp_path, versions, state, newest):
+    dist("acme", OFFER)
+    index = _index(tmp_path / "index", *versions)
+    done = nxdt(
+        "plugins", "outdated", "acme", "--json", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(index), PIP_CONFIG_FILE=os.devnull
+    )
+    (row,) = json.loads(done.stdout)
+    assert row == {"dist": "acme", "installed": "1.0", "newest": newest, "state": state}
+    assert done.returncode == (1 if state == "outdated" else 0)
+
+
+def test_outdated_of_an_unknown_name_lists_what_is_installed(nxdt):
+    done = nxdt("plugins", "outdated", "nothing")
+    assert done.returncode == 2
+    assert "NXDT-K020" in done.stderr
+
+
+FACTORY = """
+import pytorch_lightning as pl
+
+class Spy(pl.Callback):
+    def on_train_start(self, trainer, module):
+        print("the spy is here", flush=True)
+
+def callbacks():
+    return [Spy()]
+"""
+
+
+@pytest.fixture
+def factory(site):
+    """A distribution whose callbacks Lightning adds to every run."""
+    return write_distribution(
+        site,
+        "acme-callbacks",
+        files={"acme_callbacks.py": FACTORY},
+        entry_points="[pytorch_lightning.callbacks_factory]\nspy = acme_callbacks:callbacks\n",
+    )
+
+
+KEYS = ("trainer.max_steps=1", "trainer.accelerator=cpu", "checkpoint.enabled=false", "trainer.val_check_interval=null")
+
+
+def test_callbacks_that_lightning_adds_are_listed(nxdt, factory):
+    done = nxdt("plugins", "list")
+    assert "Lightning adds callbacks of acme-callbacks 1.0 (acme_callbacks:callbacks) to every run" in done.stderr
+
+
+@pytest.mark.parametrize("policy", ["plugins.block=[acme-callbacks]", "plugins.allow=[llama,text]"])
+def test_callbacks_that_lightning_would_add_end_a_run_whose_policy_keeps_them_out(nxdt, factory, policy):
+    done = nxdt("train", "recipe:llama-tiny", *KEYS, policy)
+    assert done.returncode == 2, done.stderr
+    assert "NXDT-K032" in done.stderr
+    assert "acme-callbacks 1.0" in done.stderr
+    assert "the spy is here" not in done.stdout
+
+
+def test_callbacks_that_lightning_adds_are_named_by_the_run(nxdt, factory, work):
+    done = nxdt("train", "recipe:llama-tiny", *KEYS)
+    assert done.returncode == 0, done.stderr
+    assert "Lightning adds callbacks of acme-callbacks 1.0" in done.stdout + done.stderr
+    assert "the spy is here" in done.stdout
+    (log,) = (work / "nxdt_experiments/llama-tiny/logs").glob("globalrank-0_*.txt")
+    assert "plugins " in log.read_text()
+
+
+@pytest.mark.parametrize("further", [(), ("checkpoint.storage.name=local",)])
+def test_a_store_whose_scheme_is_not_allowed_is_refused(nxdt, further):
+    done = nxdt("config", "check", "recipe:llama-tiny", "plugins.schemes=[s3]", *further)
+    assert done.returncode == 2
+    assert "NXDT-K033" in done.stderr
+    assert nxdt("config", "check", "recipe:llama-tiny", "plugins.schemes=[s3,FILE]", *further).returncode == 0
+
+
+def test_a_checkpoint_to_resume_from_at_a_scheme_that_is_not_allowed_is_refused(nxdt):
+    done = nxdt("train", "recipe:llama-tiny", *KEYS, "plugins.schemes=[file]", "checkpoint.resume_from=s3://b/run")
+    assert done.returncode == 2
+    assert "NXDT-K033" in done.stderr
