@@ -46,12 +46,15 @@ class Console:
         """Print a line above the bar."""
         if not self._speaks:
             return
+        self._print(line)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def _print(self, line: str) -> None:
         _log.info(line)
         if self._bar is not None:
             self._bar.clear()
         print(visible(line), file=self._stream, flush=True)
-        if self._bar is not None:
-            self._bar.refresh()
 
     def begin(self, step: int) -> None:
         """Draw the bar of a run that trains from ``step``, where one is drawn."""
@@ -70,7 +73,7 @@ class Console:
         """Show a row of metrics: a line, which stays, and the bar below it."""
         if not self._speaks:
             return
-        self.say(self._line(row))
+        self._print(self._line(row))
         if not self._draws:
             return
         self.begin(row["step"])
