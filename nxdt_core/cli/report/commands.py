@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -67,7 +68,7 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
         raise CannotServeReport(port=port, reason=error.strerror or str(error)) from error
     with server:
         say(f"serving http://{_HOST}:{server.server_port}/ (Ctrl-C ends it)")
-        click.get_text_stream("stdout").flush()
+        sys.stdout.flush()
         server.serve_forever()
 
 
