@@ -18,6 +18,7 @@ __all__ = [
     "PluginHookFailed",
     "PluginLockMismatch",
     "PluginLockUnreadable",
+    "PluginLockUnwritable",
     "PluginsUnusable",
     "SchemeNotAllowed",
     "UnknownComponent",
@@ -255,6 +256,16 @@ class SchemeNotAllowed(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "listed": listing(self.allowed)}
+
+
+class PluginLockUnwritable(NxdtError):
+    """The lock file cannot be written."""
+
+    code = "NXDT-K034"
+    happened = "The lock file {path} cannot be written: {reason}."
+    remedy = "Name a file in a directory that you can write to."
+    path: str
+    reason: str
 
 
 def _amends(unusable: tuple[str, ...]) -> list[str]:

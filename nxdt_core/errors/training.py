@@ -26,6 +26,7 @@ __all__ = [
     "NothingToPlot",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
+    "PluginVersionChanged",
     "ReferenceLost",
     "ReferenceNeedsAdapter",
     "ReferenceNeedsLength",
@@ -347,3 +348,15 @@ class CannotServeReport(NxdtError):
     remedy = "Name another one with --port; 0 takes a free one."
     port: int
     reason: str
+
+
+class PluginVersionChanged(NxdtError):
+    """A resume under another version of the plugin of the model or the optimizer, which the configuration refuses."""
+
+    code = "NXDT-T083"
+    happened = "{dist} has version {found}, and {saved} wrote {where}; plugins.on_resume is 'refuse'."
+    remedy = "Run: pip install {dist}=={saved}, or resume with plugins.on_resume=warn."
+    where: str
+    dist: str
+    saved: str
+    found: str

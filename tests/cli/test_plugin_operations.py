@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import zipfile
 
 import pytest
@@ -161,3 +162,66 @@ def test_a_checkpoint_to_resume_from_at_a_scheme_that_is_not_allowed_is_refused(
     done = nxdt("train", "recipe:llama-tiny", *KEYS, "plugins.schemes=[file]", "checkpoint.resume_from=s3://b/run")
     assert done.returncode == 2
     assert "NXDT-K033" in done.stderr
+
+
+ENTRY = """
+from nxdt_core.api import OptimizerComponent, hookimpl
+
+@hookimpl
+def nxdt_optimizers():
+    return [
+        OptimizerComponent(
+            name="acme-sgd", target="acme_sgd_impl:Sgd", config="acme_sgd_config:SgdConfig", summary="gradient descent"
+        )
+    ]
+"""
+CONFIG = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdConfig:
+    \"\"\"Gradient descent.\"\"\"
+
+    lr: float = 0.01
+    \"\"\"Peak of the learning rate.\"\"\"
+    weight_decay: float = 0.0
+    \"\"\"Unused.\"\"\"
+    betas: tuple[float, float] = (0.9, 0.9)
+    \"\"\"Unused.\"\"\"
+"""
+IMPLEMENTATION = """
+import torch
+
+class Sgd(torch.optim.SGD):
+    def __init__(self, groups, config):
+        super().__init__(groups, lr=config.lr)
+"""
+
+
+def test_a_resume_under_another_version_of_the_optimizer_warns_or_refuses(nxdt, site, work):
+    files = {"acme_sgd.py": ENTRY, "acme_sgd_config.py": CONFIG, "acme_sgd_impl.py": IMPLEMENTATION}
+    info = write_distribution(site, "acme-sgd", version="1.0", plugins={"acme-sgd": "acme_sgd"}, files=files)
+    keys = [key for key in KEYS if "max_steps" not in key and "enabled" not in key]
+    command = ("train", "recipe:llama-tiny", "name=sgd", "model.optim.name=acme-sgd", *keys)
+    first = nxdt(*command, "trainer.max_steps=2")
+    assert first.returncode == 0, first.stderr
+    shutil.rmtree(info)
+    write_distribution(site, "acme-sgd", version="1.1", plugins={"acme-sgd": "acme_sgd"}, files=files)
+
+    refused = nxdt(*command, "trainer.max_steps=4", "plugins.on_resume=refuse")
+    assert refused.returncode == 2
+    assert "NXDT-T083" in refused.stderr
+    assert "pip install acme-sgd==1.0" in refused.stderr
+
+    warned = nxdt(*command, "trainer.max_steps=4")
+    assert warned.returncode == 0, warned.stderr
+    assert "acme-sgd has version 1.1, and 1.0 wrote the checkpoint" in warned.stdout + warned.stderr
+
+
+def test_a_lock_file_makes_its_directory_and_one_that_cannot_be_written_is_an_error(nxdt, work):
+    assert nxdt("plugins", "lock", "deploy/plugins.lock").returncode == 0
+    assert nxdt("plugins", "verify", "deploy/plugins.lock").returncode == 0
+    (work / "file").write_text("")
+    done = nxdt("plugins", "lock", "file/plugins.lock")
+    assert done.returncode == 2
+    assert "NXDT-K034" in done.stderr

@@ -54,7 +54,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
 @_runs
 @click.option("--port", type=click.IntRange(0, 65535), default=8077, help="Of 127.0.0.1 (8077); 0 takes a free one.")
 def watch(runs: tuple[Path, ...], port: int) -> None:
-    """Serve the page of `nxdt report` on 127.0.0.1, read anew at each request; Ctrl-C ends it.
+    """Serve the page of `nxdt report` on 127.0.0.1, read again at each request; Ctrl-C ends it.
 
     A browser loads it again every 10 seconds. Other machines cannot reach it: use ssh -L for a remote run.
     """

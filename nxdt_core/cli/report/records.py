@@ -25,7 +25,7 @@ _TOLD = re.compile(
 """Information that is an event; warnings and errors always are."""
 _MOST_EVENTS = 200
 _COUNTERS = frozenset({"step", "consumed_samples", "consumed_tokens", "tokens", "pairs"})
-"""Columns that are no curves."""
+"""Columns that have no curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

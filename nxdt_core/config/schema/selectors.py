@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 __all__ = ["AdapterSection", "EngineSection", "ObjectiveSection", "PluginsConfig", "PrecisionSection"]
 
@@ -60,3 +61,6 @@ class PluginsConfig:
     """Plugin files (``.py``) that are not installed."""
     lock: Path | None = None
     """Lock file that the installed plugins must agree with."""
+    on_resume: Literal["warn", "refuse"] = "warn"
+    """What a resume does where the plugin of the model or the optimizer has another version than the one that wrote the
+    checkpoint."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable
+from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
 from nxdt_core.kernel.integrity.fingerprint import digest_plugin
 from nxdt_core.kernel.plugin import PluginInfo
 
@@ -25,12 +25,20 @@ Entries = dict[tuple[str, str], dict[str, str]]
 
 
 def write_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
-    """Write the lock file of a started kernel's plugins, replacing an older one atomically."""
+    """Write the lock file of a started kernel's plugins, replacing an older one atomically.
+
+    Raises:
+        PluginLockUnwritable: it cannot be written.
+    """
     rows = [{"dist": dist, "plugin": name, **facts} for (dist, name), facts in sorted(_entries(plugins).items())]
     text = json.dumps({"format": _FORMAT, "plugins": rows}, indent=2) + "\n"
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise PluginLockUnwritable(path=str(path), reason=error.strerror or str(error)) from error
 
 
 def compare_with_lock(plugins: Iterable[PluginInfo], path: Path) -> None:

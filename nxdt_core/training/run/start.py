@@ -15,13 +15,13 @@ from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.sources.node import Node
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
-from nxdt_core.errors.training import NoCheckpointToResume, RunAlreadyHasCheckpoints
+from nxdt_core.errors.training import NoCheckpointToResume, PluginVersionChanged, RunAlreadyHasCheckpoints
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
 from nxdt_core.training.weights.saved_config import saved_values
 
-__all__ = ["ForeignStart", "Start", "check_adapter", "decide_base", "decide_start", "with_start_step"]
+__all__ = ["ForeignStart", "Start", "check_adapter", "check_versions", "decide_base", "decide_start", "with_start_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,25 @@ def check_adapter(config: ResolvedConfig, start: Start) -> None:
     saved = saved_values(start.manifest, ["adapter"], where=where).get("adapter", {})
     for adapter in build.adapters(config):
         adapter.check_resume(saved, where)
+
+
+def check_versions(config: ResolvedConfig, start: Start, say: Callable[[str], None]) -> None:
+    """Compare the plugins of the model and the optimizer with those that wrote the checkpoint of ``start``.
+
+    Raises:
+        PluginVersionChanged: one has another version, and ``plugins.on_resume`` is ``refuse``.
+    """
+    before, seen = start.manifest.facts.versions, set[str]()
+    for slot in ("model", "optimizer"):
+        component = config.selected(slot).component
+        saved = before.get(component.dist)
+        if saved is None or saved == component.version or component.dist in seen:
+            continue
+        seen.add(component.dist)
+        if config.run.plugins.on_resume == "refuse":
+            where = build.step_uri(start.storage, start.manifest.step)
+            raise PluginVersionChanged(where=where, dist=component.dist, saved=saved, found=component.version)
+        say(f"{component.dist} has version {component.version}, and {saved} wrote the checkpoint")
 
 
 def decide_base(

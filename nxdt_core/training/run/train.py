@@ -45,7 +45,15 @@ from nxdt_core.training.run.metric_files import FigureFiles
 from nxdt_core.training.run.out_of_memory import memory_errors_explained
 from nxdt_core.training.run.ownership import owned_on_rank_zero
 from nxdt_core.training.run.resume_command import resume_command
-from nxdt_core.training.run.start import ForeignStart, Start, check_adapter, decide_base, decide_start, with_start_step
+from nxdt_core.training.run.start import (
+    ForeignStart,
+    Start,
+    check_adapter,
+    check_versions,
+    decide_base,
+    decide_start,
+    with_start_step,
+)
 from nxdt_core.training.run.summary import RunSummary
 
 __all__ = ["train"]
@@ -108,6 +116,8 @@ def _train(
         console.say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
     if isinstance(start, Start):
         check_adapter(config, start)
+        if _resumes(start):
+            check_versions(config, start, console.say)
     if counts_passes(config):
         data.prepare()
         config = in_steps(config, data.train_samples)
