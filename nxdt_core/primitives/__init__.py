@@ -1,0 +1,44 @@
+"""NxD Core's training API over this engine: a loop that was written for it moves by changing its imports.
+
+Names are imported when they are first used, so that importing the package needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxdt_core.primitives import parallel_layers
+    from nxdt_core.primitives.config import NxDConfig, neuronx_distributed_config
+    from nxdt_core.primitives.model import NxDModel, initialize_parallel_model
+    from nxdt_core.primitives.optimizer import NxDOptimizer, initialize_parallel_optimizer
+
+__all__ = [
+    "NxDConfig",
+    "NxDModel",
+    "NxDOptimizer",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "neuronx_distributed_config",
+    "parallel_layers",
+]
+
+_HOME = {
+    "NxDConfig": "config",
+    "NxDModel": "model",
+    "NxDOptimizer": "optimizer",
+    "initialize_parallel_model": "model",
+    "initialize_parallel_optimizer": "optimizer",
+    "neuronx_distributed_config": "config",
+}
+
+
+if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _HOME:
+            return import_module(f"{__name__}.{name}")
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
