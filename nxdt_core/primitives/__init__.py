@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nxdt_core.primitives import parallel_layers
+    from nxdt_core.primitives.checkpoints import (
+        finalize_checkpoint,
+        has_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
     from nxdt_core.primitives.config import NxDConfig, neuronx_distributed_config
     from nxdt_core.primitives.model import NxDModel, initialize_parallel_model
     from nxdt_core.primitives.optimizer import NxDOptimizer, initialize_parallel_optimizer
@@ -18,19 +24,27 @@ __all__ = [
     "NxDConfig",
     "NxDModel",
     "NxDOptimizer",
+    "finalize_checkpoint",
+    "has_checkpoint",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
+    "load_checkpoint",
     "neuronx_distributed_config",
     "parallel_layers",
+    "save_checkpoint",
 ]
 
 _HOME = {
     "NxDConfig": "config",
     "NxDModel": "model",
     "NxDOptimizer": "optimizer",
+    "finalize_checkpoint": "checkpoints",
+    "has_checkpoint": "checkpoints",
     "initialize_parallel_model": "model",
     "initialize_parallel_optimizer": "optimizer",
+    "load_checkpoint": "checkpoints",
     "neuronx_distributed_config": "config",
+    "save_checkpoint": "checkpoints",
 }
 
 

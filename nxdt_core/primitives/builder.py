@@ -87,6 +87,6 @@ def _cached(kind: Any) -> Any:
     return Called
 
 
-def _called(kind: type[nn.Module], plan: ParallelPlan, where: Any) -> type[nn.Module]:
+def _called(kind: Any, plan: ParallelPlan, where: Any) -> type[nn.Module]:
     """``kind`` with a forward that takes a call; in a pipeline the last stage gives the loss."""
     return type(kind.__name__, (_cached(kind),), {"nxd_plan": plan, "nxd_loss": where})

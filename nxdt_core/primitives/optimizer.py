@@ -9,15 +9,14 @@ import torch
 
 from nxdt_core.errors.primitives import ArgumentMeansNothing, NotOfThisModel
 from nxdt_core.primitives.config import NxDConfig, config_of
+from nxdt_core.primitives.current import register_optimizer
 from nxdt_core.primitives.model import NxDModel
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
 from nxdt_core.protocols.parallel.model import ParallelOptimizer
 
-__all__ = ["NxDOptimizer", "clip_gradients", "initialize_parallel_optimizer"]
+__all__ = ["NxDOptimizer", "initialize_parallel_optimizer"]
 
 _CALL = "initialize_parallel_optimizer"
-_OPEN: dict[int, NxDOptimizer] = {}
-"""Optimizers by the id of each parameter that they train."""
 
 
 def initialize_parallel_optimizer(
@@ -74,8 +73,8 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.nxd_config = nxd_config
         self.grad_norm: torch.Tensor | None = None
         self._finished = False
-        self._parameters = parameters
-        _OPEN.update((id(parameter), self) for parameter in parameters)
+        self.trained = parameters
+        register_optimizer(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -110,7 +109,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; a step has done so already."""
         self._finished = False
-        for parameter in self._parameters:
+        for parameter in self.trained:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,29 +122,6 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.core.load_state_dict(state_dict["state"])
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options)
-
-
-def clip_gradients(parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
-    """See :func:`nxdt_core.primitives.parallel_layers.clip_grad_norm`."""
-    call = "clip_grad_norm"
-    if float(norm_type) != 2.0:
-        raise ArgumentMeansNothing(
-            call=call,
-            argument="norm_type",
-            value=str(norm_type),
-            reason="is not computed over ranks",
-            advice="Leave it out: the 2-norm over all gradients is clipped.",
-        )
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owners = {_OPEN.get(id(parameter)) for parameter in given}
-    if len(owners) != 1 or None in owners:
-        raise NotOfThisModel(call=call, problem="these are not parameters that initialize_parallel_optimizer took")
-    (owner,) = owners
-    assert owner is not None
-    wanted = {id(parameter) for parameter in owner._parameters}
-    if {id(parameter) for parameter in given} < wanted:
-        raise NotOfThisModel(call=call, problem="these are some only of the parameters")
-    return owner.finish(max_norm)
 
 
 def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:

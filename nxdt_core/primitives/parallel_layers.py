@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.errors.primitives import ArgumentMeansNothing
+from nxdt_core.errors.primitives import ArgumentMeansNothing, NotOfThisModel
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
-from nxdt_core.primitives.current import current_model
+from nxdt_core.primitives.current import current_model, optimizers_of
 
 __all__ = [
     "ColumnParallelLinear",
@@ -307,9 +307,22 @@ def clip_grad_norm(
         ArgumentMeansNothing: another norm.
         NotOfThisModel: some parameters only, or others.
     """
-    from nxdt_core.primitives.optimizer import clip_gradients
-
-    return clip_gradients(parameters, max_norm, norm_type)
+    call = "clip_grad_norm"
+    if float(norm_type) != 2.0:
+        raise ArgumentMeansNothing(
+            call=call,
+            argument="norm_type",
+            value=str(norm_type),
+            reason="is not computed over ranks",
+            advice="Leave it out: the 2-norm over all gradients is clipped.",
+        )
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    owner, *others = optimizers_of(given) or [None]
+    if owner is None or others:
+        raise NotOfThisModel(call=call, problem="these are not the parameters of one optimizer")
+    if {id(parameter) for parameter in given} < {id(parameter) for parameter in owner.trained}:
+        raise NotOfThisModel(call=call, problem="these are only some of the parameters")
+    return owner.finish(max_norm)
 
 
 def _initialise(layer: nn.Linear, init_method: InitMethod | None) -> None:

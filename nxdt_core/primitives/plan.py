@@ -160,10 +160,12 @@ def _pipeline(module: nn.Module, layers: str, hidden_size: int | None) -> Pipeli
         ]
         sizes = [*known, *widths]
         if not sizes:
-            raise LayersNotFound(
-                wanted="A pipeline",
-                found="the width of the hidden states between them is not known: set "
-                "pipeline_config={'hidden_size': ...} or the module's config.hidden_size",
+            raise ArgumentMeansNothing(
+                call="neuronx_distributed_config",
+                argument="pipeline_config['hidden_size']",
+                value="None",
+                reason="is needed: neither module.config nor an embedding says how wide hidden states are",
+                advice="Pass pipeline_config={'hidden_size': ...}, or set module.config.hidden_size.",
             )
         hidden_size = sizes[0]
     return PipelinePlan(hidden_size=hidden_size, first=first, layers=layers, last=last)
