@@ -17,10 +17,15 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from nxdt_core.primitives.config import NxDConfig, neuronx_distributed_config
+    from nxdt_core.primitives.lora import LoraConfig, LoRAModel
     from nxdt_core.primitives.model import NxDModel, initialize_parallel_model
     from nxdt_core.primitives.optimizer import NxDOptimizer, initialize_parallel_optimizer
+    from nxdt_core.primitives.zero1 import NeuronZero1Optimizer
 
 __all__ = [
+    "LoRAModel",
+    "LoraConfig",
+    "NeuronZero1Optimizer",
     "NxDConfig",
     "NxDModel",
     "NxDOptimizer",
@@ -35,6 +40,9 @@ __all__ = [
 ]
 
 _HOME = {
+    "LoRAModel": "lora",
+    "LoraConfig": "lora",
+    "NeuronZero1Optimizer": "zero1",
     "NxDConfig": "config",
     "NxDModel": "model",
     "NxDOptimizer": "optimizer",

@@ -14,7 +14,7 @@ def nxdt_model_builders() -> list[ModelComponent]:
             target="nxdt_core.primitives.builder:ModuleBuilder",
             config="nxdt_core.primitives.component_config:ModuleConfig",
             summary="a module that a program builds with nxdt_core.primitives",
-            capabilities=frozenset({"tp", "sp", "pp"}),
+            capabilities=frozenset({"tp", "sp", "pp", "lora"}),
             tried_before_launch=False,
         )
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -71,14 +71,20 @@ def initialize_parallel_model(
     )
     _fill(parallel, _values(module))
     _fill_buffers(parallel, module)
+    for adapter in build.adapters(config.session.config):
+        adapter.begin(parallel, config.session.config, config.engine.ranks)
     config.session.model = parallel
     config.model = NxDModel(parallel, config, module)
     set_current_model(parallel)
+    NxDModel.last = config.model
     return cast(NxDModel, config.model)
 
 
 class NxDModel(nn.Module):
     """This rank's part of a module: a ``torch.nn.Module`` whose names and parameters are those that this rank has."""
+
+    last: ClassVar[NxDModel | None] = None
+    """The one that was initialised last."""
 
     def __init__(self, parallel: CalledModel, nxd_config: NxDConfig, original: nn.Module) -> None:
         super().__init__()

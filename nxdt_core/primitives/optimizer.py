@@ -14,7 +14,7 @@ from nxdt_core.primitives.model import NxDModel
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
 from nxdt_core.protocols.parallel.model import ParallelOptimizer
 
-__all__ = ["NxDOptimizer", "initialize_parallel_optimizer"]
+__all__ = ["NxDOptimizer", "core_optimizer", "initialize_parallel_optimizer"]
 
 _CALL = "initialize_parallel_optimizer"
 
@@ -38,6 +38,15 @@ def initialize_parallel_optimizer(
         ArgumentMeansNothing: what is not an optimizer's class, or options that it does not take.
     """
     config = config_of(nxd_config, _CALL)
+    core, trained = core_optimizer(config, optimizer_class, parameters, defaults)
+    config.optimizer = NxDOptimizer(core, config, trained)
+    return cast(NxDOptimizer, config.optimizer)
+
+
+def core_optimizer(
+    config: NxDConfig, optimizer_class: Any, parameters: Iterable[Any], defaults: Mapping[str, Any]
+) -> tuple[ParallelOptimizer, list[torch.nn.Parameter]]:
+    """Return the engine's optimizer of the caller's class, and the parameters that it trains. Collective."""
     if config.model is None:
         raise NotOfThisModel(call=_CALL, problem="there are no parameters")
     if not callable(optimizer_class):
@@ -47,7 +56,8 @@ def initialize_parallel_optimizer(
     groups = _groups(model, parameters)
 
     def make(shards: list[ParameterGroup]) -> torch.optim.Optimizer:
-        return optimizer_class(as_torch(shards), **defaults)
+        made: torch.optim.Optimizer = optimizer_class(as_torch(shards), **defaults)
+        return made
 
     try:
         core = config.engine.optimizer_over(model.parallel, make, groups, lr=float(defaults.get("lr", 0.0)))
@@ -55,8 +65,7 @@ def initialize_parallel_optimizer(
         advice = f"Pass options of {getattr(optimizer_class, '__name__', optimizer_class)}."
         raise _unusable("defaults", sorted(defaults), f"do not suit the class ({error})", advice) from error
     config.session.optimizer = core
-    config.optimizer = NxDOptimizer(core, config, [p for group in groups for p in group["params"]])
-    return cast(NxDOptimizer, config.optimizer)
+    return core, [parameter for group in groups for parameter in group["params"]]
 
 
 class NxDOptimizer(torch.optim.Optimizer):
@@ -73,6 +82,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.nxd_config = nxd_config
         self.grad_norm: torch.Tensor | None = None
         self._finished = False
+        self.max_norm = nxd_config.max_grad_norm
         self.trained = parameters
         register_optimizer(self)
 
@@ -92,7 +102,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         session = self.nxd_config.session
         self.core.begin_step(session.state.step)
         if not self._finished:
-            self.finish(self.nxd_config.max_grad_norm)
+            self.finish(self.max_norm)
         assert self.grad_norm is not None
         self.core.reject_unless_finite(self.grad_norm, self.grad_norm)
         self.core.step()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from nxdt_core.errors.primitives import ArgumentMeansNothing, LayersNotFound, StageModuleMisplaced
+from nxdt_core.nn.updates import UpdatedEmbedding, UpdatedLinear
 from nxdt_core.primitives.parallel_layers import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -49,6 +50,7 @@ def plan_of(module: nn.Module, wishes: PlanWishes) -> ParallelPlan:
         StageModuleMisplaced: parameters that belong to no stage of a pipeline.
         ArgumentMeansNothing: layers that ask for something else than the configuration.
     """
+    _check_unadapted(module, wishes)
     _check_sequence_parallel(module, wishes)
     styles, blocks = _tensor_styles(module)
     layers = find_layers(module, wishes.layer_class)
@@ -224,4 +226,19 @@ def _check_sequence_parallel(module: nn.Module, wishes: PlanWishes) -> None:
         if wrong is not None:
             raise ArgumentMeansNothing(
                 call=f"the layer '{path}'", argument=wrong[0], value=str(wrong[1]), reason=reason, advice=advice
+            )
+
+
+def _check_unadapted(module: nn.Module, wishes: PlanWishes) -> None:
+    """Layers that ``LoRAModel`` has changed no longer say how they are sharded."""
+    if max(wishes.tensor_parallel, wishes.stages) == 1:
+        return
+    for path, part in module.named_modules():
+        if isinstance(part, UpdatedLinear | UpdatedEmbedding):
+            raise ArgumentMeansNothing(
+                call="LoRAModel",
+                argument="module",
+                value=repr(path),
+                reason="has updates before it is sharded",
+                advice="Return the module itself from model_fn, and pass lora_config to neuronx_distributed_config.",
             )

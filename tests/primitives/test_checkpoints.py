@@ -7,6 +7,7 @@ from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.testing.ranks import RankPool
 from tests.primitives.loops import Decoder, batch, groups_of
+from tests.sampling import slow
 
 
 def begin(**config):
@@ -54,7 +55,7 @@ ZERO = {"optimizer_config": {"zero_one_enabled": True}}
 TP = {"tensor_parallel_size": 2}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [slow(False), True])
 def test_training_continues_from_a_tag_in_its_own_layout_and_in_another(tmp_path, asynchronous):
     path = str(tmp_path / "ckpts")
     continued = RankPool(2).run(save_and_continue, path, TP, asynchronous)
@@ -62,10 +63,9 @@ def test_training_continues_from_a_tag_in_its_own_layout_and_in_another(tmp_path
     content = {"steps": 2, "note": ["a", None]}
     same = RankPool(2).run(load_and_continue, path, TP, "step_2")
     assert same == [(content, continued[0])] * 2
-    if not asynchronous:
-        for found, losses in RankPool(2).run(load_and_continue, path, ZERO, "step_2"):
-            assert found == content
-            assert losses == pytest.approx(continued[0], abs=1e-9)
+    for found, losses in RankPool(2).run(load_and_continue, path, ZERO, "step_2"):
+        assert found == content
+        assert losses == pytest.approx(continued[0], abs=1e-9)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import pytest
 from nxdt_core.testing.ranks import RankPool
 from tests.primitives import loops
 from tests.primitives.loops import in_plain_torch, with_the_api
+from tests.sampling import slow, slow_except
 
 PIPELINE = {"num_microbatches": loops.MICRO, "transformer_layer_cls": loops.Layer}
 
@@ -43,14 +44,17 @@ def assert_equal(outcomes, reference, *, mean_loss=False):
     assert {name for *_, own in outcomes for name in own} == weights.keys() - {"places"}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+DEFAULT = {"tp2-tied", "pp2-virtual", "tp2-sp", "recompute", "tp2-pp2-zero1"}
+
+
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, DEFAULT))
 def test_training_equals_plain_torch(name):
     size, config, options = LAYOUTS[name]
     outcomes = RankPool(size).run(with_the_api, config, options)
     assert_equal(outcomes, in_plain_torch(**options))
 
 
-@pytest.mark.parametrize("name", ["tp2", "zero1", "dp2"])
+@pytest.mark.parametrize("name", [slow("tp2"), "zero1", slow("dp2")])
 def test_forward_and_backward_of_the_callers_own_equal_plain_torch(name):
     size, config, options = LAYOUTS[name]
     outcomes = RankPool(size).run(with_the_api, config, options, True)
