@@ -14,6 +14,7 @@ __all__ = [
     "LossNotFound",
     "ModelFnReturnsNoModule",
     "ModulesDifferBetweenRanks",
+    "NameNotHere",
     "NotOfThisModel",
     "OutputNotTensors",
     "PipelineNeedsRunTrain",
@@ -164,3 +165,15 @@ class WorldDoesNotDivide(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "group": self.tp * self.pp}
+
+
+class NameNotHere(NxdtError):
+    """A name of NxD Core that has another one here."""
+
+    code = "NXDT-T062"
+    happened = "{module} has no '{name}': {reason}."
+    remedy = "{advice}"
+    module: str
+    name: str
+    reason: str
+    advice: str

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nxdt_core.errors.primitives import NameNotHere
+
 if TYPE_CHECKING:
     from nxdt_core.primitives import parallel_layers
     from nxdt_core.primitives.checkpoints import (
@@ -55,10 +57,22 @@ _HOME = {
     "save_checkpoint": "checkpoints",
 }
 
+_ELSEWHERE = {
+    "NeuronLTModule": ("a module of Lightning is made of a configuration", "Use nxdt_core.training.NxdtModule."),
+    "NeuronXLAStrategy": ("there is no XLA", "Use nxdt_core.training.NxdtStrategy."),
+    "NeuronXLAPrecisionPlugin": ("there is no XLA", "Leave it out: the dtype of the module is that of the run."),
+    "NeuronTQDMProgressBar": ("Lightning's own works", "Use pytorch_lightning.callbacks.TQDMProgressBar."),
+    "NeuronTensorBoardLogger": ("Lightning's own works", "Use pytorch_lightning.loggers.TensorBoardLogger."),
+}
+"""Names of NxD Core that have no counterpart of the same name."""
+
 
 if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
 
     def __getattr__(name: str) -> Any:
+        if name in _ELSEWHERE:
+            reason, advice = _ELSEWHERE[name]
+            raise NameNotHere(module=__name__, name=name, reason=reason, advice=advice)
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name not in _HOME:

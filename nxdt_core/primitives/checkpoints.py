@@ -30,8 +30,8 @@ _WORKERS = range(1, 33)
 _UNUSED = {
     "num_workers": "each rank writes and reads its own share at once",
     "use_xser": "tensors are written one by one always",
-    "zero1_optimizer": "shards are told apart by their place",
-    "use_zero1_dcp": "shards are told apart by their place",
+    "zero1_optimizer": "each shard has its place in the whole",
+    "use_zero1_dcp": "each shard has its place in the whole",
     "avoid_saving_lower_precision_weights": "each weight is saved once",
 }
 _noted: set[str] = set()

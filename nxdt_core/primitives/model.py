@@ -104,7 +104,7 @@ class NxDModel(nn.Module):
         return self.parallel.local_modules()[0]
 
     def local_modules(self) -> list[nn.Module]:
-        """Return the modules of this rank, one a stage."""
+        """Return the modules of this rank, one per stage."""
         return [*self.parallel.local_modules()]
 
     @property

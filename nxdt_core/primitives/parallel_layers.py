@@ -8,12 +8,12 @@ an ordinary module in one process, and each layer is by itself a tensor block of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from nxdt_core.errors.primitives import ArgumentMeansNothing, NotOfThisModel
+from nxdt_core.errors.primitives import ArgumentMeansNothing, NameNotHere, NotOfThisModel
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
 from nxdt_core.primitives.current import current_model, optimizers_of
 
@@ -364,3 +364,13 @@ def _check_sequence_dimension(layer: str, enabled: bool, dimension: int | None) 
             reason="is not the dimension that sequence parallelism shards here; hidden states are [batch, seq, hidden]",
             advice="Pass sequence_dimension=1, and leave out transposes to [seq, batch, hidden].",
         )
+
+
+if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name in ("save", "load"):
+            advice = f"Use nxdt_core.primitives.{name}_checkpoint."
+            reason = "a checkpoint is not one file per rank"
+            raise NameNotHere(module=__name__, name=name, reason=reason, advice=advice)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
