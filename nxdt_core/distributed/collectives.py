@@ -20,6 +20,7 @@ __all__ = [
     "copy_to_group",
     "exchanged_rows",
     "gather_along",
+    "gather_whole",
     "reduce_from_group",
     "scatter_sum_along",
 ]
@@ -47,6 +48,15 @@ def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None
     if group is None:
         return tensor
     gathered: torch.Tensor = _Gather.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def gather_whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return all ranks' ``tensor`` concatenated along ``dim``, for computations that are equal on all ranks: each
+    rank's gradient is its own part of that of the whole."""
+    if group is None:
+        return tensor
+    gathered: torch.Tensor = _GatherWhole.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -121,6 +131,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _scattered_sum(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.rank, ctx.size = dim, group.rank(), tensor.shape[dim]
+        return _gathered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.narrow(ctx.dim, ctx.rank * ctx.size, ctx.size).contiguous(), None, None
 
 
 class _ScatterSum(torch.autograd.Function):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device, profile_of
@@ -121,9 +123,21 @@ class TorchEngine:
             decay_norms=decay_norms,
             overrides=overrides,
         )
+        return self.optimizer_over(model, lambda shards: factory(shards, config), groups, lr=config.lr)
+
+    def optimizer_over(
+        self,
+        model: TorchModel,
+        make: Callable[[list[ParameterGroup]], torch.optim.Optimizer],
+        groups: Sequence[ParameterGroup],
+        *,
+        lr: float = 0.0,
+    ) -> TorchOptimizer:
+        """Build the optimizer over this rank's shards of the parameters of ``groups``; see
+        :class:`nxdt_core.protocols.parallel.called.CalledEngine`."""
         rounding = updates_rounded(model.precision, self._run.seed)
         return TorchOptimizer(
-            lambda shards: factory(shards, config),
+            make,
             groups,
             model.finish_gradients,
             after_step=model.weights_changed,
@@ -132,7 +146,7 @@ class TorchEngine:
             rounding=rounding,
             backend="eager" if rounding is None else self._rounding_backend(groups),
             before_step=model.begin_step,
-            lr=config.lr,
+            lr=lr,
             never_waits=profile_of(self.device).never_waits,
         )
 

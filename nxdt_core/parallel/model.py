@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.nn.loss.logit_rows import with_row_kernels
 from nxdt_core.nn.loss.token_losses import token_labels
-from nxdt_core.nn.random.dropout_masks import rows_of_batch
+from nxdt_core.nn.random.dropout_masks import draws_of_step, rows_of_batch
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data import begin_micro_batch
 from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
@@ -34,6 +35,7 @@ from nxdt_core.parallel.replicas import Replicas, replica_group
 from nxdt_core.parallel.rounding.masters import rounded_weights
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
+from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterShard
@@ -165,6 +167,28 @@ class TorchModel:
             logits = unshard_sequence(logits, self._mesh)
         return logits[:, :length]
 
+    def call(self, batch: Batch) -> Any:
+        """Return what the model returns for ``batch``, with gradients; see
+        :class:`nxdt_core.protocols.parallel.called.CalledModel`."""
+        numerics = self._numerics
+        begin_micro_batch(self._stages.modules, self._mesh, last=True)
+        with (
+            self._name_shape_errors(),
+            with_row_kernels(numerics.rows),
+            draws_of_step(numerics.seed, self._step),
+            rows_of_batch(batch.first_row, batch.input_ids),
+            numerics.autocast(),
+        ):
+            moved = batch.to(numerics.device)
+            return self.module(moved.input_ids, **moved.arguments())
+
+    def label_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each label from this rank's columns of the logits; see
+        :class:`nxdt_core.protocols.parallel.called.CalledModel`."""
+        if self._mesh.sizes.tp > 1:
+            logits = DTensor.from_local(logits, self._mesh.mesh("tp"), [Shard(logits.ndim - 1)], run_check=False)
+        return vocabulary_parallel_cross_entropies(logits, labels)
+
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
         passing = LabelLogProbs()
@@ -271,7 +295,7 @@ class TorchModel:
     def _logits(self, batch: Batch) -> torch.Tensor:
         rows = rows_of_batch(batch.first_row, batch.input_ids)
         with self._numerics.autocast(), token_labels(batch.labels), rows:
-            logits: torch.Tensor = self.module(batch.input_ids, batch.position_ids, batch.document_ids)
+            logits: torch.Tensor = self.module(batch.input_ids, **batch.arguments())
         return logits
 
     @property
@@ -315,10 +339,11 @@ def _whole(logits: torch.Tensor) -> torch.Tensor:
 def _inputs(batch: Batch) -> dict[str, Any]:
     """Arguments of a pipeline stage in addition to ids or hidden states: stages behind the first see no ids to
     count."""
-    positions = batch.position_ids
-    if positions is None:
-        positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
-    return {"position_ids": positions, "document_ids": batch.document_ids}
+    arguments = batch.arguments()
+    if "position_ids" in arguments and arguments["position_ids"] is None:
+        positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        arguments["position_ids"] = positions.expand_as(batch.input_ids)
+    return arguments
 
 
 def _saved_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

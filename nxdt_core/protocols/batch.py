@@ -71,6 +71,10 @@ class Batch:
         }
         return Batch(**kept)
 
+    def arguments(self) -> dict[str, Any]:
+        """Return what a model's forward takes in addition to its first argument, by keyword."""
+        return {"position_ids": self.position_ids, "document_ids": self.document_ids}
+
     @property
     def samples(self) -> int:
         """Samples of the dataset that it holds, blank ones included."""

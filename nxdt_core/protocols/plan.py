@@ -17,6 +17,7 @@ TensorStyle = Literal[
     "column",
     "row",
     "column_gathered",
+    "column_whole",
     "row_split",
     "row_partial",
     "heads",
@@ -31,7 +32,8 @@ TensorStyle = Literal[
 embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary, feeding a
 vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gathered`` and ``row_split``: the same
 cuts where the module between them needs all features on each rank, such as a norm over all heads: outputs of the one
-are gathered, the other takes its part of whole inputs. ``row_partial``: as ``row`` without a bias and without the
+are gathered, the other takes its part of whole inputs. ``column_whole``: as ``column_gathered``, as the end of a
+tensor block: what follows is the same on each rank. ``row_partial``: as ``row`` without a bias and without the
 sum, which the module that ends the block makes (one of ``expert_dispatchers``). ``heads``: every parameter and buffer
 of the module has a leading dimension of query heads or of key or value heads (:class:`AttentionHeads` says which),
 such as a norm with weights for each head or the slopes of ALiBi; each rank has those of its own heads. ``channels``:
@@ -83,7 +85,9 @@ class ParallelPlan:
     tensor_blocks: tuple[str, ...] = ()
     """Modules inside which tensor parallelism happens: every ``column``, ``row`` and ``vocab_head`` is in one or is
     one. What goes in is the first positional argument, [batch, seq, hidden], whole inside (under sequence parallelism
-    gathered there, once for all projections); a ``row`` ends it. Gradients inside are partial sums over the ranks."""
+    gathered there, once for all projections); a ``row`` ends it. Gradients inside are partial sums over the ranks. A
+    ``column`` or ``row_split`` may be a block by itself, and so may a ``row``, which then takes the part of its inputs
+    that such a column gave it."""
     sequence_norms: tuple[str, ...] = ()
     """Modules that run on sequence shards under sequence parallelism (Korthikanti et al. 2022,
     arXiv:2205.05198): norms and dropouts between the tensor-parallel blocks."""

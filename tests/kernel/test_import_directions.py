@@ -32,7 +32,7 @@ LAYERS = (
     {"checkpoint", "data"},
     {"launch"},
     {"training"},
-    {"inference"},
+    {"inference", "primitives"},
     {"cli"},
     {"__main__"},
 )

@@ -23,7 +23,17 @@ from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 __all__ = ["apply_tensor_parallel", "partial_parameters", "replicated_partials"]
 
 _IN_BLOCKS: tuple[TensorStyle, ...] = (
-    *("column", "column_gathered", "row", "row_split", "row_partial", "heads", "channels", "vocab_head"),
+    *(
+        "column",
+        "column_gathered",
+        "column_whole",
+        "row",
+        "row_split",
+        "row_partial",
+        "heads",
+        "channels",
+        "vocab_head",
+    ),
 )
 
 
@@ -56,7 +66,8 @@ def apply_tensor_parallel(
     if sequence_parallel:
         _check_sequence_parallel(module, plan, blocks)
     sharder = TensorSharder(plan, mesh, heads, sequence_parallel=sequence_parallel)
-    for path, style in list(_styled(module, plan)):
+    styles = dict(_styled(module, plan))
+    for path, style in styles.items():
         if style in _IN_BLOCKS and not any(_inside(path, block) for block in blocks):
             raise TensorPlanUnusable(problem=f"'{path}' is {style}, and no pattern of tensor_blocks is around it")
         replacement = sharder.replacement(path, module.get_submodule(path), style)
@@ -64,7 +75,8 @@ def apply_tensor_parallel(
             module.set_submodule(path, replacement)
     entry = BlockEntry(group, sequence_parallel=sequence_parallel)
     for block in blocks:
-        module.get_submodule(block).register_forward_pre_hook(entry)
+        if styles.get(block) != "row":  # whose inputs are its own part of the features
+            module.get_submodule(block).register_forward_pre_hook(entry)
 
 
 def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parallel: bool) -> frozenset[str]:
@@ -105,9 +117,10 @@ def replicated_partials(module: nn.Module) -> frozenset[str]:
 
 def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list[str]) -> None:
     """The sequence is cut at the embeddings and made whole again at the head."""
-    if "vocab_head" not in plan.tensor.values():
+    styled = dict(_styled(module, plan))
+    gathering = any(styled.get(block) in ("column", "column_whole") for block in blocks)
+    if "vocab_head" not in plan.tensor.values() and not gathering:
         raise TensorPlanUnusable(problem="sequence parallelism needs a vocab_head, whose logits are whole sequences")
-    styled = {path for path, _ in _styled(module, plan)}
     for path, part in module.named_modules():
         outside = not any(_inside(path, block) for block in blocks)
         if isinstance(part, nn.Embedding) and outside and path not in styled:

@@ -17,7 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional
 
-from nxdt_core.distributed.collectives import copy_to_group, gather_along, reduce_from_group, scatter_sum_along
+from nxdt_core.distributed.collectives import (
+    copy_to_group,
+    gather_along,
+    gather_whole,
+    reduce_from_group,
+    scatter_sum_along,
+)
 from nxdt_core.nn.updates import updated_linear
 from nxdt_core.parallel.tensor.padding import PaddedDim
 
@@ -30,6 +36,7 @@ __all__ = [
     "PartialRowLinear",
     "RowLinear",
     "SplitRowLinear",
+    "WholeColumnLinear",
     "local_part",
     "sum_over_ranks",
 ]
@@ -115,7 +122,19 @@ class GatheredColumnLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out]."""
         bias = None if self.bias is None else local_part(self.bias)
-        return gather_along(updated_linear(hidden, local_part(self.weight), bias, self.update), -1, self.group)
+        return self.gathered(updated_linear(hidden, local_part(self.weight), bias, self.update))
+
+    def gathered(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the features of all ranks; gradients are summed."""
+        return gather_along(features, -1, self.group)
+
+
+class WholeColumnLinear(GatheredColumnLinear):
+    """As its base, for what is computed equally on all ranks: the end of a tensor block."""
+
+    def gathered(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the features of all ranks; each rank's gradient is its own part."""
+        return gather_whole(features, -1, self.group)
 
 
 class RowLinear(nn.Module):

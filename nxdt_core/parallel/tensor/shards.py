@@ -25,6 +25,7 @@ from nxdt_core.parallel.tensor.layers import (
     PartialRowLinear,
     RowLinear,
     SplitRowLinear,
+    WholeColumnLinear,
     local_part,
 )
 from nxdt_core.parallel.tensor.padding import PaddedDim
@@ -96,10 +97,11 @@ class TensorSharder:
         linear = _linear(path, module, style)
         if style == "column":
             return self._column(path, linear)
-        if style == "column_gathered":
+        if style in ("column_gathered", "column_whole"):
             cut = self._even(path, 0, linear.out_features, "output features")
             weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
-            return GatheredColumnLinear(weight, bias, self._group, update=self._update(linear, cut))
+            kind = GatheredColumnLinear if style == "column_gathered" else WholeColumnLinear
+            return kind(weight, bias, self._group, update=self._update(linear, cut))
         if style in _ROWS:
             return self._row(path, linear, style)
         cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")

@@ -1,0 +1,80 @@
+"""NxD Core's training API over this engine: a loop that was written for it moves by changing its imports.
+
+Names are imported when they are first used, so that importing the package needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nxdt_core.errors.primitives import NameNotHere
+
+if TYPE_CHECKING:
+    from nxdt_core.primitives import parallel_layers
+    from nxdt_core.primitives.checkpoints import (
+        finalize_checkpoint,
+        has_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
+    from nxdt_core.primitives.config import NxDConfig, neuronx_distributed_config
+    from nxdt_core.primitives.lora import LoraConfig, LoRAModel
+    from nxdt_core.primitives.model import NxDModel, initialize_parallel_model
+    from nxdt_core.primitives.optimizer import NxDOptimizer, initialize_parallel_optimizer
+    from nxdt_core.primitives.zero1 import NeuronZero1Optimizer
+
+__all__ = [
+    "LoRAModel",
+    "LoraConfig",
+    "NeuronZero1Optimizer",
+    "NxDConfig",
+    "NxDModel",
+    "NxDOptimizer",
+    "finalize_checkpoint",
+    "has_checkpoint",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "neuronx_distributed_config",
+    "parallel_layers",
+    "save_checkpoint",
+]
+
+_HOME = {
+    "LoRAModel": "lora",
+    "LoraConfig": "lora",
+    "NeuronZero1Optimizer": "zero1",
+    "NxDConfig": "config",
+    "NxDModel": "model",
+    "NxDOptimizer": "optimizer",
+    "finalize_checkpoint": "checkpoints",
+    "has_checkpoint": "checkpoints",
+    "initialize_parallel_model": "model",
+    "initialize_parallel_optimizer": "optimizer",
+    "load_checkpoint": "checkpoints",
+    "neuronx_distributed_config": "config",
+    "save_checkpoint": "checkpoints",
+}
+
+_ELSEWHERE = {
+    "NeuronLTModule": ("a module of Lightning is made of a configuration", "Use nxdt_core.training.NxdtModule."),
+    "NeuronXLAStrategy": ("there is no XLA", "Use nxdt_core.training.NxdtStrategy."),
+    "NeuronXLAPrecisionPlugin": ("there is no XLA", "Leave it out: the dtype of the module is that of the run."),
+    "NeuronTQDMProgressBar": ("Lightning's own works", "Use pytorch_lightning.callbacks.TQDMProgressBar."),
+    "NeuronTensorBoardLogger": ("Lightning's own works", "Use pytorch_lightning.loggers.TensorBoardLogger."),
+}
+"""Names of NxD Core that have no counterpart of the same name."""
+
+
+if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _ELSEWHERE:
+            reason, advice = _ELSEWHERE[name]
+            raise NameNotHere(module=__name__, name=name, reason=reason, advice=advice)
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _HOME:
+            return import_module(f"{__name__}.{name}")
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

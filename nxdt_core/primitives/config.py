@@ -1,0 +1,248 @@
+"""``neuronx_distributed_config``: from NxD Core's arguments to a resolved configuration and a started engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config import load as load_config
+from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.errors.primitives import ArgumentMeansNothing, WorldDoesNotDivide
+from nxdt_core.primitives.plan import RECOMPUTED, PlanWishes
+from nxdt_core.protocols.parallel.called import CalledEngine
+from nxdt_core.training.session import TrainSession, start_engine
+
+__all__ = ["NxDConfig", "neuronx_distributed_config"]
+
+_log = logging.getLogger(__name__)
+
+_SEED = 1234
+_CALL = "neuronx_distributed_config"
+
+OPTIMIZER_CONFIG = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+MODEL_INIT_CONFIG = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
+
+_PIPELINE_KEYS = frozenset(
+    {
+        *("num_microbatches", "transformer_layer_cls", "virtual_pipeline_size", "pipeline_cuts"),
+        *("output_loss_value_spec", "input_names", "hidden_size"),
+    }
+)
+_PIPELINE_UNUSED = {
+    "auto_partition": "layers are shared out evenly unless pipeline_cuts says otherwise",
+    "leaf_module_cls": "nothing is traced",
+    "autowrap_functions": "nothing is traced",
+    "autowrap_modules": "nothing is traced",
+    "autowrap_obj_methods": "nothing is traced",
+    "tracer_cls": "nothing is traced",
+    "trace_file_path": "nothing is traced",
+    "use_zero1_optimizer": "optimizer_config decides",
+    "return_loss_on_cpu": "the loss is a scalar on the device",
+    "broadcast_and_average_loss": "run_train returns the mean on each rank",
+    "deallocate_pipeline_outputs": "what was sent is freed once it has gone",
+    "use_model_wrapper": "there is one wrapper",
+    "use_optimizer_wrapper": "there is one wrapper",
+    "param_init_fn": "model_init_config decides",
+}
+
+
+class NxDConfig(dict[str, Any]):
+    """The arguments of ``neuronx_distributed_config`` with their defaults, and the run that they began."""
+
+    session: TrainSession
+    engine: CalledEngine
+    wishes: PlanWishes
+    model: Any = None
+    """What ``initialize_parallel_model`` returned."""
+    optimizer: Any = None
+    """What ``initialize_parallel_optimizer`` returned."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return int(self["pipeline_parallel_size"])
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a call of ``run_train``."""
+        return int((self["pipeline_config"] or {}).get("num_microbatches", 1))
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """To what gradients are clipped; None for not at all."""
+        optimizer = self["optimizer_config"]
+        return float(optimizer["max_grad_norm"]) if optimizer["grad_clipping"] else None
+
+
+def neuronx_distributed_config(
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    pipeline_config: Mapping[str, Any] | None = None,
+    optimizer_config: Mapping[str, Any] | None = None,
+    activation_checkpoint_config: str | type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+    pad_model: bool = False,
+    sequence_parallel: bool = False,
+    model_init_config: Mapping[str, Any] | None = None,
+    lora_config: Any = None,
+) -> NxDConfig:
+    """Join the process group, build the mesh, and return what the other functions take. Collective.
+
+    Args:
+        tensor_parallel_size: ranks that share each parallel layer.
+        pipeline_parallel_size: ranks that share the list of layers.
+        pipeline_config: ``num_microbatches``, ``transformer_layer_cls``, ``pipeline_cuts``,
+            ``virtual_pipeline_size``, ``output_loss_value_spec``, ``hidden_size``; keys of NxD Core's tracer are noted.
+        optimizer_config: ``zero_one_enabled``, ``grad_clipping``, ``max_grad_norm``.
+        activation_checkpoint_config: ``"full"`` recomputes each layer; a class of modules (or several) those.
+        pad_model: heads are not filled up here; True is refused.
+        sequence_parallel: shard hidden states between parallel layers along the sequence.
+        model_init_config: ``meta_device_init`` with ``param_init_fn``; ``sequential_move_factor`` is noted.
+        lora_config: a :class:`nxdt_core.primitives.LoraConfig`.
+
+    Raises:
+        ArgumentMeansNothing: an argument that cannot mean anything here.
+        WorldDoesNotDivide: the processes do not fall into groups of these sizes.
+        ConfigError: sizes that the engine refuses.
+    """
+    pipeline = dict(pipeline_config or {})
+    optimizer = _merged("optimizer_config", OPTIMIZER_CONFIG, optimizer_config)
+    init = _merged("model_init_config", MODEL_INIT_CONFIG, model_init_config)
+    _check(pipeline, activation_checkpoint_config, init, pad_model=pad_model)
+    for key in pipeline.keys() & _PIPELINE_UNUSED.keys():
+        _log.warning("pipeline_config[%r] has no effect: %s", key, _PIPELINE_UNUSED[key])
+    place = place_from_environment()
+    group = tensor_parallel_size * pipeline_parallel_size
+    if min(tensor_parallel_size, pipeline_parallel_size) < 1 or place.world_size % group:
+        raise WorldDoesNotDivide(world=place.world_size, tp=tensor_parallel_size, pp=pipeline_parallel_size)
+    made = NxDConfig(
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        pipeline_config=pipeline or None,
+        optimizer_config=optimizer,
+        activation_checkpoint_config=activation_checkpoint_config,
+        pad_model=pad_model,
+        sequence_parallel=sequence_parallel,
+        model_init_config=init,
+        lora_config=lora_config,
+    )
+    made.wishes = PlanWishes(
+        stages=pipeline_parallel_size,
+        tensor_parallel=tensor_parallel_size,
+        layer_class=pipeline.get("transformer_layer_cls"),
+        hidden_size=pipeline.get("hidden_size"),
+        recompute_layers=activation_checkpoint_config == "full",
+        recompute_class=None if isinstance(activation_checkpoint_config, str) else activation_checkpoint_config,
+        sequence_parallel=sequence_parallel,
+    )
+    made.session = TrainSession(load_config(_run(made, place.world_size), label=_CALL))
+    made.engine = cast(CalledEngine, made.session.engine)
+    start_engine(made.session.config, made.engine)
+    return made
+
+
+def _merged(name: str, defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    unknown = sorted((given or {}).keys() - defaults.keys())
+    if unknown:
+        raise ArgumentMeansNothing(
+            call=_CALL,
+            argument=f"{name}[{unknown[0]!r}]",
+            value=repr((given or {})[unknown[0]]),
+            reason="is unknown",
+            advice=f"Known keys are {', '.join(defaults)}.",
+        )
+    return {**defaults, **(given or {})}
+
+
+def _check(pipeline: Mapping[str, Any], recompute: Any, init: Mapping[str, Any], *, pad_model: bool) -> None:
+    classes = recompute if isinstance(recompute, tuple) else (recompute,)
+    known = recompute in (None, "full") or all(
+        isinstance(each, type) and issubclass(each, nn.Module) for each in classes
+    )
+    wrong = [
+        *(
+            (f"pipeline_config[{key!r}]", value, "is unknown", f"Known keys are {', '.join(sorted(_PIPELINE_KEYS))}.")
+            for key, value in pipeline.items()
+            if key not in _PIPELINE_KEYS | _PIPELINE_UNUSED.keys()
+        ),
+    ]
+    if not known:
+        advice = "Pass 'full', a class of modules, or None."
+        wrong.append(("activation_checkpoint_config", recompute, "names nothing that is recomputed", advice))
+    if pad_model:
+        advice = "Leave it out, and choose a tensor_parallel_size that divides the numbers of heads."
+        wrong.append(("pad_model", pad_model, "would change the caller's own modules", advice))
+    if init["meta_device_init"] and init["param_init_fn"] is None:
+        advice = "Pass param_init_fn, called with each module that has parameters, or leave meta_device_init out."
+        wrong.append(("model_init_config['meta_device_init']", True, "needs param_init_fn", advice))
+    for argument, value, reason, advice in wrong[:1]:
+        raise ArgumentMeansNothing(call=_CALL, argument=argument, value=repr(value), reason=reason, advice=advice)
+
+
+def _run(nxd_config: NxDConfig, world_size: int) -> dict[str, Any]:
+    """The run as the configuration schema says it."""
+    stages, micro_batches = nxd_config.stages, nxd_config.micro_batches
+    tp, pipeline = nxd_config["tensor_parallel_size"], nxd_config["pipeline_config"] or {}
+    recompute = nxd_config["activation_checkpoint_config"]
+    model: dict[str, Any] = {
+        "name": "nxd-core-module",
+        "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
+    }
+    if recompute == "full":
+        model["activations_checkpoint_granularity"] = "full"
+    elif recompute is not None:
+        model["activations_checkpoint_granularity"] = "selective"
+        model["activations_checkpoint_recompute"] = [RECOMPUTED]
+    if pipeline.get("pipeline_cuts"):
+        model["pipeline_cuts"] = list(pipeline["pipeline_cuts"])
+    run: dict[str, Any] = {
+        "name": "nxd-core",
+        "seed": _SEED,
+        "plugins": {"local": [str(Path(__file__).with_name("component.py"))]},
+        "parallel_engine": {"name": "torch"},
+        "trainer": {"devices": world_size, "num_nodes": 1, "max_steps": 1 << 40, "gradient_clip_val": None},
+        "data": {
+            "name": "none",
+            "seq_length": tp,
+            "micro_batch_size": 1,
+            "global_batch_size": micro_batches * (world_size // (tp * stages)),
+        },
+        "distributed_strategy": {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": stages,
+            "virtual_pipeline_model_parallel_size": int(pipeline.get("virtual_pipeline_size", 1)),
+            "sequence_parallel": nxd_config["sequence_parallel"],
+            "zero1": nxd_config["optimizer_config"]["zero_one_enabled"],
+        },
+        "model": model,
+        "precision": {"type": "fp32"},
+    }
+    if nxd_config["lora_config"] is not None and nxd_config["lora_config"].enable_lora:
+        run["adapter"] = nxd_config["lora_config"].section()
+    return run
+
+
+def config_of(nxd_config: Any, call: str) -> NxDConfig:
+    """Return ``nxd_config``, checked.
+
+    Raises:
+        ArgumentMeansNothing: it is not from ``neuronx_distributed_config``.
+    """
+    if isinstance(nxd_config, NxDConfig):
+        return nxd_config
+    raise ArgumentMeansNothing(
+        call=call,
+        argument="nxd_config",
+        value=type(nxd_config).__name__,
+        reason="is not what neuronx_distributed_config returned",
+        advice="Pass its return value as it is, not a copy as a plain dict.",
+    )
+
+
+def resolved(nxd_config: NxDConfig) -> ResolvedConfig:
+    """Return the configuration as the schema has it."""
+    return nxd_config.session.config
