@@ -253,3 +253,21 @@ class UnknownPlugin(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "installed": listing(self.available)}
+
+
+class BadPluginName(NxdtError):
+    """A name for a plugin that a distribution and a Python package cannot both have."""
+
+    code = "NXDT-K034"
+    happened = "{name!r} cannot be the name of a plugin."
+    remedy = "Use lower-case letters, digits and hyphens, begin with a letter, and do not begin with nxdt: my-model."
+    name: str
+
+
+class RepositoryPlaceTaken(NxdtError):
+    """The directory of a new plugin is not empty."""
+
+    code = "NXDT-K035"
+    happened = "{path} exists, and is not an empty directory."
+    remedy = "Take another name, or another place with --directory."
+    path: str
