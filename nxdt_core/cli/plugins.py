@@ -133,6 +133,29 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
     ctx.exit(1 if failed or not results else 0)
 
 
+@plugins.command(
+    "new",
+    examples=("nxdt plugins new model my-model", "nxdt plugins new schedule my-schedule --directory plugins/mine"),
+)
+@click.argument("kind")
+@click.argument("name")
+@click.option("--directory", type=click.Path(path_type=Path), help="Where to write it. Default: a directory NAME here.")
+def new(kind: str, name: str, directory: Path | None) -> None:
+    """Write the repository of a new plugin, which installs and passes its own tests.
+
+    KIND is a kind of components, such as model, dataset, tokenizer, optimizer, schedule, precision, store, adapter,
+    objective, engine, logger or callback. NAME is that of the distribution, the plugin and the component. The
+    repository has the component, its configuration, tests by the conformance kit, a CI file and a README; that of a
+    model has a recipe, too.
+    """
+    from nxdt_core.scaffold.repository import write_repository
+
+    target = Path(name) if directory is None else directory
+    for path in write_repository(kind, name, target):
+        say(str(target / path))
+    say(f"\ncd {target} && pip install . && nxdt plugins check {name}")
+
+
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))
 @click.argument("name", shell_complete=completed_by("complete_plugin"))
 @as_json

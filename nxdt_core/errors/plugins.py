@@ -317,3 +317,21 @@ class UnknownErrorCode(NxdtError):
     def _view(self) -> dict[str, Any]:
         close = get_close_matches(self.wanted, self.known, n=3, cutoff=0.8)
         return {**super()._view(), "near": f"Did you mean {' or '.join(map(repr, close))}? " if close else ""}
+
+
+class BadPluginName(NxdtError):
+    """A name for a plugin that a distribution and a Python package cannot both have."""
+
+    code = "NXDT-K034"
+    happened = "{name!r} cannot be the name of a plugin."
+    remedy = "Use lower-case letters, digits and hyphens, begin with a letter, and do not begin with nxdt: my-model."
+    name: str
+
+
+class RepositoryPlaceTaken(NxdtError):
+    """The directory of a new plugin is not empty."""
+
+    code = "NXDT-K035"
+    happened = "{path} exists, and is not an empty directory."
+    remedy = "Take another name, or another place with --directory."
+    path: str

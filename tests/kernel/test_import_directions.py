@@ -24,7 +24,7 @@ LAYERS = (
     {"trainium"},
     {"devices"},
     {"progress", "protocols"},
-    {"file_lock", "kernel"},
+    {"file_lock", "kernel", "scaffold"},
     {"config"},
     {"models"},
     {"nn"},

@@ -1,0 +1,1 @@
+"""``nxdt plugins new``: repositories of plugins, written from templates."""

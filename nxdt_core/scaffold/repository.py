@@ -1,0 +1,129 @@
+"""Writes the repository of a new plugin from the templates of its kind.
+
+A template is a file below ``templates/<kind>`` or ``templates/common`` with the suffix ``.tmpl``. Its path there is
+that in the repository, where ``PACKAGE`` in paths becomes the name of the package. In paths and texts ``{{name}}``,
+``{{package}}``, ``{{Class}}``, ``{{kind}}``, ``{{core}}``, ``{{dependencies}}``, ``{{use}}`` and ``{{summary}}`` are
+replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
+
+from nxdt_core._version import __version__
+from nxdt_core.api import KINDS
+from nxdt_core.errors.plugins import BadPluginName, RepositoryPlaceTaken, UnknownKind
+
+__all__ = ["SHORT_NAMES", "kind_names", "write_repository"]
+
+SHORT_NAMES = {
+    "model": "model_builder",
+    "dataset": "dataloader",
+    "schedule": "lr_scheduler",
+    "precision": "precision_policy",
+    "store": "checkpoint_storage",
+    "format": "checkpoint_format",
+    "migration": "config_migration",
+    "tasks": "task_suite",
+    "engine": "parallel_engine",
+    "device": "device_profile",
+}
+"""Shorter names of kinds."""
+
+_TEMPLATES = files(__package__).joinpath("templates")
+_SUFFIX = ".tmpl"
+_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+_TORCH = '"torch>=2.9"'
+_DEPENDENCIES = {
+    "model_builder": ('"nxdt-plugin-text{core}"', '"safetensors>=0.5"', _TORCH),
+    "dataloader": ('"numpy>=2"',),
+    "optimizer": (_TORCH,),
+    "checkpoint_format": ('"safetensors>=0.5"', _TORCH),
+    "adapter": (_TORCH,),
+    "objective": (_TORCH,),
+    "parallel_engine": (_TORCH,),
+    "device_profile": (_TORCH,),
+    "logger": ('"pytorch-lightning>=2.5"',),
+    "callback": ('"pytorch-lightning>=2.5"',),
+}
+"""By kind: what a distribution requires in addition to the core."""
+
+
+def kind_names() -> tuple[str, ...]:
+    """Return every name of a kind that :func:`write_repository` takes."""
+    return (*SHORT_NAMES, *(kind.name for kind in KINDS if kind.name not in SHORT_NAMES.values()))
+
+
+def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
+    """Write the repository of a plugin that brings one component of ``kind``, called ``name`` like its distribution.
+
+    Args:
+        kind: a kind of components, or its short name.
+        name: of the distribution, the plugin and the component.
+        directory: to be made.
+
+    Returns:
+        The files, relative to ``directory``.
+
+    Raises:
+        UnknownKind: there is no such kind.
+        BadPluginName: a distribution cannot have that name.
+        RepositoryPlaceTaken: there is something in ``directory``.
+    """
+    full = SHORT_NAMES.get(kind, kind)
+    if full not in {each.name for each in KINDS}:
+        known = kind_names()
+        raise UnknownKind(kind=kind, close=tuple(get_close_matches(kind, known)), available=known)
+    package = name.replace("-", "_")
+    if not _NAME.fullmatch(name) or package.startswith("nxdt"):
+        raise BadPluginName(name=name)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise RepositoryPlaceTaken(path=str(directory))
+    texts = {**_texts("common"), **_texts(full)}
+    values = _values(full, name, package, use=texts.pop(PurePosixPath("use.md")))
+    written = []
+    for place, text in sorted(texts.items()):
+        target = directory / _filled(str(place).replace("PACKAGE", package), values)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_filled(text, values), encoding="utf-8")
+        written.append(target.relative_to(directory))
+    return written
+
+
+def _values(kind: str, name: str, package: str, *, use: str) -> dict[str, str]:
+    major, minor = map(int, __version__.split(".")[:2])
+    core = f">={major}.{minor},<{major}.{minor + 1}"
+    required = [f'"nxdt-core{core}"', *(each.format(core=core) for each in _DEPENDENCIES.get(kind, ()))]
+    values = {
+        "name": name,
+        "package": package,
+        "Class": "".join(part.capitalize() for part in package.split("_")),
+        "kind": kind,
+        "core": core,
+        "dependencies": ", ".join(required),
+        "summary": next(each.summary for each in KINDS if each.name == kind),
+    }
+    return {**values, "use": _filled(use, values).strip()}
+
+
+def _filled(text: str, values: dict[str, str]) -> str:
+    return re.sub(r"{{(\w+)}}", lambda found: values[found[1]], text)
+
+
+def _texts(folder: str) -> dict[PurePosixPath, str]:
+    """The templates of a folder by their place in a repository."""
+    found: dict[PurePosixPath, str] = {}
+
+    def walk(room: Traversable, place: PurePosixPath) -> None:
+        for entry in room.iterdir():
+            if entry.is_dir():
+                walk(entry, place / entry.name)
+            elif entry.name.endswith(_SUFFIX):
+                found[place / entry.name.removesuffix(_SUFFIX)] = entry.read_text(encoding="utf-8")
+
+    walk(_TEMPLATES.joinpath(folder), PurePosixPath())
+    return found

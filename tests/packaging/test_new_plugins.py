@@ -1,0 +1,122 @@
+"""``nxdt plugins new`` writes repositories whose wheels pass their own tests."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from nxdt_core.api import KINDS
+from nxdt_core.scaffold.repository import SHORT_NAMES, write_repository
+from scripts.wheel_environment import build_wheels
+from tests import processes
+from tests.packaging.conftest import ROOT
+from tests.sampling import sampled, takes_all
+
+OTHERS = sorted({kind.name for kind in KINDS} - {"model_builder"})
+QUICK = "not (in_a_layout or shards_are or layouts_agree or ranks) or (in_a_layout and tp and not sp and not lora)"
+
+
+def _python(*words, cwd, path):
+    environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+def _chosen(config):
+    return ["model_builder", *sampled(config, OTHERS, 1, of="new plugins")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory, pytestconfig):
+    """A directory into which the wheels of the chosen kinds are unpacked, and their repositories by kind."""
+    place = tmp_path_factory.mktemp("new")
+    written = {kind: place / f"my-{kind.replace('_', '-')}" for kind in _chosen(pytestconfig)}
+    for kind, directory in written.items():
+        write_repository(kind, directory.name, directory)
+    wheels = place / "wheels"
+    wheels.mkdir()
+    build_wheels(written.values(), wheels)
+    for wheel in wheels.iterdir():
+        zipfile.ZipFile(wheel).extractall(place / "site")
+    for directory in written.values():
+        shutil.rmtree(directory / "src")  # the tests shall find the wheel
+    return place / "site", written
+
+
+@pytest.mark.parametrize("kind", ["model_builder", "another"])
+def test_a_new_repository_passes_its_own_tests(site, kind, pytestconfig):
+    path, written = site
+    chosen = [kind] if kind in written else [each for each in written if each != "model_builder"]
+    some = () if takes_all(pytestconfig) else ("-k", QUICK)
+    for each in chosen:
+        options = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib")
+        done = _python("-m", "pytest", *options, written[each] / "tests", *some, cwd=written[each], path=path)
+        assert done.returncode == 0, f"{each}: {done.stdout}{done.stderr}"
+        assert " passed" in done.stdout
+
+
+def test_a_new_plugin_is_usable_and_nothing_of_it_is_complained_of(site, tmp_path):
+    path, written = site
+    done = _python("-m", "nxdt_core", "plugins", "list", "--json", cwd=tmp_path, path=path)
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    for kind, directory in written.items():
+        row = rows[directory.name]
+        assert row["state"] == "ok"
+        assert [component["kind"] for component in row["components"]] == [kind]
+    assert "my-" not in done.stderr
+
+
+def test_the_engine_of_a_new_repository_is_the_example(tmp_path):
+    write_repository("engine", "my-engine", tmp_path / "mine")
+    example = (ROOT / "examples/one_process_engine/src/acme_engine/engine.py").read_text()
+    written = (tmp_path / "mine/src/my_engine/engine.py").read_text()
+    assert written.replace("MyEngine", "Solo") == example
+    write_repository("store", "sqlite", tmp_path / "store")
+    example = (ROOT / "examples/third_party/src/acme_nxdt/store.py").read_text()
+    assert (tmp_path / "store/src/sqlite/store.py").read_text().replace("Sqlite", "SQLiteStore") == example
+
+
+def test_every_kind_has_templates_and_code_of_one_style(tmp_path):
+    for kind in (*SHORT_NAMES, *OTHERS):
+        files = write_repository(kind, "my-own", tmp_path / kind)
+        assert {"README.md", "pyproject.toml", "tests/test_plugin.py"} <= set(map(str, files))
+        for file in files:
+            text = (tmp_path / kind / file).read_text()
+            assert "{{" not in text.replace("${{", "")
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,UP,B", "--line-length", "125"]
+    done = subprocess.run([*ruff, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("modle", "my-model"), "NXDT-K004", "'model'"),
+        (("model", "My Model"), "NXDT-K034", "my-model"),
+        (("model", "nxdt-plugin-mine"), "NXDT-K034", "nxdt"),
+        (("model", "taken"), "NXDT-K035", "--directory"),
+    ],
+)
+def test_what_cannot_be_written_is_an_error(tmp_path, words, code, said):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    command = [sys.executable, "-m", "nxdt_core", "plugins", "new", *words]
+    process = processes.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert f"[{code}]" in err
+    assert said in err
+
+
+def test_the_command_says_how_to_continue(tmp_path):
+    command = [sys.executable, "-m", "nxdt_core", "plugins", "new", "schedule", "my-schedule"]
+    process = processes.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines()[-1] == "cd my-schedule && pip install . && nxdt plugins check my-schedule"
+    for line in out.splitlines()[:-2]:
+        assert (tmp_path / line).is_file()
