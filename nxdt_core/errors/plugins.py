@@ -322,7 +322,7 @@ class UnknownErrorCode(NxdtError):
 class BadPluginName(NxdtError):
     """A name for a plugin that a distribution and a Python package cannot both have."""
 
-    code = "NXDT-K034"
+    code = "NXDT-K036"
     happened = "{name!r} cannot be the name of a plugin."
     remedy = "Use lower-case letters, digits and hyphens, begin with a letter, and do not begin with nxdt: my-model."
     name: str

@@ -312,7 +312,7 @@ class LoggerCannotStart(NxdtError):
 class NothingToPlot(NxdtError):
     """``nxdt plot`` of a directory without metrics, or without matplotlib."""
 
-    code = "NXDT-T050"
+    code = "NXDT-T085"
     happened = "{run} cannot be plotted: {reason}."
     remedy = "{advice}"
     usual_remedy = "Name the directory of a run that has logged a step, and install nxdt-core[plot]."

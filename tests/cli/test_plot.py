@@ -48,7 +48,7 @@ def test_what_cannot_be_plotted_is_refused_with_a_remedy(nxdt, run, work):
     for args in (["nowhere"], ["empty"], ["pipe"], [str(run), "-o", "x.gif"], [str(run), "-o", "nowhere/x.png"]):
         done = nxdt("plot", *args)
         assert (done.returncode, done.stdout) == (2, ""), args
-        assert done.stderr.startswith("[NXDT-T050] "), args
+        assert done.stderr.startswith("[NXDT-T085] "), args
 
 
 def test_matplotlib_is_named_where_it_is_missing(nxdt, run):

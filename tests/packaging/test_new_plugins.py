@@ -96,8 +96,8 @@ def test_every_kind_has_templates_and_code_of_one_style(tmp_path):
     ("words", "code", "said"),
     [
         (("modle", "my-model"), "NXDT-K004", "'model'"),
-        (("model", "My Model"), "NXDT-K034", "my-model"),
-        (("model", "nxdt-plugin-mine"), "NXDT-K034", "nxdt"),
+        (("model", "My Model"), "NXDT-K036", "my-model"),
+        (("model", "nxdt-plugin-mine"), "NXDT-K036", "nxdt"),
         (("model", "taken"), "NXDT-K035", "--directory"),
     ],
 )
