@@ -21,6 +21,7 @@ from nxdt_core.kernel import Kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import docs_errors
+import docs_mutants
 import docs_reference
 
 PAGES: dict[str, Callable[[], str]] = {}
@@ -139,6 +140,12 @@ def cli_page() -> str:
 def support_page() -> str:
     """Return the support matrix of models, engines and optimizers."""
     return docs_reference.support_page(Kernel.start())
+
+
+@page("reference/mutants.md")
+def mutants_page() -> str:
+    """Return the table of what the conformance kits catch."""
+    return docs_mutants.mutants_page()
 
 
 def _phase_text(phase: ModuleType) -> str:

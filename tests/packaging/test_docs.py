@@ -116,6 +116,17 @@ def test_the_support_matrix_has_what_models_declare(site):
     assert marks == ["✓" if "ep" in record.capabilities else "–" for record in models]
 
 
+def test_every_kit_with_mutants_has_its_table(site):
+    from tests.testing.test_objective_mutants import CAUGHT_BY
+
+    page = (site / "reference/mutants/index.html").read_text()
+    for kind in ("Adapter", "Callback", "Engine", "Model", "Objective", "Storage", "Tokenizer"):
+        assert re.search(rf"<h2[^>]*>{kind}", page)
+    cells = " ".join(re.findall(r"<td>(.*?)</td>", page))
+    for mutant in CAUGHT_BY.keys() - {"Right"}:
+        assert re.sub(r"(?<!^)(?=[A-Z])", " ", mutant).lower() in cells
+
+
 def test_variables_of_nxdt_in_the_environment_are_documented():
     page = (ROOT / "docs/reference/environment.md").read_text()
     sources = [*ROOT.glob("nxdt_core/**/*.py"), *ROOT.glob("plugins/*/*/src/**/*.py")]
