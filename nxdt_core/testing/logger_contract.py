@@ -29,6 +29,8 @@ from nxdt_core.testing.runs.small_run import STEPS, losses, no_thread_left, smal
 __all__ = ["LoggerContract"]
 
 _HALF = STEPS // 2
+_LOSS = "train/loss"
+"""Name under which loggers get the loss of a step."""
 _CLOSE = 1e-6
 """Allowed difference of a loss that was read, relative: some formats keep float32."""
 
@@ -73,7 +75,7 @@ class LoggerContract:
         plain = losses(train_small(small_config(tmp_path, "plain", trainer={}, exp_manager={})))
         own = losses(run_dir)
         assert own == plain, f"the losses of a run with the logger are {own}, and {plain} without it"
-        found = {step: metrics["loss"] for step, metrics in self.read(run_dir).items() if "loss" in metrics}
+        found = {step: metrics[_LOSS] for step, metrics in self.read(run_dir).items() if _LOSS in metrics}
         missing = sorted(own.keys() - found.keys())
         assert not missing, (
             f"of the steps {sorted(own)} it has the losses of {sorted(found)}; a resumed run adds to what is there"

@@ -21,7 +21,7 @@ class TestTensorBoard(LoggerContract):
 
         events = EventAccumulator(str(run_dir))
         events.Reload()
-        return {event.step: {"loss": event.value} for event in events.Scalars("loss")}
+        return {event.step: {"train/loss": event.value} for event in events.Scalars("train/loss")}
 
 
 @pytest.mark.slow  # the import takes seconds, and tests/training/run/test_loggers.py reads one back
@@ -34,8 +34,8 @@ class TestMLflow(LoggerContract):
         client = pytest.importorskip("mlflow.tracking").MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
         found = defaultdict(dict)
         for run in client.search_runs([each.experiment_id for each in client.search_experiments()]):
-            for metric in client.get_metric_history(run.info.run_id, "loss"):
-                found[metric.step]["loss"] = metric.value
+            for metric in client.get_metric_history(run.info.run_id, "train/loss"):
+                found[metric.step]["train/loss"] = metric.value
         return found
 
 
@@ -52,6 +52,6 @@ class TestWandb(LoggerContract):
                 if record.HasField("history"):
                     row = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
                     found[int(row["trainer/global_step"])].update(
-                        {name: float(value) for name, value in row.items() if name == "loss"}
+                        {name: float(value) for name, value in row.items() if name == "train/loss"}
                     )
         return found

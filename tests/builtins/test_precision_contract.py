@@ -14,6 +14,10 @@ from nxdt_core.testing.precision_contract import PrecisionContract
 RECORDS = {record.name: record for record in POLICIES}
 
 
+SLOW = pytest.mark.slow
+"""Others show the same by default."""
+
+
 def under_contract(name: str, config: Any = None, *, keeps: bool = True) -> type[PrecisionContract]:
     class Contract(PrecisionContract):
         requires = RECORDS[name].requires
@@ -31,14 +35,16 @@ def under_contract(name: str, config: Any = None, *, keeps: bool = True) -> type
 
 
 TestFP32 = under_contract("fp32")
-TestAutocast = under_contract("autocast")
-TestMixed = under_contract("mixed_precision")
+TestAutocast = SLOW(under_contract("autocast"))
+TestMixed = SLOW(under_contract("mixed_precision"))
 TestMixedSR = under_contract("mixed_precisionSR")
 TestBF16SR = under_contract("bf16SR", BF16SRConfig())
-TestBF16SRWithNarrowState = under_contract("bf16SR", BF16SRConfig(optimizer_state="bfloat16"))
-TestManual = under_contract("manual", ManualConfig())
-TestManualMasters = under_contract(
-    "manual", ManualConfig(xla_downcast_bf16=True, master_weights=True, fp32_grad_acc=True)
+TestBF16SRWithNarrowState = SLOW(under_contract("bf16SR", BF16SRConfig(optimizer_state="bfloat16")))
+TestManual = SLOW(under_contract("manual", ManualConfig()))
+TestManualMasters = SLOW(
+    under_contract("manual", ManualConfig(xla_downcast_bf16=True, master_weights=True, fp32_grad_acc=True))
 )
-TestManualRounded = under_contract("manual", ManualConfig(xla_downcast_bf16="1", neuron_rt_stochastic_rounding_en="1"))
+TestManualRounded = SLOW(
+    under_contract("manual", ManualConfig(xla_downcast_bf16="1", neuron_rt_stochastic_rounding_en="1"))
+)
 TestManualNarrow = under_contract("manual", ManualConfig(xla_use_bf16="1"), keeps=False)

@@ -17,7 +17,7 @@ from tests.packaging.conftest import ROOT
 from tests.sampling import sampled, takes_all
 
 OTHERS = sorted({kind.name for kind in KINDS} - {"model_builder"})
-QUICK = "not (in_a_layout or shards_are or layouts_agree or ranks) or (in_a_layout and tp and not sp and not lora)"
+QUICK = "not (in_a_layout or shards_are or layouts_agree or ranks)"
 
 
 def _python(*words, cwd, path):

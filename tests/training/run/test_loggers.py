@@ -117,7 +117,7 @@ def test_two_trainings_of_a_process_are_in_their_own_mlflow_stores(small_run):
         client = MlflowClient(f"sqlite:///{config.run_dir}/mlflow.db")
         (run,) = client.search_runs([client.get_experiment_by_name("lightning_logs").experiment_id])
         assert run.info.run_name == name
-        assert len(client.get_metric_history(run.info.run_id, "loss")) == 1
+        assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 1
 
 
 def test_a_logger_that_cannot_start_is_told_in_words(small_run):

@@ -45,6 +45,7 @@ class TestLora(AdapterContract):
         return merge
 
 
+@pytest.mark.slow  # the others show the same
 class TestEmbeddings(TestLora):
     """Tables too, with the scale of the root of the rank."""
 
@@ -67,6 +68,7 @@ class TestDora(TestLora):
         return layout == "tp" or config.getoption("samples", default=None) == "all"
 
 
+@pytest.mark.slow  # the others show the same
 class TestWholeModules(TestLora):
     """The final norm trains whole."""
 

@@ -21,6 +21,9 @@ class TestDpo(ObjectiveContract):
     def section(self):
         return DpoConfig(kl_beta=0.1)
 
+    def tries(self, layout, config):
+        return layout == "cp" or config.getoption("samples", default=None) == "all"
+
 
 class TestOrpo(ObjectiveContract):
     """Two terms."""
@@ -33,13 +36,14 @@ class TestOrpo(ObjectiveContract):
     def section(self):
         return OrpoConfig()
 
+    def tries(self, layout, config):
+        return layout == "tp" or config.getoption("samples", default=None) == "all"
 
+
+@pytest.mark.slow  # the other shows the same
 class TestOrpoOfAnswers(TestOrpo):
     """As in the paper."""
 
     @pytest.fixture
     def section(self):
         return OrpoConfig(prompt_in_nll=False)
-
-    def tries(self, layout, config):
-        return config.getoption("samples", default=None) == "all"
