@@ -9,6 +9,7 @@ import click
 
 from nxdt_core.cli.terminal.closed_output import survive_closed_output
 from nxdt_core.cli.verb import Verb, config_arguments, print_note, say
+from nxdt_core.engines.compile_cache import check_torch_folder
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -81,6 +82,7 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
 
 
 def _train(config: ResolvedConfig, client: Client | None = None) -> int:
+    check_torch_folder()
     from nxdt_core.training.run.train import (
         train as run,  # imports torch: only a configuration that is right pays for it
     )

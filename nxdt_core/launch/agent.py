@@ -22,13 +22,14 @@ _AGENT_SIGNALS = "SIGHUP,SIGQUIT"
 ranks that a scheduler has signalled already, and a second one means to stop at once."""
 
 
-def run_ranks(config: ResolvedConfig, node: Node, port: int) -> Mapping[int, int]:
+def run_ranks(config: ResolvedConfig, node: Node, port: int, verb: str) -> Mapping[int, int]:
     """Run the same command on each rank of this node until all have ended.
 
     Args:
-        config: what the command trains.
+        config: what the command is about.
         node: this one.
         port: of the store at which nodes and ranks meet.
+        verb: the command's name.
 
     Returns:
         Exit code by rank, of those that failed or were stopped because others had; negative for signals.
@@ -50,16 +51,16 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int) -> Mapping[int, int
         "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
     }
     try:
-        run_agent(settings, [sys.executable, *_arguments(config)], signals=_AGENT_SIGNALS)
+        run_agent(settings, [sys.executable, *_arguments(config, verb)], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
 
 
-def _arguments(config: ResolvedConfig) -> list[str]:
+def _arguments(config: ResolvedConfig, verb: str) -> list[str]:
     """The command line behind the interpreter; the agent fills in templates with ``$``, so that these are doubled."""
     here = sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path
-    words = ["-m", "nxdt_core", "train", "--", config.source, *config.overrides]
+    words = ["-m", "nxdt_core", verb, "--", config.source, *config.overrides]
     return [word.replace("$", "$$") for word in (words if here else ["-P", *words])]
 
 

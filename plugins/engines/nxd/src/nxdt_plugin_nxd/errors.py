@@ -7,6 +7,9 @@ from typing import Any
 from nxdt_core.errors import NxdtError
 
 __all__ = [
+    "CacheNotReachable",
+    "CompileToolMissing",
+    "HostCompilesNothing",
     "LibraryBroken",
     "LibraryMissing",
     "LibraryPlaceholder",
@@ -103,3 +106,31 @@ class RanksPlacedOtherwise(NxdtError):
             return ", ".join(f"{name} {index}" for name, index in place.items())
 
         return {**super()._view(), "library": shown(self.library), "run": shown(self.run)}
+
+
+class CompileToolMissing(NxdtError):
+    """The program that compiles graphs ahead of a run is not installed."""
+
+    code = "NXDT-N020"
+    happened = "`nxdt compile` needs the program {tool}, which is not on the PATH."
+    remedy = f"It comes with torch-neuronx: `pip install torch-neuronx neuronx-cc {_INDEX}`."
+    tool: str
+
+
+class HostCompilesNothing(NxdtError):
+    """Compiling ahead of a run in the library's CPU mode."""
+
+    code = "NXDT-N021"
+    happened = "{variable} is set, and in the CPU mode of neuronx-distributed nothing is compiled."
+    remedy = "Unset {variable}, or start `nxdt train` at once."
+    variable: str
+
+
+class CacheNotReachable(NxdtError):
+    """An address for compiled graphs that the Neuron cache does not serve."""
+
+    code = "NXDT-N022"
+    happened = "{origin} is {address!r}, and the Neuron cache of compiled graphs is a folder or s3://bucket/prefix."
+    remedy = "Write a path, or s3://bucket/prefix."
+    origin: str
+    address: str
