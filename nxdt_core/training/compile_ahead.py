@@ -6,12 +6,13 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.limits import first_batches
@@ -110,10 +111,15 @@ def _validate(session: TrainSession) -> None:
     if trainer.val_check_interval is None:
         return
     limit = trainer.limit_val_batches if isinstance(trainer.limit_val_batches, int) else None
-    without_gradients = torch.inference_mode() if trainer.inference_mode else torch.no_grad()  # as Lightning does
-    with without_gradients, session.validated_weights():
+    with _without_gradients(inference=trainer.inference_mode), session.validated_weights():
         for loader in session.validation_loaders():
             mean_loss(session.evaluate_batch(batch) for batch in _first_and_last(islice(loader, limit)))
+
+
+def _without_gradients(*, inference: bool) -> AbstractContextManager[None]:
+    """Return the mode in which Lightning validates: over gloo never that of inference."""
+    gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
+    return torch.inference_mode() if inference and not gloo else torch.no_grad()
 
 
 def _first_and_last(batches: Iterable[StepInput]) -> Iterator[StepInput]:

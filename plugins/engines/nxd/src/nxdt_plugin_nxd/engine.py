@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import HOST
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
 from nxdt_core.protocols.adapter import Adapter
@@ -122,7 +122,8 @@ class NxdEngine:
         from nxdt_plugin_nxd.global_batch import Surroundings
         from nxdt_plugin_nxd.model import NxdModel
 
-        stage = layout.lay_out(builder, self.place, self._run, precision, adapters)
+        fixed_shapes = not profile_of(self.device).host
+        stage = layout.lay_out(builder, self.place, self._run, precision, adapters, fixed_shapes=fixed_shapes)
         copies = max((shard.copies for shard in stage.shards.values()), default=1)
         if max(self.ranks.all_gather_object(copies)) > 1:  # a stage may have no attention
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)

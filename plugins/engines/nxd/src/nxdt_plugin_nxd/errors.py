@@ -21,6 +21,11 @@ __all__ = [
 
 _INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 _FITTING = "torch 2.9 with torch-xla 2.9 and the neuronx-distributed of a Neuron SDK up to 2.31"
+_PAIRS = (
+    "parallel_engine.name=nxd, on trn1 and trn2: torch 2.9 with torch-xla 2.9, torch-neuronx 2.9 and a Neuron SDK up "
+    "to 2.31. parallel_engine.name=torch, on trn2 and trn3: torch 2.13 with torch-neuronx 2.13, or torch 2.14 with "
+    "torch-neuronx 2.14; neither has torch-xla."
+)
 
 
 class LibraryMissing(NxdtError):
@@ -57,13 +62,16 @@ class LibraryBroken(NxdtError):
 
 
 class VersionsDoNotFit(NxdtError):
-    """Versions of torch and torch-xla that do not belong together."""
+    """Versions of torch and of a package for one torch that do not belong together."""
 
     code = "NXDT-N004"
-    happened = "torch {torch} and torch-xla {xla} are installed, and torch-xla works with the torch of its own version."
-    remedy = f"Install a pair that fits: {_FITTING}. Newer torch on Trainium needs parallel_engine.name=torch."
+    happened = (
+        "torch {torch} and {package} {version} are installed, and {package} works with the torch of its own version."
+    )
+    remedy = f"Install versions that fit. {_PAIRS}"
     torch: str
-    xla: str
+    package: str
+    version: str
 
 
 class PlanNotExpressible(NxdtError):
