@@ -26,6 +26,9 @@ _INTERRUPTED = 130
 
 COMMANDS = {
     "train": LazyCommand(target="nxdt_core.cli.train:train", summary="Train a model from a YAML file or a recipe."),
+    "compile": LazyCommand(
+        target="nxdt_core.cli.compile:compile_ahead", summary="Compile the graphs of a run before it starts."
+    ),
     "plan": LazyCommand(target="nxdt_core.cli.plan:plan", summary="Say what a run would need, without its devices."),
     "env": LazyCommand(
         target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."

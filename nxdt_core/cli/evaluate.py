@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nxdt_core.cli.verb import Verb, say
+from nxdt_core.engines.compile_cache import check_torch_folder
 
 if TYPE_CHECKING:
     from nxdt_core.inference.load import LoadedModel
@@ -59,6 +60,8 @@ def evaluate(
     of an installed suite, such as lm-evaluation-harness (nxdt-plugin-evaluate).
     """
     from nxdt_core.errors.evaluation import NothingToJudge
+
+    check_torch_folder()
     from nxdt_core.inference.evaluate import metrics
     from nxdt_core.inference.load import load_model
     from nxdt_core.kernel import Kernel

@@ -8,6 +8,7 @@ import sys
 import click
 
 from nxdt_core.cli.verb import Verb, as_json, print_json
+from nxdt_core.engines.compile_cache import check_torch_folder
 from nxdt_core.visible_text import visible
 
 __all__ = ["generate"]
@@ -63,6 +64,7 @@ def generate(
     CHECKPOINT is a checkpoint.uri, of which the newest step that is whole is taken, or one step of it. The
     model and its tokenizer are built from the configuration that the checkpoint keeps.
     """
+    check_torch_folder()
     from nxdt_core.inference.generate import generate as continue_prompt
 
     pieces = continue_prompt(

@@ -6,6 +6,7 @@ import click
 
 from nxdt_core.cli.plan_report import print_report
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
+from nxdt_core.engines.compile_cache import check_torch_folder
 from nxdt_core.errors.launch import TwoMemorySizes
 
 __all__ = ["plan"]
@@ -70,6 +71,7 @@ def plan(
     for note in config.notes:
         print_note(note)
 
+    check_torch_folder()
     from nxdt_core.training.plan import plan as make  # imports torch: only a configuration that is right pays for it
     from nxdt_core.training.step_time import EFFICIENCY
 

@@ -9,6 +9,7 @@ import click
 
 from nxdt_core.cli.terminal.closed_output import survive_closed_output
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
+from nxdt_core.engines.compile_cache import check_torch_folder
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -61,7 +62,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     check_layout(config)
     from nxdt_core.launch.launcher import launch
 
-    outcome = launch(config, ["--json"] if json_output else [])
+    outcome = launch(config, ["train", *(["--json"] if json_output else [])])
     if outcome.text:
         say(outcome.text, err=True)
     ctx.exit(outcome.status)
@@ -85,6 +86,7 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
 
 
 def _train(config: ResolvedConfig, client: Client | None = None, json_output: bool = False) -> int:
+    check_torch_folder()
     from nxdt_core.training.run.train import (
         train as run,  # imports torch: only a configuration that is right pays for it
     )

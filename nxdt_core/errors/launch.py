@@ -9,6 +9,10 @@ from nxdt_core.errors.base import NxdtError, listing
 __all__ = [
     "AcceleratorMissing",
     "BadDeviceProfile",
+    "CompileCacheNotAFolder",
+    "CompileCacheNotWritable",
+    "CompileIsOff",
+    "EngineCannotCompileAhead",
     "EngineWithoutEstimate",
     "HeadsDoNotDivide",
     "SequenceDoesNotDivide",
@@ -173,3 +177,46 @@ class TwoMemorySizes(NxdtError):
     code = "NXDT-P008"
     happened = "--device and --memory-gib both say how much memory a device has."
     remedy = "Give one of them."
+
+
+class EngineCannotCompileAhead(NxdtError):
+    """``nxdt compile`` with an engine that fills no cache of compiled graphs."""
+
+    code = "NXDT-P100"
+    happened = "The parallel engine {engine!r} of {dist} cannot compile ahead of a run."
+    remedy = "Start the run itself: `nxdt train` compiles what the engine compiles at its first step."
+    engine: str
+    dist: str
+
+
+class CompileIsOff(NxdtError):
+    """``nxdt compile`` of a run that compiles nothing."""
+
+    code = "NXDT-P101"
+    happened = "model.compile is false, so the parallel engine {engine!r} compiles nothing in this run."
+    remedy = "Set model.compile=true, for `nxdt train` too; or run `nxdt train` without compiling ahead."
+    engine: str
+
+
+class CompileCacheNotWritable(NxdtError):
+    """The folder for compiled graphs cannot be written."""
+
+    code = "NXDT-P102"
+    happened = "Compiled graphs cannot be kept in {path}: {reason}."
+    remedy = "Let {setting} name a folder that this user may write."
+    path: str
+    reason: str
+    setting: str
+    """Key or variable that names the folder, or that would change it."""
+
+
+class CompileCacheNotAFolder(NxdtError):
+    """An address for compiled graphs that the engine cannot use."""
+
+    code = "NXDT-P103"
+    happened = (
+        "compiler_cache_url is {address!r}, and the parallel engine {engine!r} keeps compiled graphs in a folder."
+    )
+    remedy = "Write a path, such as one on a file system that all nodes share, or file:///absolute/path."
+    address: str
+    engine: str

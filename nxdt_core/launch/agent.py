@@ -22,14 +22,14 @@ _AGENT_SIGNALS = "SIGHUP,SIGQUIT"
 ranks that a scheduler has signalled already, and a second one means to stop at once."""
 
 
-def run_ranks(config: ResolvedConfig, node: Node, port: int, options: Sequence[str] = ()) -> Mapping[int, int]:
+def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[str]) -> Mapping[int, int]:
     """Run the same command on each rank of this node until all have ended.
 
     Args:
-        config: what the command trains.
+        config: what the command is about.
         node: this one.
         port: of the store at which nodes and ranks meet.
-        options: of ``nxdt train``.
+        command: its verb and options.
 
     Returns:
         Exit code by rank, of those that failed or were stopped because others had; negative for signals.
@@ -51,16 +51,16 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, options: Sequence[s
         "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
     }
     try:
-        run_agent(settings, [sys.executable, *_arguments(config, options)], signals=_AGENT_SIGNALS)
+        run_agent(settings, [sys.executable, *_arguments(config, command)], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
 
 
-def _arguments(config: ResolvedConfig, options: Sequence[str]) -> list[str]:
+def _arguments(config: ResolvedConfig, command: Sequence[str]) -> list[str]:
     """The command line behind the interpreter; the agent fills in templates with ``$``, so that these are doubled."""
     here = sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path
-    words = ["-m", "nxdt_core", "train", *options, "--", config.source, *config.overrides]
+    words = ["-m", "nxdt_core", *command, "--", config.source, *config.overrides]
     return [word.replace("$", "$$") for word in (words if here else ["-P", *words])]
 
 

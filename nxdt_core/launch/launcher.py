@@ -1,4 +1,4 @@
-"""``nxdt train`` where it starts the ranks itself: one launcher a node, which meet, start ranks and end with them.
+"""How ``nxdt train`` and ``nxdt compile`` start ranks: one launcher per node; they meet, start ranks, end with them.
 
 The first node serves the store and the supervisor. Signals come to the launcher and pass through the supervisor, so
 that a rank is asked to stop once, whether a terminal or a scheduler signalled one process or all of them.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -33,6 +34,8 @@ from nxdt_core.launch.supervisor import Supervisor
 __all__ = ["Outcome", "launch"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_Ranks = Callable[[], Mapping[int, int]]
+"""Runs this node's ranks, and returns the exit codes of those that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +48,12 @@ class Outcome:
     """What to print of a failure; of a run that went well, rank 0 has printed all."""
 
 
-def launch(config: ResolvedConfig, options: Sequence[str] = ()) -> Outcome:
+def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outcome:
     """Start this node's ranks with the same arguments, and wait until those of all nodes have ended.
 
     Args:
         config: of the run.
-        options: of ``nxdt train`` for each rank, in addition to the configuration's source and overrides.
+        command: verb and options that each rank runs with the configuration's source and overrides.
 
     Raises:
         NotEnoughDevices: this node has fewer than it should have ranks.
@@ -65,9 +68,10 @@ def launch(config: ResolvedConfig, options: Sequence[str] = ()) -> Outcome:
     store = connect_store(place, who=f"Node {node.number}")
     supervisor = _open_supervisor(node, store) if node.number == 0 else None
     _wait_for_nodes(store, node)
+    ranks = partial(run_ranks, config, node, store.port, command)
     if supervisor is not None:
-        return _as_first(supervisor, config, node, store.port, options)
-    return _as_further(Client(place, rendezvous.find(store, place), is_rank=False), config, node, store.port, options)
+        return _as_first(supervisor, ranks, node)
+    return _as_further(Client(place, rendezvous.find(store, place), is_rank=False), ranks, node)
 
 
 def _open_supervisor(node: Node, store: TCPStore) -> Supervisor:
@@ -93,9 +97,9 @@ def _wait_for_nodes(store: TCPStore, node: Node) -> None:
         raise RanksMissing(unit="node", total=node.count, missing=missing, timeout_s=join_timeout_s()) from error
 
 
-def _as_first(supervisor: Supervisor, config: ResolvedConfig, node: Node, port: int, options: Sequence[str]) -> Outcome:
+def _as_first(supervisor: Supervisor, ranks: _Ranks, node: Node) -> Outcome:
     with _forwarded(lambda number, urgent: supervisor.stop(number, urgent=urgent)) as received:
-        codes = _codes(config, node, port, options, received)
+        codes = _codes(ranks, node, received)
     root_cause = supervisor.wait_for_root_cause() if codes else supervisor.root_cause
     if root_cause is None and not codes:
         return Outcome(status=supervisor.status)
@@ -109,12 +113,12 @@ def _as_first(supervisor: Supervisor, config: ResolvedConfig, node: Node, port: 
     raise RankDied(rank=rank, host=host, how=_how(codes.get(rank)))
 
 
-def _as_further(client: Client, config: ResolvedConfig, node: Node, port: int, options: Sequence[str]) -> Outcome:
+def _as_further(client: Client, ranks: _Ranks, node: Node) -> Outcome:
     def ask(number: int, urgent: bool) -> None:
         client.ask_to_stop(number, urgent=urgent)
 
     with _forwarded(ask) as received:
-        codes = _codes(config, node, port, options, received)
+        codes = _codes(ranks, node, received)
     status, cause = client.outcome()
     if cause is not None:
         return Outcome(status=status, text=f"Node {node.number} ended with the run, since {cause}.")
@@ -124,11 +128,9 @@ def _as_further(client: Client, config: ResolvedConfig, node: Node, port: int, o
     return Outcome(status=status)
 
 
-def _codes(
-    config: ResolvedConfig, node: Node, port: int, options: Sequence[str], received: list[int]
-) -> Mapping[int, int]:
+def _codes(ranks: _Ranks, node: Node, received: list[int]) -> Mapping[int, int]:
     try:
-        return run_ranks(config, node, port, options)
+        return ranks()
     except SignalException as error:  # one that the agent has passed on
         received.append(error.sigval)
         return {node.number * node.devices: -error.sigval}

@@ -9,10 +9,12 @@ import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device, profile_of
+from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS
+from nxdt_core.parallel.compile_cache import ahead_of, use_cache
 from nxdt_core.parallel.data import check_sums, needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
@@ -27,6 +29,7 @@ from nxdt_core.parallel.shards import tables
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
+from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
 from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -51,6 +54,7 @@ class TorchEngine:
         )
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
         self.rank_info = self._place()
+        use_cache(config.run, profile_of(self.device))
 
     def start(self) -> None:
         """Join the process group, if there is more than one process, and build the mesh."""
@@ -167,6 +171,17 @@ class TorchEngine:
         from nxdt_core.parallel.estimate.configured import estimate_configured
 
         return estimate_configured(config, parts)
+
+    @staticmethod
+    def compile_ahead(config: ResolvedConfig) -> CompileAhead:
+        """Return how a trial of the run of ``config`` fills the cache of ``torch.compile``.
+
+        Raises:
+            CompileIsOff: ``model.compile`` is false.
+            NxdtError: there is no such device, or the cache cannot be written.
+        """
+        register_profile_of(config)
+        return ahead_of(config.run, profile_of(current_device(config.run.trainer.accelerator)))
 
     @staticmethod
     def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:

@@ -64,8 +64,9 @@ class RunConfig:
     """Which plugins the run may use."""
     compiler_flags: Annotated[str | None, XlaOnly()] = None
     """Flags of the Neuron compiler."""
-    compiler_cache_url: Annotated[str | None, XlaOnly()] = None
-    """Cache of compiled graphs."""
+    compiler_cache_url: str | None = None
+    """Where compiled graphs are kept for later runs: a folder; engines of the XLA runtime also take ``s3://…``. By
+    default that of the compiler."""
     aync_exec_max_inflight_requests: Annotated[int | None, XlaOnly()] = None
     """Requests in flight (the spelling is the incumbent's)."""
     bucket_size_collectives: Annotated[int | None, XlaOnly()] = None

@@ -14,6 +14,8 @@ from nxdt_core.config.validate.unused import find_idle
 
 __all__ = ["find_notes"]
 
+_CACHE, _COMPILE = "compiler_cache_url", "model.compile"
+
 
 def find_notes(checked: Checked, composition: Composition, legacy: Iterable[tuple[str, Key]]) -> tuple[str, ...]:
     """Return the lines that name keys without an effect. ``legacy`` are keys that reading set aside."""
@@ -29,6 +31,8 @@ def find_notes(checked: Checked, composition: Composition, legacy: Iterable[tupl
         elif xla is not None and not reads_xla:
             reasons.setdefault(f"the engine {engine_name!r} does not read the XLA runtime's settings", []).append(path)
     notes = [_line(paths, reason) for reason, paths in reasons.items()]
+    if not reads_xla and checked.values.get(_CACHE) is not None and not checked.values.get(_COMPILE):
+        notes.append(_line([_CACHE], f"{_COMPILE} is false"))
     return (*notes, *find_idle(checked, composition.classes))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 
 from nxdt_core.compile_counts import CompileClock
+from nxdt_core.engines.compile_cache import graph_origins
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.logger_tags import tag
 
@@ -19,7 +20,8 @@ __all__ = ["CompileTime"]
 
 
 class CompileTime(pl.Callback):
-    """Says how many seconds went into compiling, after the first step and each later one that compiled.
+    """Says how many seconds went into compiling, after the first step and each later one that compiled, and which graphs
+    came from the cache.
 
     Where ``model.compile`` is set, it also says before the first step that this one takes longer.
 
@@ -31,6 +33,7 @@ class CompileTime(pl.Callback):
         self._clock = CompileClock()
         self._running = ExitStack()
         self._reported_s = 0.0
+        self._reported = graph_origins()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start to measure the seconds that compiling takes."""
@@ -47,8 +50,11 @@ class CompileTime(pl.Callback):
         if seconds == self._reported_s:
             return
         step = pl_module.train_state.step
-        self._console.say(f"step {step}: compiling took {seconds - self._reported_s:.1f} s")
-        self._reported_s = seconds
+        graphs = graph_origins()
+        self._console.say(
+            f"step {step}: compiling took {seconds - self._reported_s:.1f} s (graphs: {graphs - self._reported})"
+        )
+        self._reported_s, self._reported = seconds, graphs
         for logger in trainer.loggers:
             logger.log_metrics({tag("compile_time_s"): seconds}, step)
 

@@ -46,6 +46,11 @@ CASES = {
         ["transformers.utils.nowhere", "older than 5"],
     ),
     "another torch": ({**XLA, **NXD, **metadata("torch-xla", "2.4.0")}, "NXDT-N004", ["torch-xla 2.4.0", "2.31"]),
+    "another torch beneath": (
+        {**XLA, **NXD, **metadata("torch-neuronx", "2.8.0.2.10")},
+        "NXDT-N004",
+        ["torch-neuronx 2.8.0.2.10", "torch 2.13 with torch-neuronx 2.13"],
+    ),
 }
 
 

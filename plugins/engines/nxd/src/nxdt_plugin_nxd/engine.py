@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import HOST
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
+from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
 from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_plugin_nxd.compile_cache import ahead_of, check_cache
 from nxdt_plugin_nxd.environment import apply_environment, variables_of
 from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
 from nxdt_plugin_nxd.lazy_device import end_of_step, join_processes, lazy_device
@@ -44,11 +46,13 @@ class NxdEngine:
         """Set the variables that a configuration asks for and import the library, which reads them.
 
         Raises:
-            NxdtError: the library cannot be imported.
+            NxdtError: the library cannot be imported, or the cache of compiled graphs cannot be used.
         """
         run, precision = config.run, config.components["precision"]
         apply_environment(variables_of(run, None if precision is None else precision.config), os.environ)
         load_library()
+        if run.compiler_cache_url is not None and not computes_on_host():
+            check_cache()
         self._run = run
         self.ranks = Ranks.from_environment()
         self._sizes = run.distributed_strategy.mesh_sizes(self.ranks.world_size)
@@ -118,7 +122,8 @@ class NxdEngine:
         from nxdt_plugin_nxd.global_batch import Surroundings
         from nxdt_plugin_nxd.model import NxdModel
 
-        stage = layout.lay_out(builder, self.place, self._run, precision, adapters)
+        fixed_shapes = not profile_of(self.device).host
+        stage = layout.lay_out(builder, self.place, self._run, precision, adapters, fixed_shapes=fixed_shapes)
         copies = max((shard.copies for shard in stage.shards.values()), default=1)
         if max(self.ranks.all_gather_object(copies)) > 1:  # a stage may have no attention
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)
@@ -161,6 +166,15 @@ class NxdEngine:
             overrides=overrides,
         )
         return NxdOptimizer(model, lambda shards: factory(shards, config), groups, lr=config.lr)
+
+    @staticmethod
+    def compile_ahead(config: ResolvedConfig) -> CompileAhead:
+        """Return how neuron_parallel_compile fills the Neuron cache for the run of ``config``.
+
+        Raises:
+            NxdtError: nothing is compiled, the tool is missing, or the cache cannot be used.
+        """
+        return ahead_of(config)
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""

@@ -10,8 +10,9 @@ from typing import Any
 
 from nxdt_core.config.schema.run import RunConfig
 
-__all__ = ["apply_environment", "variables_of"]
+__all__ = ["CACHE", "apply_environment", "variables_of"]
 
+CACHE = "NEURON_COMPILE_CACHE_URL"
 _FLAGS = "NEURON_CC_FLAGS"
 _SWITCHES = {
     "xla_use_bf16": "XLA_USE_BF16",
@@ -35,7 +36,7 @@ def variables_of(run: RunConfig, precision: Any = None) -> dict[str, str]:
     flags = " ".join(text for text in (run.compiler_flags, _CAST_FLAGS.get(run.precision.type)) if text)
     asked: dict[str, object] = {
         _FLAGS: flags or None,
-        "NEURON_COMPILE_CACHE_URL": run.compiler_cache_url,
+        CACHE: run.compiler_cache_url,
         "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": inflight,
         "BUCKET_CAP_MB": bucket,
         "ALLREDUCE_BUCKET_CAP_MB": bucket,

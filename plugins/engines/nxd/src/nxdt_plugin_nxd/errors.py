@@ -7,6 +7,9 @@ from typing import Any
 from nxdt_core.errors import NxdtError
 
 __all__ = [
+    "CacheNotReachable",
+    "CompileToolMissing",
+    "HostCompilesNothing",
     "LibraryBroken",
     "LibraryMissing",
     "LibraryPlaceholder",
@@ -18,6 +21,11 @@ __all__ = [
 
 _INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 _FITTING = "torch 2.9 with torch-xla 2.9 and the neuronx-distributed of a Neuron SDK up to 2.31"
+_PAIRS = (
+    "parallel_engine.name=nxd, on trn1 and trn2: torch 2.9 with torch-xla 2.9, torch-neuronx 2.9 and a Neuron SDK up "
+    "to 2.31. parallel_engine.name=torch, on trn2 and trn3: torch 2.13 with torch-neuronx 2.13, or torch 2.14 with "
+    "torch-neuronx 2.14; neither has torch-xla."
+)
 
 
 class LibraryMissing(NxdtError):
@@ -54,13 +62,16 @@ class LibraryBroken(NxdtError):
 
 
 class VersionsDoNotFit(NxdtError):
-    """Versions of torch and torch-xla that do not belong together."""
+    """Versions of torch and of a package for one torch that do not belong together."""
 
     code = "NXDT-N004"
-    happened = "torch {torch} and torch-xla {xla} are installed, and torch-xla works with the torch of its own version."
-    remedy = f"Install a pair that fits: {_FITTING}. Newer torch on Trainium needs parallel_engine.name=torch."
+    happened = (
+        "torch {torch} and {package} {version} are installed, and {package} works with the torch of its own version."
+    )
+    remedy = f"Install versions that fit. {_PAIRS}"
     torch: str
-    xla: str
+    package: str
+    version: str
 
 
 class PlanNotExpressible(NxdtError):
@@ -103,3 +114,31 @@ class RanksPlacedOtherwise(NxdtError):
             return ", ".join(f"{name} {index}" for name, index in place.items())
 
         return {**super()._view(), "library": shown(self.library), "run": shown(self.run)}
+
+
+class CompileToolMissing(NxdtError):
+    """The program that compiles graphs ahead of a run is not installed."""
+
+    code = "NXDT-N020"
+    happened = "`nxdt compile` needs the program {tool}, which is not on the PATH."
+    remedy = f"It comes with torch-neuronx: `pip install torch-neuronx neuronx-cc {_INDEX}`."
+    tool: str
+
+
+class HostCompilesNothing(NxdtError):
+    """Compiling ahead of a run in the library's CPU mode."""
+
+    code = "NXDT-N021"
+    happened = "{variable} is set, and in the CPU mode of neuronx-distributed nothing is compiled."
+    remedy = "Unset {variable}, or start `nxdt train` at once."
+    variable: str
+
+
+class CacheNotReachable(NxdtError):
+    """An address for compiled graphs that the Neuron cache does not serve."""
+
+    code = "NXDT-N022"
+    happened = "{origin} is {address!r}, and the Neuron cache of compiled graphs is a folder or s3://bucket/prefix."
+    remedy = "Write a path, or s3://bucket/prefix."
+    origin: str
+    address: str

@@ -17,7 +17,8 @@ from torch import nn
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.engines.stages import cut_stage
-from nxdt_core.errors.layouts import LayoutRefused
+from nxdt_core.errors.layouts import LayoutRefused, ShapesDependOnData
+from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.random.init import draw, rule_for
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
@@ -82,10 +83,21 @@ def lay_out(
     run: RunConfig,
     precision: PrecisionPolicy,
     adapters: Sequence[Adapter] = (),
+    *,
+    fixed_shapes: bool = False,
 ) -> Stage:
     """Build this rank's stage on the meta device; no other process is asked.
 
+    Args:
+        builder: of the model.
+        place: of this rank.
+        run: the configuration.
+        precision: its dtypes.
+        adapters: in the order in which they change the model.
+        fixed_shapes: whether the device compiles a graph for each shape.
+
     Raises:
+        ShapesDependOnData: the shapes of ``fixed_shapes`` would change with the data.
         NxdtError: the model's plan, or the library, does not allow the layout.
     """
     sizes = place.sizes
@@ -98,6 +110,8 @@ def lay_out(
             rules = [*adapter.init_rules(), *rules]
     added = _names(whole) - base
     _check_refused(whole, plan, sizes)
+    if fixed_shapes:
+        _check_capacity(whole, plan)
     whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
     module = whole
     if sizes.pp > 1:
@@ -117,6 +131,13 @@ def lay_out(
         names=run.model.activations_checkpoint_recompute or (),
     )
     return Stage(module=module, plan=plan, rules=tuple(rules), added=added, shards=shards, partial=partial)
+
+
+def _check_capacity(whole: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse routers that give their experts as many tokens as choose them."""
+    for path, router in whole.named_modules():
+        if matches_any(plan.expert_routers, path) and getattr(router, "capacity_factor", 0) is None:
+            raise ShapesDependOnData(path=path, experts=int(router.experts), top_k=int(router.top_k))
 
 
 def _names(module: nn.Module) -> frozenset[str]:

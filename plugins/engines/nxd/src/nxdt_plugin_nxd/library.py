@@ -17,6 +17,8 @@ CPU_MODE = "NXD_CPU_MODE"
 """The library's own variable: above 0 its layers and its pipeline run on the host, over gloo."""
 
 _PACKAGES = ("torch_xla", "neuronx_distributed")
+_PAIRED_WITH_TORCH = ("torch-xla", "torch-neuronx")
+"""Packages whose first two numbers are those of the torch that they were built for."""
 _PLACEHOLDER = "WRONG PACKAGE"
 
 
@@ -32,7 +34,7 @@ def load_library() -> ModuleType:
     Raises:
         LibraryMissing: it, or torch-xla, is not installed.
         LibraryPlaceholder: one of its packages comes from PyPI.
-        VersionsDoNotFit: torch-xla was built for another torch.
+        VersionsDoNotFit: torch-xla or torch-neuronx was built for another torch.
         LibraryBroken: it fails while it is imported.
     """
     for package in _PACKAGES:
@@ -79,9 +81,12 @@ def _blamed(error: BaseException) -> str | None:
 
 
 def _check_versions() -> None:
-    try:
-        torch, xla = version("torch"), version("torch-xla")
-    except PackageNotFoundError:
-        return  # not installed from wheels; its own import says more
-    if torch.split(".")[:2] != xla.split(".")[:2]:
-        raise VersionsDoNotFit(torch=torch, xla=xla)
+    for package in _PAIRED_WITH_TORCH:
+        try:
+            torch, found = version("torch"), version(package)
+        except PackageNotFoundError:
+            continue  # not installed from wheels; its own import says more
+        if torch.split(".")[0] != found.split(".")[0]:
+            continue  # PyPI's placeholders count from 0
+        if torch.split(".")[:2] != found.split(".")[:2]:
+            raise VersionsDoNotFit(torch=torch, package=package, version=found)
