@@ -20,8 +20,8 @@ __all__ = ["CompileTime"]
 
 
 class CompileTime(pl.Callback):
-    """Says how many seconds went into compiling, after the first step and each later one that compiled, and which graphs
-    came from the cache.
+    """Says how many seconds went into compiling, after the first step and each later one that compiled, and which
+    graphs came from the cache.
 
     Where ``model.compile`` is set, it also says before the first step that this one takes longer.
 
