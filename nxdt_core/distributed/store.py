@@ -37,7 +37,7 @@ def join_timeout_s() -> float:
 
 
 def connect_store(place: Place, *, who: str | None = None) -> TCPStore:
-    """Join the run's store; rank 0 serves it, unless an agent does. (Once in a process, however often it is asked for.)
+    """Join the run's store; rank 0 serves it, unless an agent does. (It stays until the process of rank 0 ends.)
 
     Args:
         place: of this process.
@@ -78,11 +78,18 @@ def _store(place: Place, timeout_s: float, *, serves: bool) -> TCPStore:
 
 def _serve(place: Place, timeout_s: float) -> TCPStore:
     try:
-        return _store(place, timeout_s, serves=True)
+        store = _store(place, timeout_s, serves=True)
     except DistError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise PortTaken(address=place.master_addr, port=place.master_port) from error
+    _served.setdefault((place.master_addr, place.master_port), store)
+    return store
+
+
+_served: dict[tuple[str, int], TCPStore] = {}
+"""By address: a server ends with the last reference to it, and a rank that starts a second group may already have
+connected while rank 0 still leaves the first."""
 
 
 def _wait_for_server(place: Place, timeout_s: float) -> None:

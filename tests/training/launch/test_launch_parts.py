@@ -388,3 +388,19 @@ def test_the_part_that_exceeded_the_estimate_is_named():
     assert "weights, gradients and optimizer state exceeded" in compare(MemoryUse(held=9 * gib, step=gib), estimated)
     assert "the device is too small" in compare(MemoryUse(held=4 * gib, step=2 * gib), estimated)
     assert compare(MemoryUse(held=1, step=1), None) == ""
+
+
+def starts_again_while_rank_zero_is_late():
+    found = []
+    for _ in range(2):
+        ranks = Ranks.from_environment()
+        ranks.start(torch.device("cpu"), timeout_s=20)
+        found.append(ranks.all_gather_object(ranks.rank))
+        if ranks.rank == 0:
+            time.sleep(0.5)
+        ranks.stop()
+    return found
+
+
+def test_a_rank_that_starts_again_before_rank_zero_has_stopped_finds_its_store():
+    assert RankPool(2).run(starts_again_while_rank_zero_is_late) == [[[0, 1]] * 2] * 2
