@@ -4,6 +4,7 @@ Usage: python scripts/prose.py [PATH ...]    without paths: every tracked file t
 
 Checked are Markdown outside code, and in Python docstrings and string literals: help texts, errors, descriptions of
 configuration keys. Tests and comments are not, nor is the notebook of decisions, whose entries are not rewritten.
+In the README, the guide for contributors and ``docs/``, a sentence of prose has at most 25 words.
 A line with ``prose: allow`` in a comment is skipped.
 
 Vale and proselint were tried first. Vale's packages on PyPI and npm download the program from GitHub, which fails
@@ -62,15 +63,30 @@ FRAGMENT = re.compile(r"(?:Of|Nothing|As|For|By|Around|Within|That of|Those of|I
 NOUN_PHRASE = re.compile(r"(?:The|What|Whether|An?|Number of|Names? of) ")
 """Beginnings that lack "Return" or "Yield" where the function gives something back."""
 
+LONGEST = 25
+"""Words that a sentence of documentation may have."""
+
+ITEM = re.compile(r"\s*(?:[-*+]|\d+\.)\s+")
+"""The beginning of an item of a list."""
+
+NO_PROSE = re.compile(r"\s*(?:$|#|\||<|!!!|(?:[-*+]|\d+\.)\s+\[(?! ))")
+"""Beginnings of lines that end a paragraph: blank lines, headings, tables, HTML and items that begin with a link."""
+
+SENTENCE_END = re.compile(r"(?<=[.!?])[)\"*_]*\s+(?=[(\[\"*_]*[A-Z0-9])")
+"""The gap between two sentences."""
+
 _GAP = r"\s+"
 
 PATTERNS = [
     (re.compile(rf"(?<![-\w])(?:{words.replace(' ', _GAP)})\b(?!-)", re.IGNORECASE), instead)
     for words, instead in WORDS.items()
 ]
-EXCLUDED = re.compile(
-    r"(?:^|/)(?:tests/|conftest\.py$)|^(?:docs/decisions\.md|CHANGELOG\.md|CONTRIBUTING\.md|scripts/prose\.py)$"
-)
+EXCLUDED = re.compile(r"(?:^|/)(?:tests/|conftest\.py$)|^(?:docs/decisions\.md|CHANGELOG\.md|scripts/prose\.py)$")
+DOCUMENTATION = re.compile(r"^(?:README|CONTRIBUTING)\.md$|^docs/(?!(?:decisions|defects)\.md$).*\.md$")
+"""Pages whose sentences are measured."""
+
+STYLE_GUIDE = "CONTRIBUTING.md"
+"""The page that lists the words to avoid: only its sentences are measured."""
 
 
 class Finding(NamedTuple):
@@ -101,6 +117,12 @@ def tracked() -> list[str]:
 def check(path: str, source: str) -> Iterator[Finding]:
     """Yield the findings in the text of one file."""
     allowed = {number for number, line in enumerate(source.splitlines(), 1) if "prose: allow" in line}
+    if DOCUMENTATION.search(path):
+        for line, words, sentence in long_sentences(source):
+            if line not in allowed:
+                yield Finding(path, line, sentence, f"at most {LONGEST} words, not {words}")
+    if path == STYLE_GUIDE:
+        return
     for first, text in python_texts(source) if path.endswith(".py") else [(1, without_code(source))]:
         for pattern, instead in PATTERNS:
             for match in pattern.finditer(text):
@@ -116,6 +138,38 @@ def without_code(markdown: str) -> str:
     """Return Markdown with fenced blocks, code spans and link targets blanked, line by line."""
     code = r"^( *)```.*?^ *```|`[^`\n]+`|\]\([^)\n]*\)"
     return re.sub(code, lambda match: re.sub(r"[^\n]", "_", match.group()), markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def long_sentences(markdown: str) -> Iterator[tuple[int, int, str]]:
+    """Yield line, number of words and text of each sentence of prose that is longer than ``LONGEST`` words."""
+    for first, paragraph in paragraphs(markdown):
+        text = re.sub(r"`[^`]+`", lambda match: "Code" + "\n" * match.group().count("\n"), paragraph)
+        text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+        start = 0
+        for end in [match.start() for match in SENTENCE_END.finditer(text)] + [len(text)]:
+            words = [word for word in text[start:end].split() if re.search(r"\w", word)]
+            if len(words) > LONGEST:
+                begun = start + len(text[start:end]) - len(text[start:end].lstrip())
+                yield first + text.count("\n", 0, begun), len(words), " ".join(words[:6]) + " …"
+            start = end
+
+
+def paragraphs(markdown: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each paragraph and list item, without code blocks, tables, headings and lists of links."""
+    fences = r"^( *)```.*?^ *```|<!--.*?-->"
+    blanked = re.sub(fences, lambda match: "\n" * match.group().count("\n"), markdown, flags=re.DOTALL | re.MULTILINE)
+    lines: list[str] = []
+    skipped = False  # the lines that continue an item that begins with a link
+    for number, line in enumerate([*blanked.splitlines(), ""], 1):
+        begins = ITEM.match(line)
+        if lines and (begins or NO_PROSE.match(line)):
+            yield number - len(lines), "\n".join(lines)
+            lines = []
+        if NO_PROSE.match(line):
+            skipped = begins is not None
+        elif begins or not skipped:
+            skipped = False
+            lines.append(line[begins.end() :] if begins else line)
 
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:

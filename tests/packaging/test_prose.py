@@ -43,6 +43,51 @@ def test_a_docstring_says_what_its_function_returns(text):
     assert found("a.py", source.replace(text, f"Return {text}")) == []
 
 
+LIMIT = " ".join(["word"] * 24)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/data.md", "docs/how-to/s3.md"])
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        f"A {LIMIT} more.",
+        f"A {LIMIT}\nmore.",
+        f"- A {LIMIT}\n  more.",
+        f"Short. A {LIMIT} `code`.",
+        f"A [link of two]({LIMIT}) {LIMIT}.",
+        f"1.5 {LIMIT} more.",
+    ],
+)
+def test_a_sentence_of_documentation_has_at_most_25_words(page, sentence):
+    assert found(page, f"# Title\n\n```text\ncode\n```\n\n{sentence}\n")[0][0] == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"A {LIMIT}.",
+        f"A {LIMIT}. `code` {LIMIT}! (A {LIMIT}.) **A** {LIMIT}",
+        f"A {LIMIT} = –",
+        f"A {LIMIT}\n- a {LIMIT}\n\na {LIMIT}",
+        f"`{LIMIT} {LIMIT}` is code.",
+        f"A [link]({LIMIT} {LIMIT}).",
+        f"# A {LIMIT} {LIMIT}",
+        f"| {LIMIT} | {LIMIT} |\n|---|---|",
+        f"- [link](a) {LIMIT} {LIMIT}\n  {LIMIT}",
+        f"```text\n{LIMIT} {LIMIT}\n```",
+        f"<!-- {LIMIT}\n{LIMIT} -->",
+        f"A {LIMIT} {LIMIT} <!-- prose: allow -->",
+    ],
+)
+def test_short_sentences_and_text_that_is_not_prose_pass(text):
+    assert found("docs/data.md", f"# Title\n\n{text}\n") == []
+
+
+@pytest.mark.parametrize("path", ["docs/decisions.md", "docs/defects.md", "CHANGELOG.md", "plugins/a/README.md"])
+def test_sentences_of_notes_and_of_other_pages_are_not_measured(path):
+    assert found(path, f"{LIMIT} {LIMIT}.") == []
+
+
 def test_the_style_guide_and_the_check_agree():
     guide = (ROOT / "CONTRIBUTING.md").read_text()
     avoided = guide.partition("| write | not |")[2].partition("\n\n")[0]
