@@ -2,11 +2,16 @@
 
 import ast
 import html
+import http.server
 import json
 import re
+import shutil
+import struct
 import subprocess
 import sys
+import threading
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -177,3 +182,71 @@ def test_the_search_returns_the_right_page_first(search, query):
 
 def test_the_search_leaves_out_pages_for_contributors(search):
     assert not {"decisions/", "defects/", "reference/schema/"} & set(search("checkpoint"))
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+VIEWED = ("", "how-to/resume/", "reference/config/trainer/", "reference/errors/C/", "parallel/")
+FRAMES = """<body style="margin:0"><script>
+const pages = PAGES, widths = [390, 1400], found = {};
+for (const page of pages) for (const width of widths) {
+  const frame = document.createElement("iframe");
+  frame.style = `width:${width}px;height:900px;border:0`;
+  frame.src = "/nxdt/" + page;
+  frame.onload = () => {
+    const root = frame.contentDocument.documentElement;
+    const broken = [...frame.contentDocument.images].filter(each => !each.naturalWidth).length;
+    found[`${page} ${width}`] = [root.scrollWidth, root.clientWidth, broken];
+    document.title = JSON.stringify(found);
+  };
+  document.body.append(frame);
+}
+</script></body>"""
+"""A window of headless Chromium is at least 500 pixels wide, frames are not."""
+
+
+@pytest.fixture
+def served(site, tmp_path):
+    """Address of the site on this machine, and of a page with frames of it."""
+    (tmp_path / "nxdt").symlink_to(site)
+    (tmp_path / "frames.html").write_text(FRAMES.replace("PAGES", json.dumps(VIEWED)))
+    (tmp_path / "favicon.ico").touch()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to look at the site")
+def test_pages_fit_a_phone_and_a_desktop_and_log_no_error(served, tmp_path):
+    browser = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1860,4600",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        "--virtual-time-budget=20000",
+    ]
+    picture = tmp_path / "picture.png"
+    seen = [
+        subprocess.run(
+            [*browser, each, f"{served}/frames.html"], capture_output=True, text=True, timeout=120, check=True
+        )
+        for each in ("--dump-dom", f"--screenshot={picture}")
+    ]
+    measured = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", seen[0].stdout)[1]))
+    assert len(measured) == 2 * len(VIEWED)
+    assert {where: sizes for where, sizes in measured.items() if sizes[0] > sizes[1] or sizes[2]} == {}
+    lines = [line for each in seen for line in each.stderr.splitlines() if "CONSOLE" in line]
+    assert [line for line in lines if "api.github.com" not in line] == [], (
+        "the theme asks there for stars, offline in vain"
+    )
+    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1860, 4600)
