@@ -66,7 +66,10 @@ def nxdt(layers: int) -> nn.Module:
     config = load("recipe:llama-tiny", [f"model.{name}={value}" for name, value in keys.items()])
     engine = build.engine(config)
     engine.start()
-    (module,) = primitives.initialize_parallel_model(config, engine).local_modules()
+    try:
+        (module,) = primitives.initialize_parallel_model(config, engine).local_modules()
+    finally:
+        engine.shutdown()  # in a single process the model needs none
     return module
 
 

@@ -29,6 +29,7 @@ class ArgumentMeansNothing(NxdtError):
     code = "NXDT-T050"
     happened = "{call}: {argument}={value} {reason}."
     remedy = "{advice}"
+    usual_remedy = "Leave the argument out, or give the value that the message names."
     call: str
     argument: str
     value: str
@@ -173,6 +174,7 @@ class NameNotHere(NxdtError):
     code = "NXDT-T062"
     happened = "{module} has no '{name}': {reason}."
     remedy = "{advice}"
+    usual_remedy = "Take the name that the message gives; the page on NxD Core lists them all."
     module: str
     name: str
     reason: str

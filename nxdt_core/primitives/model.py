@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
+from nxdt_core.devices import HOST
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.primitives import (
     ArgumentMeansNothing,
@@ -240,7 +241,7 @@ def _built(config: NxDConfig, make: Callable[[], Any]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ModelFnReturnsNoModule(found=type(module).__name__)
     if init["meta_device_init"]:
-        module.to_empty(device="cpu")
+        module.to_empty(device=HOST)
         for part in module.modules():
             if next(part.parameters(recurse=False), None) is not None:
                 init["param_init_fn"](part)

@@ -1,7 +1,8 @@
 """Writes the repository of a new plugin from the templates of its kind.
 
 A template is a file below ``templates/<kind>`` or ``templates/common`` with the suffix ``.tmpl``. Its path there is
-that in the repository, where ``PACKAGE`` in paths becomes the name of the package. In paths and texts ``{{name}}``,
+that in the repository, where ``PACKAGE`` in paths becomes the name of the package and ``dot.`` before a name a dot
+(builders of wheels leave hidden files out). In paths and texts ``{{name}}``,
 ``{{package}}``, ``{{Class}}``, ``{{kind}}``, ``{{core}}``, ``{{dependencies}}``, ``{{use}}`` and ``{{summary}}`` are
 replaced.
 """
@@ -36,6 +37,7 @@ SHORT_NAMES = {
 
 _TEMPLATES = files(__package__).joinpath("templates")
 _SUFFIX = ".tmpl"
+_HIDDEN = re.compile(r"(^|(?<=/))dot\.")
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _TORCH = '"torch>=2.9"'
 _DEPENDENCIES = {
@@ -87,7 +89,7 @@ def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
     values = _values(full, name, package, use=texts.pop(PurePosixPath("use.md")))
     written = []
     for place, text in sorted(texts.items()):
-        target = directory / _filled(str(place).replace("PACKAGE", package), values)
+        target = directory / _filled(_HIDDEN.sub(".", str(place)).replace("PACKAGE", package), values)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_filled(text, values), encoding="utf-8")
         written.append(target.relative_to(directory))

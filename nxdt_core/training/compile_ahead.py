@@ -117,9 +117,10 @@ def _validate(session: TrainSession) -> None:
 
 
 def _without_gradients(*, inference: bool) -> AbstractContextManager[None]:
-    """Return the mode in which Lightning validates: over gloo never that of inference."""
-    gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
-    return torch.inference_mode() if inference and not gloo else torch.no_grad()
+    """Return the mode in which Lightning validates: over the host's process groups never that of inference."""
+    hosts = profile_of(HOST).process_group_backend
+    over_hosts = dist.is_available() and dist.is_initialized() and dist.get_backend() == hosts
+    return torch.inference_mode() if inference and not over_hosts else torch.no_grad()
 
 
 def _first_and_last(batches: Iterable[StepInput]) -> Iterator[StepInput]:

@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from html.parser import HTMLParser
 
 import pytest
@@ -16,6 +17,7 @@ from nxdt_core.cli.report.page import page
 from nxdt_core.cli.report.plot import plot
 from nxdt_core.cli.report.records import read_run
 from tests import processes
+from tests.processes import take_interrupts
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 KEYS = (
@@ -150,7 +152,8 @@ def test_a_page_that_cannot_be_written_is_an_error(runs):
 def test_watch_serves_the_page_as_it_is_now_to_this_machine_alone(runs, tmp_path):
     shutil.copytree(runs / "one", tmp_path / "one")
     command = [sys.executable, "-m", "nxdt_core", "watch", "one", "--port", "0"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, text=True, preexec_fn=take_interrupts) as server:
         port = int(re.search(r"127\.0\.0\.1:(\d+)/", server.stdout.readline())[1])
 
         def ask(path="/", host="localhost"):
@@ -172,7 +175,10 @@ def test_watch_serves_the_page_as_it_is_now_to_this_machine_alone(runs, tmp_path
             assert (done.returncode, "NXDT-T082" in done.stderr) == (2, True)
         finally:
             server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=60) == 130
+            timer = threading.Timer(60, server.kill)
+            timer.start()
+        assert server.wait() == 130
+        timer.cancel()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to look at the page")

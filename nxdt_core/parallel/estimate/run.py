@@ -81,7 +81,7 @@ def _hidden_behind(work: Workload, storage: Storage) -> dict[str, float]:
     """
     each_time = storage.zero_stage >= 2
     found = {"pp": 1.0, "dp": 0.0 if not storage.sharded else 1.0 if each_time else 1 / work.micro_batches}
-    if work.options.context_parallel_method == "ring":
+    if work.sizes.cp > 1 and work.options.context_parallel_method == "ring":
         found["cp"] = 1.0
     return found
 
