@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.limits import first_batches
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.errors.launch import EngineCannotCompileAhead
 from nxdt_core.protocols.dataloader import MapDataset
 from nxdt_core.protocols.objective import traits_of
