@@ -69,6 +69,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("torch finds no accelerator on this machine")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Fail a test that leaves a process group behind, and end the group: later tests would fail in its place."""
+    distributed = sys.modules.get("torch.distributed")
+    same_module = nextitem is not None and nextitem.path == item.path  # a fixture of the module may hold the group
+    if distributed is None or same_module or not distributed.is_available() or not distributed.is_initialized():
+        return
+    distributed.destroy_process_group()
+    pytest.fail(f"{item.path.name} leaves a torch process group behind: close the engine or end the group")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the option that gives the same sample again."""
     terminalreporter.write_line(f"samples: --samples={terminalreporter.config.getoption('samples')}")

@@ -20,7 +20,7 @@ Options must leave out dropout. An adapter whose weights can be merged into the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -89,9 +89,10 @@ class AdapterContract:
         return factory(section)
 
     @pytest.fixture
-    def run(self, adapter: Adapter, builder: ModelBuilder) -> OneProcess:
+    def run(self, adapter: Adapter, builder: ModelBuilder) -> Iterator[OneProcess]:
         """Return a run that has not taken a step."""
-        return OneProcess(builder, _EXACT, optimizer="adamw", lr=_RATE, adapters=[adapter])
+        with OneProcess(builder, _EXACT, optimizer="adamw", lr=_RATE, adapters=[adapter]) as run:
+            yield run
 
     def test_it_has_the_members_of_the_protocol(self, adapter: Adapter) -> None:
         """Every method, and ``saves_base``."""
@@ -146,7 +147,8 @@ class AdapterContract:
 
     def test_it_changes_nothing_at_first(self, run: OneProcess, builder: ModelBuilder) -> None:
         """Training starts from the base: the logits of the adapted model are its own."""
-        plain = OneProcess(builder, _EXACT).logits()
+        with OneProcess(builder, _EXACT) as base:
+            plain = base.logits()
         difference = float((run.logits() - plain).abs().max())
         assert torch.allclose(run.logits(), plain, rtol=_RTOL, atol=_ATOL), (
             f"before the first step logits differ from the base's by up to {difference:.3g}; let updates start at zero"
@@ -167,9 +169,10 @@ class AdapterContract:
     ) -> None:
         """Everything that training changed is in the parameters, of which checkpoints are made."""
         wanted = run.steps(_STEPS).logits()
-        again = OneProcess(builder, _EXACT, adapters=[factory(section)])
-        again.model.load_state_dict(run.model.state_dict())
-        assert torch.allclose(again.logits(), wanted, rtol=_RTOL, atol=_ATOL), (
+        with OneProcess(builder, _EXACT, adapters=[factory(section)]) as again:
+            again.model.load_state_dict(run.model.state_dict())
+            found = again.logits()
+        assert torch.allclose(found, wanted, rtol=_RTOL, atol=_ATOL), (
             "a model that loads the trained weights computes something else; keep what is trained in parameters"
         )
 
@@ -186,10 +189,11 @@ class AdapterContract:
     ) -> None:
         """In a model without the adapter, once updates are no longer zero."""
         wanted = run.steps(_STEPS).logits()
-        plain = OneProcess(builder, _EXACT)
-        plain.model.load_state_dict(merged(adapter, run.weights()))
-        difference = float((plain.logits() - wanted).abs().max())
-        assert torch.allclose(plain.logits(), wanted, rtol=_RTOL, atol=_ATOL), (
+        with OneProcess(builder, _EXACT) as plain:
+            plain.model.load_state_dict(merged(adapter, run.weights()))
+            found = plain.logits()
+        difference = float((found - wanted).abs().max())
+        assert torch.allclose(found, wanted, rtol=_RTOL, atol=_ATOL), (
             f"logits of the merged model differ from those of the adapted one by up to {difference:.3g}"
         )
 

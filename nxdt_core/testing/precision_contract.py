@@ -136,5 +136,6 @@ def _trained(
     policy: PrecisionPolicy, *, lr: float = _RATE, steps: int = _STEPS
 ) -> tuple[Sequence[float], Mapping[str, torch.Tensor]]:
     """Losses of some steps, and how far the weights have moved."""
-    run = OneProcess(small_decoder(), policy, optimizer="adamw", lr=lr).steps(steps)
-    return run.losses, run.moved()
+    with OneProcess(small_decoder(), policy, optimizer="adamw", lr=lr) as run:
+        run.steps(steps)
+        return run.losses, run.moved()

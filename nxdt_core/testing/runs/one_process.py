@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -32,7 +33,7 @@ def small_decoder() -> MoEBuilder:
 
 
 class OneProcess:
-    """Trains on one global batch, again at each step."""
+    """Trains on one global batch, again at each step; a context that ends its engine."""
 
     def __init__(
         self,
@@ -56,7 +57,15 @@ class OneProcess:
         self._before = self.weights()
         self._state = TrainState()
 
-    def steps(self, count: int) -> OneProcess:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.shutdown()
+
+    def steps(self, count: int) -> Self:
         """Take steps; returns itself."""
         for _ in range(count):
             done = train_step(
