@@ -43,7 +43,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all of its processes; the caller ends the server
     processes = _client_module()
     subprocess.Popen = processes.Popen  # type: ignore[misc]  # before torch takes it from there
-    importlib.import_module("nxdt_core.testing.preload")
+    importlib.import_module("nxdt_core.testing.processes.preload")
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise SystemExit(f"fork_server: {threads} threads after the imports; a fork would lose all but one")

@@ -22,7 +22,7 @@ __all__ = ["Fork", "Forks"]
 class Forks:
     """The process that forks, from the first stage until :meth:`close`."""
 
-    def __init__(self, environment: Mapping[str, str], *, imports: str = "nxdt_core.testing.preload") -> None:
+    def __init__(self, environment: Mapping[str, str], *, imports: str = "nxdt_core.testing.processes.preload") -> None:
         """``imports``: the module that it imports first."""
         self._environment = environment
         self._imports = imports

@@ -32,7 +32,7 @@ from nxdt_core.nn.random.init import initialize
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.testing.model_layouts import LAYOUTS, ComponentParts, compare
+from nxdt_core.testing.runs.layouts import LAYOUTS, ComponentParts, compare
 from nxdt_core.testing.runs.one_process import OneProcess, small_decoder
 
 __all__ = ["AdapterContract", "Merge"]

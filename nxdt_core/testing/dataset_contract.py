@@ -30,7 +30,7 @@ import pytest
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
-from nxdt_core.testing.steps import take_steps
+from nxdt_core.testing.runs.data_steps import take_steps
 
 __all__ = ["DatasetContract"]
 

@@ -95,7 +95,7 @@ class Settings:
 
     def config(self, *overrides: str) -> ResolvedConfig:
         """Return the run of the contract under this engine."""
-        parts = str(Path(__file__).with_name("engine_parts.py"))
+        parts = str(Path(__file__).parent / "runs" / "engine_parts.py")
         run = {
             "name": "engine-contract",
             "plugins": {"local": [parts, *self.plugins]},

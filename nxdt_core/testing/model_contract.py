@@ -35,8 +35,8 @@ from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.nn.random.init import initialize
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.model_layouts import LAYOUTS, compare, component_of, has_lora, planned_capabilities
 from nxdt_core.testing.models.hf_config import config_from_hf
+from nxdt_core.testing.runs.layouts import LAYOUTS, compare, component_of, has_lora, planned_capabilities
 
 __all__ = ["ModelContract"]
 
@@ -60,7 +60,7 @@ class ModelContract:
 
     def tries(self, layout: str, config: pytest.Config) -> bool:
         """Return whether this run of pytest trains in ``layout``, a key of
-        :data:`nxdt_core.testing.model_layouts.LAYOUTS`.
+        :data:`nxdt_core.testing.runs.layouts.LAYOUTS`.
 
         By default exhaustive ones are left out, unless pytest has an option ``--samples`` and that is ``all``.
         """

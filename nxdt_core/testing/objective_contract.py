@@ -27,8 +27,8 @@ import torch
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits, traits_of
-from nxdt_core.testing.model_layouts import LAYOUTS, ComponentParts, compare
 from nxdt_core.testing.runs.documents import documents, in_rows
+from nxdt_core.testing.runs.layouts import LAYOUTS, ComponentParts, compare
 from nxdt_core.testing.runs.one_process import small_decoder
 
 __all__ = ["ObjectiveContract"]

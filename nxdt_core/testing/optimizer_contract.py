@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
-from nxdt_core.testing.model_layouts import LAYOUTS, OptimizerParts, compare
 from nxdt_core.testing.models.moe import MoEBuilder
 from nxdt_core.testing.models.moe_config import MoEModelConfig
+from nxdt_core.testing.runs.layouts import LAYOUTS, OptimizerParts, compare
 from nxdt_core.training.hidden_state import find_hidden_state
 
 __all__ = ["OptimizerContract"]

@@ -26,11 +26,11 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.testing.adapter_contract import AdapterContract
 from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
 from nxdt_core.testing.model_contract import ModelContract
-from nxdt_core.testing.model_layouts import planned_capabilities
 from nxdt_core.testing.objective_contract import ObjectiveContract
 from nxdt_core.testing.optimizer_contract import OptimizerContract
 from nxdt_core.testing.plugin_contract import PluginContract
 from nxdt_core.testing.precision_contract import PrecisionContract
+from nxdt_core.testing.runs.layouts import planned_capabilities
 from nxdt_core.training import build
 
 __all__ = ["Result", "check_directory", "check_plugin", "contracts"]

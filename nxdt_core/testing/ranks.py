@@ -34,12 +34,12 @@ from typing import Any, final
 import torch.distributed as dist
 
 from nxdt_core.devices import HOST, profile_of
-from nxdt_core.testing.rank_worker import STACK_SIGNAL, Outcome, Task, serve
+from nxdt_core.testing.processes.rank_worker import STACK_SIGNAL, Outcome, Task, serve
 
 __all__ = ["RankPool", "RanksFailed", "process_group"]
 
 _HOST = "127.0.0.1"
-_PRELOAD = ("nxdt_core.testing.preload", "nxdt_core.testing.rank_worker")
+_PRELOAD = ("nxdt_core.testing.processes.preload", "nxdt_core.testing.processes.rank_worker")
 _ATTEMPTS = 3
 """Runs that may start over because another process took the port between its choice and its use."""
 _PORT_TAKEN = ("EADDRINUSE", "address already in use")

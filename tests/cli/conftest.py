@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.testing.distributions import write_distribution
-from nxdt_core.testing.terminal import on_terminal
+from nxdt_core.testing.processes.terminal import on_terminal
 from tests import processes
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

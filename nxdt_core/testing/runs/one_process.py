@@ -14,9 +14,9 @@ from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.testing.model_layouts import global_batch, run_config
 from nxdt_core.testing.models.moe import MoEBuilder
 from nxdt_core.testing.models.moe_config import MoEConfig, MoEModelConfig
+from nxdt_core.testing.runs.layouts import global_batch, run_config
 from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState

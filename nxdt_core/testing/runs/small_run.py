@@ -18,7 +18,7 @@ __all__ = ["STEPS", "losses", "no_thread_left", "small_config", "train_small"]
 STEPS = 4
 """Of a whole run; a checkpoint and a validation are made after half of them."""
 _ROOM = Path(__file__).parent
-_PLUGINS = (str(_ROOM / "plugin.py"), str(_ROOM.with_name("engine_parts.py")))
+_PLUGINS = (str(_ROOM / "plugin.py"), str(_ROOM / "engine_parts.py"))
 _GRACE_S = 2.0
 """In which a thread that was asked to end may do so."""
 _ROWS = 260

@@ -23,7 +23,7 @@ from nxdt_core import config
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset
-from nxdt_core.testing.steps import take_steps
+from nxdt_core.testing.runs.data_steps import take_steps
 
 EOS = ByteTokenizer.eos_id
 CONTEXT = DataContext(seq_length=16, seed=11, tokenizer=None)

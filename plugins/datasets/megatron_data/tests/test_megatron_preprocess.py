@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
-from nxdt_core.testing.terminal import on_terminal
+from nxdt_core.testing.processes.terminal import on_terminal
 from tests.processes import Popen, run
 
 KJV = resolve_path("package://nxdt_plugin_text/data/kjv.txt").read_text()

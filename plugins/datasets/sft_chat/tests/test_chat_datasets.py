@@ -28,7 +28,7 @@ from nxdt_core.errors.chats import (
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import Dataloader, MapDataset, ReportingDataset
-from nxdt_core.testing.steps import take_steps
+from nxdt_core.testing.runs.data_steps import take_steps
 
 BYTES = ByteTokenizer()
 

@@ -7,7 +7,7 @@ from nxdt_plugin_llama.builder import LlamaBuilder, MistralBuilder
 from nxdt_plugin_llama.config import LlamaConfig, MistralConfig, RopeScalingConfig
 
 from nxdt_core.testing.model_contract import ModelContract
-from nxdt_core.testing.model_layouts import LAYOUTS
+from nxdt_core.testing.runs.layouts import LAYOUTS
 from tests.sampling import sampled, takes_all
 
 SMALL = {

@@ -9,7 +9,7 @@ from nxdt_plugin_mixtral.builder import MixtralBuilder
 from nxdt_plugin_mixtral.config import MixtralConfig, MoEConfig
 
 from nxdt_core.testing.model_contract import ModelContract
-from nxdt_core.testing.model_layouts import LAYOUTS
+from nxdt_core.testing.runs.layouts import LAYOUTS
 from tests.sampling import sampled, takes_all
 
 CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "ep", "lora"})

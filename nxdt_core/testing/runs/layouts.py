@@ -31,7 +31,7 @@ from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.testing.rank_worker import import_module
+from nxdt_core.testing.processes.rank_worker import import_module
 from nxdt_core.testing.ranks import RankPool, RanksFailed
 from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step

@@ -1,0 +1,1 @@
+"""Starting processes for tests: ranks, commands on a terminal, and imports that forks share."""
