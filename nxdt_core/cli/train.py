@@ -10,6 +10,7 @@ import click
 from nxdt_core.cli.terminal.closed_output import survive_closed_output
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
 from nxdt_core.engines.compile_cache import check_torch_folder
+from nxdt_core.errors import NxdtError
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -61,9 +62,15 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
+    from nxdt_core.training.monitoring.died import mark_failed
 
-    outcome = launch(config, ["train", *(["--json"] if json_output else [])])
+    try:
+        outcome = launch(config, ["train", *(["--json"] if json_output else [])])
+    except NxdtError as error:
+        mark_failed(config, str(error))
+        raise
     if outcome.text:
+        mark_failed(config, outcome.text)
         say(outcome.text, err=True)
     ctx.exit(outcome.status)
 

@@ -360,3 +360,25 @@ class PluginVersionChanged(NxdtError):
     dist: str
     saved: str
     found: str
+
+
+class MonitoringFileUnwritable(NxdtError):
+    """A file of ``exp_manager.monitoring`` that cannot be written as the run starts."""
+
+    code = "NXDT-T086"
+    happened = "{key}: {path} cannot be written: {reason}."
+    remedy = "Name a file in a directory that exists and can be written, or leave the key out."
+    key: str
+    path: str
+    reason: str
+
+
+class MonitoringPortUnusable(NxdtError):
+    """A port of ``exp_manager.monitoring`` that cannot be opened."""
+
+    code = "NXDT-T087"
+    happened = "Port {port} of {host} cannot be opened: {reason}."
+    remedy = "Set another exp_manager.monitoring.port (0 takes a free one) or exp_manager.monitoring.host."
+    port: int
+    host: str
+    reason: str

@@ -19,6 +19,7 @@ from nxdt_core.config.annotations import (
     PositiveInt,
 )
 from nxdt_core.config.fields.duration import Duration
+from nxdt_core.config.schema.monitoring import MonitoringConfig
 
 __all__ = ["CheckpointCallbackParams", "EarlyStoppingParams", "EmaConfig", "ExpManagerConfig"]
 
@@ -172,6 +173,10 @@ class ExpManagerConfig:
     to ``logs/errors.txt`` from every rank.)"""
     log_global_rank_0_only: bool = False
     """Only the first rank of the run does; not together with ``log_local_rank_0_only``."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines of these files and of standard error; ``json`` writes one object per line and draws no bar."""
+    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
+    """State of the run for other programs."""
     resume_if_exists: Annotated[bool, AliasOf("checkpoint.resume_if_exists")] = False
     """``checkpoint.resume_if_exists``."""
     resume_ignore_no_checkpoint: Annotated[bool, AliasOf("checkpoint.resume_ignore_no_checkpoint")] = False

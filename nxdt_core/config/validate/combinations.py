@@ -131,6 +131,18 @@ def sequence_has_positions(checked: Checked) -> Iterator[ImpossibleCombination]:
         )
 
 
+def metrics_file_collected(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """Yield a file of metrics that node_exporter would pass over."""
+    key = "exp_manager.monitoring.metrics_file"
+    name = checked.values.get(key)
+    if isinstance(name, str) and not name.endswith(".prom"):
+        yield ImpossibleCombination(
+            **checked.place(key),
+            reason="node_exporter reads files whose name ends with .prom",
+            advice="Name it so, such as nxdt.prom.",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     *ENDING_RULES,
     *LAYOUT_RULES,
@@ -143,5 +155,6 @@ RULES: tuple[Rule, ...] = (
     recompute_named,
     rate_falls,
     sequence_has_positions,
+    metrics_file_collected,
 )
 """In the order in which they are tried."""

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from nxdt_core.training.monitoring.log_lines import VALUES
 from nxdt_core.visible_text import visible
 
 __all__ = ["Console", "human"]
@@ -27,14 +28,22 @@ class Console:
         speaks: whether this rank prints at all.
         bar: whether to draw a bar; None: on a terminal.
         stream: standard error where None.
+        prints: whether it prints; without it, lines go to the log alone, which may print them.
     """
 
     def __init__(
-        self, max_steps: int, *, speaks: bool = True, bar: bool | None = None, stream: TextIO | None = None
+        self,
+        max_steps: int,
+        *,
+        speaks: bool = True,
+        bar: bool | None = None,
+        stream: TextIO | None = None,
+        prints: bool = True,
     ) -> None:
         self._total = max_steps if max_steps > 0 else None
         self._stream = stream or sys.stderr
-        self._draws = self._stream.isatty() if bar is None else bar
+        self._draws = prints and (self._stream.isatty() if bar is None else bar)
+        self._prints = prints
         self._speaks = speaks
         self._bar: Any = None
 
@@ -42,16 +51,18 @@ class Console:
         """Set another last step of the run."""
         self._total = max_steps
 
-    def say(self, line: str) -> None:
-        """Print a line above the bar."""
+    def say(self, line: str, row: Mapping[str, Any] | None = None) -> None:
+        """Print a line above the bar; ``row`` has its values for logs that keep them."""
         if not self._speaks:
             return
-        self._print(line)
+        self._print(line, row)
         if self._bar is not None:
             self._bar.refresh()
 
-    def _print(self, line: str) -> None:
-        _log.info(line)
+    def _print(self, line: str, row: Mapping[str, Any] | None = None) -> None:
+        _log.info(line, extra={VALUES: row})
+        if not self._prints:
+            return
         if self._bar is not None:
             self._bar.clear()
         print(visible(line), file=self._stream, flush=True)
@@ -73,7 +84,7 @@ class Console:
         """Show a row of metrics: a line, which stays, and the bar below it."""
         if not self._speaks:
             return
-        self._print(self._line(row))
+        self._print(self._line(row), row)
         if not self._draws:
             return
         self.begin(row["step"])
@@ -82,7 +93,7 @@ class Console:
 
     def validation(self, row: Mapping[str, Any], unit: str = "tokens") -> None:
         """Show the loss of a validation, and that of each set where there are several."""
-        self.say(f"step {row['step']}: validation {_validation_text(row, unit)}")
+        self.say(f"step {row['step']}: validation {_validation_text(row, unit)}", row)
         for name, figures in row.get("sets", {}).items():
             self.say(f"  {name}: {_validation_text(figures, unit)}")
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
+from nxdt_core.kernel import Kernel
 from nxdt_core.nn.flops import TokenFlops
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
@@ -20,6 +22,7 @@ from nxdt_core.training.callbacks.logger_tags import tag
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
 from nxdt_core.training.data import UNNAMED
 from nxdt_core.training.run.metric_files import FigureFiles
+from nxdt_core.training.run.versions import versions_of
 
 if TYPE_CHECKING:
     from nxdt_core.training.lightning.datamodule import NxdtDataModule
@@ -100,6 +103,8 @@ class MetricsWriter(pl.Callback):
                 RESUMES_FILE, {"step": state.step, "at": datetime.now(UTC).isoformat(timespec="seconds")}
             )
             self._send(trainer, {"run_resumed": 1.0}, state.step)
+        if trainer.is_global_zero:
+            self._name_plugins(trainer, pl_module.config.kernel, state.step)
         self._console.begin(state.step)
         self._waited, self._begun = self._wait(trainer), time.perf_counter()
 
@@ -183,10 +188,25 @@ class MetricsWriter(pl.Callback):
             self._console.step(self.last)
 
     def _send(self, trainer: pl.Trainer, row: Mapping[str, Any], step: int) -> None:
+        tagged = {tag(name): value for name, value in _numbers(row).items()}
+        self._call_loggers(trainer, lambda logger: logger.log_metrics(tagged, step), step)
+
+    def _name_plugins(self, trainer: pl.Trainer, kernel: Kernel, step: int) -> None:
+        """Write the versions and the fingerprint of the plugins as a text to TensorBoard."""
+        names = "".join(f"\n- {name} {version}" for name, version in sorted(versions_of(kernel).items()))
+        text = f"fingerprint `{kernel.fingerprint()}`\n{names}"
+
+        def write(logger: Logger) -> None:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("run/plugins", text, step)
+
+        self._call_loggers(trainer, write, step)
+
+    def _call_loggers(self, trainer: pl.Trainer, send: Callable[[Logger], None], step: int) -> None:
         for number, logger in enumerate(trainer.loggers):
             if number not in self._failed_loggers:
                 try:
-                    logger.log_metrics({tag(name): value for name, value in _numbers(row).items()}, step)
+                    send(logger)
                 except Exception as error:  # of any library
                     self._failed_loggers.add(number)
                     _log.warning(_FAILED_LOGGER, type(logger).__name__, METRICS_FILE, step, _reason(error))

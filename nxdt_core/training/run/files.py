@@ -21,7 +21,7 @@ from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.regular_files import open_regular, regular_opener
 
-__all__ = ["cannot_write", "dated", "keep_inputs", "make_run_dir", "other_source", "run_dir_explained"]
+__all__ = ["cannot_write", "dated", "keep_inputs", "make_run_dir", "other_source", "replace_text", "run_dir_explained"]
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
@@ -94,7 +94,7 @@ def keep_inputs(config: ResolvedConfig) -> None:
         CannotCopyFile: a file is not there, or two have one name.
     """
     with run_dir_explained(config):
-        _replace(config.run_dir / _CONFIG, render_show(config))
+        replace_text(config.run_dir / _CONFIG, render_show(config))
         with open(config.run_dir / _COMMANDS, "a", encoding="utf-8", opener=regular_opener) as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(shown_words(config, sys.argv))}\n")
         _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")
@@ -118,7 +118,7 @@ def cannot_write(run_dir: Path, error: OSError) -> CannotWriteRunDirectory:
     return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write ``path`` whole, or leave it as it was: a full disk must not empty what an earlier start wrote."""
     part = path.with_name(f".{path.name}.part")
     try:

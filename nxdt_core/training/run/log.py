@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from io import TextIOWrapper
-from typing import cast
+from typing import Any, cast
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets.messages import Redaction
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.regular_files import regular_opener
+from nxdt_core.training.monitoring.log_lines import JsonFormatter
 from nxdt_core.training.run.files import run_dir_explained
 from nxdt_core.visible_text import VisibleFormatter, visible
 
@@ -69,29 +71,33 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
 
     Values from the environment and secrets are replaced in it, and in the error that ends the block.
 
-    Every rank's errors also go to ``errors.txt`` there, which a run without any does not have.
+    Every rank's errors also go to ``errors.txt`` (or ``errors.jsonl``) there, which a run without any does not have.
 
     Raises:
         CannotWriteRunDirectory: the logs' directory cannot be made.
     """
-    directory = config.run_dir / "logs"
+    directory, as_json = config.run_dir / "logs", config.run.exp_manager.log_format == "json"
+    suffix = "jsonl" if as_json else "txt"
     with run_dir_explained(config):
         directory.mkdir(parents=True, exist_ok=True)
-    errors = _File(directory / "errors.txt", delay=True, encoding="utf-8")
+    errors = _File(directory / f"errors.{suffix}", delay=True, encoding="utf-8")
     errors.setLevel(logging.ERROR)
     files = [errors]
     if _keeps_log(config, info):
-        name = f"globalrank-{info.rank}_localrank-{info.local_rank}.txt"
+        name = f"globalrank-{info.rank}_localrank-{info.local_rank}.{suffix}"
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
     redact = Redaction(config.tree)
+    lines = JsonFormatter(rank=info.rank, redact=redact)
+    text = VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact)
     for file in files:
-        file.setFormatter(VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact))
+        file.setFormatter(lines if as_json else text)
+    printing = [_printing_json(info, lines)] if as_json else _printing(info)
     try:
-        with _attached([*files, *_printing(info)]):
+        with _attached([*files, *printing]), _warnings_logged() if as_json else nullcontext():
             yield
     except Exception as error:
         redact.redact_error(error)
-        _log_failure(files, error)
+        _log_failure(files, printing if as_json else [], error)
         raise
     finally:
         for file in files:
@@ -118,6 +124,14 @@ def _printing(info: RankInfo) -> list[logging.Handler]:
     return [errors]
 
 
+def _printing_json(info: RankInfo, lines: JsonFormatter) -> logging.Handler:
+    """What takes the console's place where lines are JSON: everything of the first rank, errors of each."""
+    printed = logging.StreamHandler()
+    printed.setLevel(logging.NOTSET if info.rank == 0 else logging.ERROR)
+    printed.setFormatter(lines)
+    return printed
+
+
 @contextmanager
 def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
     root, level = logging.getLogger(), _OURS.level
@@ -132,11 +146,24 @@ def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
             root.removeHandler(handler)
 
 
-def _log_failure(files: list[_File], error: Exception) -> None:
-    """Write a failure to the files alone: the command line prints it."""
+@contextmanager
+def _warnings_logged() -> Iterator[None]:
+    """Log what Python's ``warnings`` would print as text."""
+
+    def log(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+        logging.getLogger("py.warnings").warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = log
+        yield
+
+
+def _log_failure(files: list[_File], lines: list[logging.Handler], error: Exception) -> None:
+    """Write a failure to the files, and to standard error as JSON: the command line prints its text."""
     known = isinstance(error, NxdtError)
     trace = None if known else (type(error), error, error.__traceback__)
     record = _OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, str(error), (), trace)
     for file in files:
         file.quiet = True
-        file.handle(record)
+    for handler in (*files, *lines):
+        handler.handle(record)

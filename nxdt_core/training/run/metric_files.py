@@ -8,7 +8,6 @@ the metrics sees each step once.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any, TextIO, final
 
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.regular_files import regular_opener
+from nxdt_core.training.monitoring.log_lines import strict_json
 from nxdt_core.training.run.files import cannot_write
 
 __all__ = ["FigureFiles", "set_later_rows_aside"]
@@ -59,7 +59,7 @@ class FigureFiles:
             return
         try:
             file = self._open(self._run_dir, name)
-            file.write(_json(row) + "\n")
+            file.write(strict_json(row) + "\n")
             file.flush()
         except OSError as error:
             self._failed.add(name)
@@ -76,12 +76,6 @@ class FigureFiles:
         if name not in self._files:
             self._files[name] = open(run_dir / name, "a", encoding="utf-8", opener=regular_opener)  # noqa: SIM115
         return self._files[name]
-
-
-def _json(row: Mapping[str, Any]) -> str:
-    """JSON has no NaN and no infinity: they become null, and the loss of a broken run stays readable."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite)
 
 
 def set_later_rows_aside(run_dir: Path, step: int) -> None:

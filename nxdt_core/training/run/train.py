@@ -35,6 +35,8 @@ from nxdt_core.training.callbacks.time_limit import TimeLimit
 from nxdt_core.training.lightning.datamodule import NxdtDataModule
 from nxdt_core.training.lightning.module import NxdtModule
 from nxdt_core.training.lightning.strategy import NxdtStrategy
+from nxdt_core.training.monitoring.callback import MonitorReports
+from nxdt_core.training.monitoring.monitor import Monitor, monitored
 from nxdt_core.training.run.banner import banner
 from nxdt_core.training.run.callback_order import run_callbacks
 from nxdt_core.training.run.epochs import counts_passes, in_steps
@@ -81,7 +83,10 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
     if supervisor is not None:
         supervisor.keep_stacks_in(config.run_dir)
     console = Console(
-        config.run.trainer.max_steps, speaks=strategy.is_global_zero, bar=config.run.trainer.enable_progress_bar
+        config.run.trainer.max_steps,
+        speaks=strategy.is_global_zero,
+        bar=config.run.trainer.enable_progress_bar,
+        prints=config.run.exp_manager.log_format == "text",
     )
     config.kernel.hooks.nxdt_configure(
         ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
@@ -89,11 +94,15 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
     own = build.storage(config)
     ranks.on_rank_zero(lambda: build.check_signing(config))
     ranks.on_rank_zero(lambda: make_run_dir(config))
-    with run_log(config, strategy.engine.rank_info):
+    with run_log(config, strategy.engine.rank_info), monitored(config, ranks) as monitor:
+        if monitor.url is not None:
+            console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
         if config.run.checkpoint.enabled:
             ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
         with owned_on_rank_zero(config, own, console.say, ranks) as ownership:
-            return _train(config, strategy, console, own, ownership, supervisor)
+            summary = _train(config, strategy, console, own, ownership, supervisor, monitor)
+        monitor.enter("finished" if summary.exit_status == 0 else "stopped")
+        return summary
 
 
 def _train(
@@ -103,6 +112,7 @@ def _train(
     own: CheckpointStorage,
     ownership: Ownership | None,
     supervisor: Supervisor | None,
+    monitor: Monitor,
 ) -> RunSummary:
     ranks = strategy.engine.ranks
     signals = StopSignals(console, ranks, supervisor)
@@ -131,6 +141,7 @@ def _train(
         return _finished(config, start)
     base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
     config = with_start_step(config, base or start)
+    monitor.expect(config.run.trainer.max_steps)
     if strategy.is_global_zero:
         for line in banner(config, strategy.engine):
             console.say(line)
@@ -167,6 +178,7 @@ def _train(
             *run_callbacks(config, own, ownership, console, metrics, figures, signals),
             AdapterFinish(config, lambda module: _within_store(own, _last_checkpoint(own, module, start))),
             *time_limit,
+            *([MonitorReports(monitor, metrics)] if monitor.wanted else []),
             signals,
         ],
         enable_checkpointing=False,
@@ -312,4 +324,4 @@ def _quieten_lightning() -> None:
     """Lightning's banners and hints speak of things that a user of ``nxdt`` did not choose."""
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
+    warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric)\..*")

@@ -141,3 +141,20 @@ def test_only_the_first_rank_logs(tmp_path, metric_rows):
     assert {step: float(value) for step, value in history["train/loss"].items()} == pytest.approx(
         {step: row["loss"] for step, row in rows.items()}
     )
+
+
+def test_tensorboard_has_the_fingerprint_of_the_plugins(small_run):
+    config = small_run("trainer.max_steps=1", "exp_manager.create_tensorboard_logger=true")
+    train(config)
+    resumed = small_run("trainer.max_steps=2", "checkpoint.resume_if_exists=true")
+    train(resumed)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(config.run_dir))
+    events.Reload()
+    texts = events.Tensors("run/plugins/text_summary")
+    assert [event.step for event in texts] == [0, 1]
+    for event in texts:
+        (text,) = event.tensor_proto.string_val
+        assert config.kernel.fingerprint() in text.decode()
+        assert "\n- nxdt-plugin-llama " in text.decode()

@@ -1,0 +1,40 @@
+"""Corrects the files of a run whose first rank was ended before it could. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.training.monitoring.log_lines import strict_json
+from nxdt_core.training.run.files import replace_text
+
+__all__ = ["mark_failed"]
+
+_CODE = re.compile(r"\[(NXDT-[A-Z0-9]+)\]")
+_LIVING = ("starting", "running")
+
+
+def mark_failed(config: ResolvedConfig, text: str) -> None:
+    """Write that the run failed into those of its files that say that it runs.
+
+    Args:
+        config: of the run. With ``use_datetime_version`` files below its directory are not found, and stay.
+        text: what the launcher prints of the failure; the code in it becomes the error.
+    """
+    settings, code = config.run.exp_manager.monitoring, _CODE.search(text)
+    with suppress(OSError, ValueError):
+        if settings.health_file is not None:
+            path = config.run_dir / Path(settings.health_file).expanduser()
+            health = json.loads(path.read_text(encoding="utf-8"))
+            if health["state"] in _LIVING:
+                replace_text(path, strict_json({**health, "state": "failed", "error": code and code[1]}) + "\n")
+    with suppress(OSError, ValueError):
+        if settings.metrics_file is not None:
+            path = config.run_dir / Path(settings.metrics_file).expanduser()
+            metrics = path.read_text(encoding="utf-8")
+            if any(re.search(rf'^nxdt_state{{.*state="{state}"}} 1$', metrics, re.MULTILINE) for state in _LIVING):
+                none = re.sub(r"^(nxdt_state{.*}) 1$", r"\1 0", metrics, flags=re.MULTILINE)
+                replace_text(path, re.sub(r'^(nxdt_state{.*state="failed"}) 0$', r"\1 1", none, flags=re.MULTILINE))
