@@ -20,7 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "api" / "public_api.txt"
 PAGE = ROOT / "docs" / "public-api.md"
 
-__all__ = ["GOLDEN", "Difference", "compare", "is_public", "modules", "report", "rooms", "surface", "verdict"]
+__all__ = [
+    "GOLDEN",
+    "Difference",
+    "compare",
+    "is_public",
+    "modules",
+    "report",
+    "rooms",
+    "surface",
+    "undeprecated",
+    "verdict",
+]
 
 _NAMES_ONLY = ("nxdt_core.errors",)
 """Packages whose classes are listed without their members: errors are raised with keywords, which mypy checks."""
@@ -74,7 +85,27 @@ def surface() -> list[str]:
         found = _module(name, ast.parse(path.read_text()))
         whole = is_public(name, stable) and not name.startswith(_NAMES_ONLY)
         lines |= {line for line in found if whole or _is_name_of(name, line)}
-    return sorted({*lines, *_hooks(), *_errors(), *_keys(), *_commands()})
+    return sorted({*lines, *_hooks(), *_errors(), *_keys(), *_commands(), *_json_keys(), *_deprecations()})
+
+
+def undeprecated(found: Sequence[Difference], old: Sequence[str]) -> list[str]:
+    """Return the lines that were removed although the surface before did not call them deprecated.
+
+    Args:
+        found: differences from ``old``.
+        old: the surface before. Lines of provisional modules are not in question.
+    """
+    stable = rooms("Stable modules")
+    going = [line.partition(" ")[2].partition(" : ")[0] for line in old if line.startswith("deprecated ")]
+
+    def owed(line: str) -> bool:
+        kind, _, rest = line.partition(" ")
+        name = re.split(r"[ (]", rest)[0]
+        if kind in ("deprecated", "parameter", "member") or any(f"{name}.".startswith(f"{each}.") for each in going):
+            return False
+        return kind in ("key", "command", "option", "hook", "json") or is_public(name.rpartition(".")[0], stable)
+
+    return [each.line for each in found if each.what == "removed" and owed(each.line)]
 
 
 def compare(old: Sequence[str], new: Sequence[str]) -> list[Difference]:
@@ -220,6 +251,7 @@ def _errors() -> Iterator[str]:
 
 def _keys() -> Iterator[str]:
     """Keys of the core, and of the components of this repository."""
+    from nxdt_core.config.annotations import Deprecated
     from nxdt_core.config.fields.component_slots import SLOTS
     from nxdt_core.config.fields.keys import REQUIRED, keys_of
     from nxdt_core.config.resolve.select import usable_class
@@ -234,6 +266,9 @@ def _keys() -> Iterator[str]:
             else:
                 default = "" if key.default is REQUIRED else f" = {key.default}"
                 yield f"key {path}{name} : {key.shape.describe()}{default}"
+                going = key.mark(Deprecated)
+                if going is not None:
+                    yield f"deprecated {path}{name} : since {going.since}, goes in {going.goes}, use {going.use}"
 
     yield from lines(RunConfig, "")
     registry = Kernel.start().registry
@@ -243,6 +278,35 @@ def _keys() -> Iterator[str]:
                 cls = usable_class(component, Place(place=component.dist, line=0, key=""))
                 yield f"component {slot.key}: {component.record.name}"
                 yield from lines(cls, f"{slot.key} ({component.record.name}).") if cls is not None else ()
+
+
+_DEPRECATING = ("deprecated", "deprecated_module", "deprecated_name")
+
+
+def _deprecations() -> Iterator[str]:
+    """What is deprecated: calls of nxdt_core.deprecation, and keys with the mark."""
+    for path in sorted((ROOT / "nxdt_core").rglob("*.py")):
+        if path.name == "deprecation.py":
+            continue
+        text = path.read_text()
+        tree = ast.parse(text) if "deprecated" in text.lower() else ast.Module([], [])
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        owners = {id(each): node.name for node in ast.walk(tree) for each in getattr(node, "decorator_list", ())}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or _text(node.func).rpartition(".")[2] not in _DEPRECATING:
+                continue
+            given = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg}
+            name = ast.literal_eval(node.args[0]) if node.args else f"{module}.{owners[id(node)]}"
+            yield f"deprecated {name} : since {given['since']}, goes in {given['goes']}, use {given['use']}"
+
+
+def _json_keys() -> Iterator[str]:
+    """Keys of what ``--json`` prints, from the table of the documentation, which a test compares with the commands."""
+    text = (ROOT / "docs" / "reference" / "terminal.md").read_text()
+    for command, kind, keys in re.findall(r"^\| (`.*?) \| (object|list) \| (.*) \|$", text, flags=re.MULTILINE):
+        words, _, part = command.replace("`", "").partition(", each of ")
+        path = f"nxdt {words} --json {f'{part}[]' if part else '[]' if kind == 'list' else ''}".strip()
+        yield from (f"json {path} {key}" for key in re.findall(r"`(\w+)`", keys))
 
 
 def _commands() -> Iterator[str]:
@@ -285,7 +349,10 @@ def report(found: Sequence[Difference]) -> str:
 
     if not found:
         return "the public surface is that of tests/api/public_api.txt"
+    sudden = undeprecated(found, GOLDEN.read_text().splitlines())
     rows = [f"{'BREAKING ' if each.breaking else ''}{each.what}: {each.line}" for each in found]
+    if sudden:
+        rows.append(f"Removed without being deprecated first: {'; '.join(sudden)}.")
     part = f"The {verdict(found, __version__)} version rises (now {__version__})."
     return "\n".join([*rows, f"{part} If this is intended, run `make api` and name it in CHANGELOG.md."])
 

@@ -14,6 +14,7 @@ from typing import Annotated
 __all__ = [
     "AliasOf",
     "DefaultsTo",
+    "Deprecated",
     "Fraction",
     "NoEffect",
     "NonNegativeFloat",
@@ -73,6 +74,16 @@ class NoEffect:
     """The key is accepted for old files, and a note says why it does nothing."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deprecated:
+    """The key goes in version ``goes`` of the core, two minor versions after ``since`` at the earliest. A note says so
+    where it is set, and what to ``use``."""
+
+    use: str
+    since: str
+    goes: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Old name of :mod:`nxdt_core.config.annotations`."""
 
-import warnings
-
 from nxdt_core.config.annotations import *  # noqa: F403
+from nxdt_core.deprecation import deprecated_module
 
-warnings.warn("nxdt_core.config.marks is now nxdt_core.config.annotations", DeprecationWarning, stacklevel=2)
+deprecated_module("nxdt_core.config.marks", use="nxdt_core.config.annotations", since="0.1", goes="0.3")

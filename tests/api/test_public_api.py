@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from nxdt_core import __version__
-from nxdt_core.testing.distributions import write_distribution
+from nxdt_core.scaffold.repository import write_repository
 from scripts import public_api
+from scripts.wheel_environment import build_wheels
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,33 +109,56 @@ def test_plugins_of_this_repository_import_public_modules_alone():
     assert private == []
 
 
-SOURCE = """
-from nxdt_core.api import OptimizerComponent, hookimpl
+@pytest.fixture(scope="module")
+def older(tmp_path_factory):
+    """``older(requirement)``: a directory into which pip has installed a plugin that requires this core.
 
-@hookimpl
-def nxdt_optimizers():
-    return [OptimizerComponent(name="older", target="older_plugin:build", summary="of an older plugin")]
-"""
+    The plugin imports a module that is deprecated, as one that was written for the previous minor version may.
+    """
+
+    def install(requirement):
+        place = tmp_path_factory.mktemp("older")
+        write_repository("optimizer", "older", place / "source")
+        project = place / "source" / "pyproject.toml"
+        project.write_text(re.sub(r'"nxdt-core[^"]*"', f'"{requirement}"', project.read_text()))
+        config = place / "source" / "src" / "older" / "config.py"
+        text = config.read_text()
+        assert "nxdt_core.config.annotations" in text
+        config.write_text(text.replace("nxdt_core.config.annotations", "nxdt_core.config.marks"))
+        build_wheels([place / "source"], place / "wheels")
+        (wheel,) = (place / "wheels").iterdir()
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", place / "site"]
+        subprocess.run([*pip, wheel], check=True, capture_output=True, timeout=120)
+        return place / "site"
+
+    return install
 
 
 @pytest.mark.parametrize(
     ("requires", "state"), [("nxdt-core>={previous},<1", "ok"), ("nxdt-core>={previous},<{this}", "incompatible")]
 )
-def test_a_plugin_of_the_previous_minor_version_loads_where_its_range_admits_the_core(tmp_path, requires, state):
+def test_a_plugin_of_the_previous_minor_version_loads_where_its_range_admits_the_core(tmp_path, older, requires, state):
     major, minor = map(int, __version__.split(".")[:2])
     requirement = requires.format(previous=f"{major}.{minor - 1}", this=f"{major}.{minor}")
-    files = {"older_plugin.py": SOURCE}
-    write_distribution(tmp_path, "acme-older", plugins={"older": "older_plugin"}, files=files, requires=[requirement])
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "nxdt_core", "plugins", "list", "--json"]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    (row,) = [row for row in json.loads(done.stdout) if row["name"] == "older"]
+    path = os.pathsep.join([str(older(requirement)), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def nxdt(*words):
+        command = [sys.executable, "-W", "default", "-m", "nxdt_core", *words]
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    (row,) = [row for row in json.loads(nxdt("plugins", "list", "--json").stdout) if row["name"] == "older"]
     assert row["state"] == state
+    checked = nxdt("config", "check", "recipe:llama-tiny", "model.optim.name=older", "model.optim.momentum=0.5")
     if state == "incompatible":
-        assert requirement.removeprefix("nxdt-core") in row["reason"]
+        assert all(bound in row["reason"] for bound in requirement.removeprefix("nxdt-core").split(","))
         assert __version__ in row["reason"]
+        assert checked.returncode == 2
+        assert "incompatible" in checked.stderr, checked.stderr
     else:
         assert row["components"] == [{"kind": "optimizer", "name": "older"}]
+        assert checked.returncode == 0, checked.stderr
+        warning = "nxdt_core.config.marks is deprecated and goes in nxdt-core 0.3. Use nxdt_core.config.annotations."
+        assert re.search(rf"older/config\.py:\d+: NxdtDeprecationWarning: {re.escape(warning)}", checked.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nxdt_core.config.annotations import AliasOf, DefaultsTo, NoEffect, XlaOnly
+from nxdt_core.config.annotations import AliasOf, DefaultsTo, Deprecated, NoEffect, XlaOnly
 from nxdt_core.config.fields.component_slots import SLOTS
 from nxdt_core.config.fields.docs import class_doc, field_docs
 from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
@@ -92,5 +92,8 @@ def _remarks(key: Key) -> Iterator[str]:
     dead = key.mark(NoEffect)
     if dead is not None:
         yield f"No effect: {dead.reason}."
+    going = key.mark(Deprecated)
+    if going is not None:
+        yield f"Deprecated, goes in nxdt-core {going.goes}: use {going.use}."
     if key.mark(XlaOnly) is not None:
         yield "Read by engines of the XLA runtime; no effect with `torch`."

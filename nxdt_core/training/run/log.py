@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from io import TextIOWrapper
-from typing import Any, cast
+from typing import cast
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets.messages import Redaction
@@ -150,7 +150,9 @@ def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
 def _warnings_logged() -> Iterator[None]:
     """Log what Python's ``warnings`` would print as text."""
 
-    def log(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    def log(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+    ) -> None:
         logging.getLogger("py.warnings").warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
 
     with warnings.catch_warnings():
