@@ -4,13 +4,17 @@ import json
 import re
 from pathlib import Path
 
+import click
 import pytest
+
+from nxdt_core.cli.app import root
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/terminal.md").read_text()
 SHAPES = {
     command: (kind, re.findall(r"`(\w+)`", keys))
     for command, kind, keys in re.findall(r"^\| (`.*?) \| (object|list) \| (.*) \|$", PAGE, flags=re.MULTILINE)
 }
+GROUPS = ("checkpoint", "config", "data", "plugins", "recipes")
 SMALL = (
     "trainer.max_steps=2",
     "model.num_layers=1",
@@ -23,13 +27,14 @@ def shown(nxdt, *args, status=0, shape=None, **options):
     done = nxdt(*args, "--json", **options)
     assert done.returncode == status, done.stderr
     document = json.loads(done.stdout)
-    has_shape(document, shape or f"`{' '.join(args[: 2 if args[0] in ('config', 'recipes', 'plugins') else 1])}`")
+    has_shape(document, shape or f"`{' '.join(args[: 2 if args[0] in GROUPS else 1])}`")
     return document
 
 
 def has_shape(document, name):
     kind, keys = SHAPES[name]
     assert isinstance(document, list if kind == "list" else dict)
+    assert document, name
     for each in document if kind == "list" else [document]:
         assert list(each) == keys
 
@@ -41,6 +46,18 @@ def test_every_documented_shape_is_tested():
         words = ", ".join(f'"{word}"' for word in command.split())
         assert words in tested, name
         assert not part or f"each of `{part}`" in tested, name
+
+
+def test_every_command_with_json_has_its_shape_documented():
+    def walk(command, words):
+        if any("--json" in parameter.opts for parameter in command.params):
+            yield f"`{' '.join(words)}`"
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                yield from walk(command.get_command(context, name), [*words, name])
+
+    assert [name for name in walk(root, []) if name not in SHAPES] == []
 
 
 def test_config_check_of_a_good_configuration(nxdt):
@@ -118,3 +135,87 @@ def test_plugins_verify(nxdt):
 def test_explain(code, nxdt):
     (found,) = shown(nxdt, "explain", code)
     assert found["code"].endswith(code)
+
+
+def test_config_show_and_migrate(nxdt, work):
+    found = shown(nxdt, "config", "show", "recipe:llama-tiny")
+    assert found["origins"].keys() >= {"trainer.max_steps"}
+    given = str(Path(__file__).parents[2] / "plugins/migration/nxd/tests/files/nemo_gpt.yaml")
+    done = shown(nxdt, "config", "migrate", given, "--from", "nemo", "-o", "run.yaml")
+    for each in done["keys"]:
+        has_shape(each, "`config migrate`, each of `keys`")
+
+
+def test_plan_env_and_preview(nxdt):
+    for each in shown(nxdt, "plan", "recipe:llama-tiny")["ranks"]:
+        has_shape(each, "`plan`, each of `ranks`")
+    found = shown(nxdt, "env")
+    for each in found["devices"]:
+        has_shape(each, "`env`, each of `devices`")
+    for each in found["packages"]:
+        has_shape(each, "`env`, each of `packages`")
+    shown(nxdt, "data", "preview", "recipe:llama-tiny")
+
+
+def test_checkpoints(nxdt):
+    ends = ("trainer.accelerator=cpu", "trainer.val_check_interval=null", "checkpoint.every_n_train_steps=1")
+    run = shown(nxdt, "train", "recipe:llama-tiny", *SMALL, *ends)
+    store = run["checkpoint"].rpartition("/")[0]
+    assert len(shown(nxdt, "checkpoint", "list", store)) == 2
+    found = shown(nxdt, "checkpoint", "inspect", run["checkpoint"])
+    assert set(found["sections"]) == {"model", "optim", "state"}
+    for each in found["sections"].values():
+        has_shape(each, "`checkpoint inspect`, each of `sections`")
+    for each in found["tensors"]:
+        has_shape(each, "`checkpoint inspect`, each of `tensors`")
+    shown(nxdt, "checkpoint", "verify", store)
+    found = shown(nxdt, "checkpoint", "diff", f"{store}/step-00000001", f"{store}/step-00000002", status=1)
+    for each in found["tensors"]:
+        has_shape(each, "`checkpoint diff`, each of `tensors`")
+    for each in found["values"]:
+        has_shape(each, "`checkpoint diff`, each of `values`")
+    shown(nxdt, "checkpoint", "copy", store, "copied")
+    shown(nxdt, "checkpoint", "prune", store, "--keep-last", "1", "--dry-run")
+    shown(nxdt, "checkpoint", "export", store, "hf")
+    shown(nxdt, "checkpoint", "import", "hf", "imported")
+
+
+def test_adapters_and_evaluation(nxdt, work):
+    sizes = ("model.num_layers=1", "data.seq_length=64", "data.truncation=drop", "data.global_batch_size=4")
+    ends = ("trainer.accelerator=cpu", "trainer.val_check_interval=null", "trainer.max_steps=1")
+    run = shown(nxdt, "train", "recipe:llama-tiny-lora", *sizes, *ends)
+    shown(nxdt, "checkpoint", "merge-lora", run["checkpoint"], "merged")
+    shown(nxdt, "checkpoint", "export-lora", run["checkpoint"], "adapter")
+    (work / "held-out.jsonl").write_text('{"input": "In the", "output": "beginning"}\n')
+    shown(nxdt, "evaluate", run["checkpoint"], "held-out.jsonl", "--max-new-tokens", "2")
+
+
+def test_token_files(nxdt, work):
+    (work / "text.jsonl").write_text('{"text": "In the beginning"}\n')
+    job = ("--input", "text.jsonl", "--output-prefix", "corpus", "--tokenizer", "byte", "--workers", "1")
+    shown(nxdt, "data", "preprocess", *job)
+    shown(nxdt, "data", "inspect", "corpus")
+
+
+DEFAULTS = """
+from nxdt_core.api import hookimpl
+
+@hookimpl
+def nxdt_config_defaults(context):
+    return {"exp_manager": {"log_parameter_norm": True}}
+"""
+
+
+def test_plugins_by_kind_and_their_state(nxdt, dist, tmp_path):
+    dist("acme", DEFAULTS)
+    shown(nxdt, "plugins", "list", "--kind", "optimizer", shape="`plugins list --kind`")
+    shown(nxdt, "plugins", "doctor")
+    found = shown(nxdt, "plugins", "trace", "recipe:llama-tiny")
+    for each in found["calls"]:
+        has_shape(each, "`plugins trace`, each of `calls`")
+    assert found["defaults"]
+    for each in found["defaults"]:
+        has_shape(each, "`plugins trace`, each of `defaults`")
+    shown(nxdt, "plugins", "check", "acme", status=1)
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}
+    shown(nxdt, "plugins", "outdated", "acme", **index)
