@@ -122,7 +122,7 @@ class LayoutNotOnHardware(NxdtError):
 
     code = "NXDT-N014"
     happened = "{platform} does not run this layout: {reason}."
-    remedy = "{advice}. docs/trainium.md names the sources of these rules."
+    remedy = "Change the layout: {advice}. docs/trainium.md names the sources of these rules."
     platform: str
     reason: str
     advice: str

@@ -77,24 +77,24 @@ def check_layout(sizes: MeshSizes, machine: Machine) -> None:
     world, local, tp = sizes.world_size, machine.processes, sizes.tp
     kind = machine.platform, machine.lnc
     if machine.platform == _TRN1 and world not in _WORLDS and world % _WHOLE_MACHINE:
-        advice = "Take 1, 2, 8 or 16 processes, or whole machines of 32"
+        advice = "take 1, 2, 8 or 16 processes, or whole machines of 32"
         _refuse(machine, f"its runtime connects 1, 2, 8, 16 or a multiple of 32 cores, and the run has {world}", advice)
     if _APART.get(kind) == tp and world > tp:
         others = "4, 16, 32 or 64" if machine.lnc > 1 else "4, 8, 32, 64 or 128"
         reason = f"groups of {tp} tensor parallel ranks cannot reach one another with LNC {machine.lnc}"
-        _refuse(machine, reason, f"Take tensor_model_parallel_size {others}")
+        _refuse(machine, reason, f"take tensor_model_parallel_size {others}")
     if not _reordered(sizes, machine):
         return
     if sizes.ep > 1:
         reason = f"the library distributes no experts with tensor_model_parallel_size {tp} there"
-        _refuse(machine, reason, "Change tensor_model_parallel_size, or set expert_model_parallel_size=1")
+        _refuse(machine, reason, "take another tensor_model_parallel_size, or expert_model_parallel_size=1")
     if machine.platform == _TRN1:
         if local % tp or sizes.dp % (local // tp):
             reason = f"with tensor_model_parallel_size 4 each pipeline stage fills whole machines of {local} processes"
-            _refuse(machine, reason, "Change tensor_model_parallel_size or pipeline_model_parallel_size")
+            _refuse(machine, reason, "take another tensor_model_parallel_size or pipeline_model_parallel_size")
     elif local != 2 * tp or world % local:
         reason = f"tensor_model_parallel_size {tp} needs all {2 * tp} processes of each machine"
-        _refuse(machine, reason, f"Set trainer.devices={2 * tp}, or change tensor_model_parallel_size")
+        _refuse(machine, reason, f"set trainer.devices={2 * tp}, or take another tensor_model_parallel_size")
 
 
 def _refuse(machine: Machine, reason: str, advice: str) -> None:

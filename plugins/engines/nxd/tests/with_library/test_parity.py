@@ -21,6 +21,8 @@ from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
 
+pytestmark = pytest.mark.timeout(1800)
+"""The first of the tests waits for all cases."""
 STEPS, ROWS, MICRO, LENGTH, VOCABULARY = 6, 8, 1, 16, 64
 LIMITS = {"loss": 1e-6, "grad norm": 5e-6, "weight norm": 1e-6, "weight": 1e-5, "log prob": 1e-5}
 """Largest differences, relative to values above 1. Adam magnifies those of small gradients in single weights."""
@@ -225,7 +227,7 @@ def of_ranks(request: pytest.FixtureRequest) -> Mapping[str, list[Outcome]]:
     for ranks in (2, 4):
         cases = [case for case in chosen if ALL_LAYOUTS[CASES[case][1]][0] == ranks]
         if cases:
-            by_rank = RankPool(ranks).run(train_each, cases, timeout_s=900)
+            by_rank = RankPool(ranks).run(train_each, cases, timeout_s=850)
             found |= {case: [each[number] for each in by_rank] for number, case in enumerate(cases)}
     return found
 
