@@ -185,7 +185,7 @@ def materialise(stage: Stage, place: Place, device: torch.device, *, seed: int, 
         parameter, shard = held.parameter, held.shard
         if not held.counted:
             parameter.shared = True  # type: ignore[attr-defined]  # the library's norms count its elements elsewhere
-        if shard is not None and shard.parts > 1 and not hasattr(parameter, "tensor_model_parallel"):
+        if shard is not None and place.sizes.tp > 1 and not hasattr(parameter, "tensor_model_parallel"):
             # Memory has been given to them, which drops attributes.
             set_tensor_model_parallel_attributes(parameter, True, shard.dim, 1, num_partitions=shard.parts)
         if held.distributed:
