@@ -9,7 +9,8 @@
 #   accelerator (measure on a GPU that is lent for a short time), accelerator-bundle (wheels for one without a network);
 #   test-torch TORCH=2.11.0 for another version of torch, in an environment of its own: layouts, checkpoints, recipes.
 #   WITH= names other requirements for it, such as WITH="transformers==5.17.0 huggingface_hub~=1.5".
-#   test-nxd NXD=FOLDER for the engine nxd: with a source tree of neuronx-distributed, in an environment of its own.
+#   test-nxd NXD=FOLDER for the engine nxd: with a source tree of neuronx-distributed, in an environment of its own;
+#   show-nxd NXD=FOLDER prints the table of largest differences from the torch engine.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,14 +30,15 @@ WITH ?=
 NXD ?=
 NXD_VENV ?= .torch/nxd-$(notdir $(PYTHON))
 NXD_TESTS := plugins/engines/nxd/tests
+NXD_RUN = NXD_CPU_MODE=1 PJRT_DEVICE=CPU PYTHONPATH="$(abspath $(NXD))/src:$(CURDIR)/$(NXD_TESTS)/stand_ins" $(NXD_VENV)/bin/python
 
 # Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`, or of check-wheels; further wheels for accelerator-bundle.
 ARGS ?=
 EXTRAS ?=
 BUNDLE := dist/accelerator
 
-.PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch test-nxd lint docs wheels check-wheels release-dry-run \
-	api offers bench accelerator accelerator-bundle clean
+.PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch test-nxd show-nxd nxd-environment \
+	lint docs wheels check-wheels release-dry-run api offers bench accelerator accelerator-bundle clean
 
 install: $(STAMP)
 
@@ -65,12 +67,16 @@ test-torch:
 	CUDA_VISIBLE_DEVICES= $(TORCH_VENV)/bin/python -m pytest @tests/torch_versions.txt $(PYTEST_ARGS)
 
 # The library needs transformers older than 5, or none; stand-ins take the place of AWS's closed packages.
-test-nxd:
+nxd-environment:
 	@test -d "$(NXD)/src/neuronx_distributed" || { echo "NXD=FOLDER: a source tree of neuronx-distributed"; exit 2; }
 	$(PYTHON) scripts/torch_environment.py 2.9.1 $(NXD_VENV) torch-xla==2.9.0 tenacity
 	$(NXD_VENV)/bin/python -m pip uninstall --quiet --yes transformers
-	NXD_CPU_MODE=1 PJRT_DEVICE=CPU PYTHONPATH="$(abspath $(NXD))/src:$(CURDIR)/$(NXD_TESTS)/stand_ins" \
-	    $(NXD_VENV)/bin/python -m pytest $(NXD_TESTS) $(PYTEST_ARGS)
+
+test-nxd: nxd-environment
+	$(NXD_RUN) -m pytest $(NXD_TESTS) $(PYTEST_ARGS)
+
+show-nxd: nxd-environment
+	$(NXD_RUN) $(NXD_TESTS)/with_library/show_differences.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_single",
     "fsdp_parameter_groups",
     "grouped_mm",
+    "hash_meshes_alike",
     "memory_info",
     "reduce_scatter_single",
     "run_agent",
@@ -49,6 +50,25 @@ def memory_info(device: torch.device | None = None) -> tuple[int, int]:
         module = torch.get_device_module(device or torch.accelerator.current_accelerator())
         free, total = module.mem_get_info(device)
     return int(free), int(total)
+
+
+def hash_meshes_alike() -> None:
+    """Let device meshes that are equal have equal hashes in every process.
+
+    Torch 2.13 pickles a mesh, with the hash that it has computed, into the key of a compiled graph. Python's hash of
+    strings and of None differs from process to process, so that graphs of tensor parallel layers were never found.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if hasattr(DeviceMesh, "_stable_hash"):
+        DeviceMesh.__hash__ = _hash_of_mesh  # type: ignore[method-assign]
+
+
+def _hash_of_mesh(mesh: DeviceMesh) -> int:
+    found: int | None = getattr(mesh, "_hash", None)
+    if found is None:
+        found = mesh._hash = int(mesh._stable_hash()[:15], 16)
+    return found
 
 
 def unflatten(mesh: DeviceMesh, dim: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -10,6 +10,7 @@ from nxdt_core.devices import DeviceProfile
 from nxdt_core.engines.compile_cache import TORCH_FOLDER, check_folder_writable, folder_of, graph_origins
 from nxdt_core.errors.launch import CompileCacheNotAFolder, CompileIsOff
 from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
+from nxdt_core.torch_versions import hash_meshes_alike
 
 __all__ = ["ahead_of", "use_cache"]
 
@@ -29,6 +30,7 @@ def use_cache(run: RunConfig, profile: DeviceProfile) -> Path | None:
     """
     if not run.model.compile or profile.compile_backend != _INDUCTOR:
         return None
+    hash_meshes_alike()
     address = run.compiler_cache_url
     if address is None:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # only a run that compiles pays for it

@@ -12,6 +12,7 @@ from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
 from nxdt_core.protocols.parallel.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
 from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.products import ChecksProducts
 from nxdt_core.training import build
 from nxdt_core.training.step_time import EFFICIENCY, StepTime, step_time
 from nxdt_core.training.weights.average import AVERAGE_BYTES
@@ -88,11 +89,13 @@ def plan(
     Raises:
         EngineWithoutEstimate: the engine gives none.
         UnknownDevice: no profile knows ``product``.
-        NxdtError: the run would not start.
+        NxdtError: the run would not start, or machines of the product cannot run it.
     """
     known = None if product is None else product_of(config, product)
     selected = config.selected("parallel_engine").component
     engine = selected.load_target()
+    if known is not None and isinstance(engine, ChecksProducts):
+        engine.check_product(config, known.name)
     if not isinstance(engine, EstimatesRuns):
         raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)
     with build.plan_errors_named(config):

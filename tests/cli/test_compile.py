@@ -114,9 +114,11 @@ def test_a_trial_takes_references_of_a_few_samples_only(nxdt, work, eager):
     assert not (work / "runs").exists()
 
 
-@pytest.mark.slow  # a minute of C++ compilers
-def test_train_finds_the_graphs_that_compile_made(nxdt, work):
-    run = (*COMPILED, "compiler_cache_url=graphs", "model.hidden_size=32", "data.seq_length=16")
+@pytest.mark.slow  # minutes of C++ compilers
+@pytest.mark.parametrize("layout", [(), TWO], ids=["one process", "tensor parallel"])
+def test_train_finds_the_graphs_that_compile_made(nxdt, work, layout):
+    """Those of tensor parallel layers, too, whose keys contain device meshes."""
+    run = (*COMPILED, *layout, "compiler_cache_url=graphs", "model.hidden_size=32", "data.seq_length=16")
 
     def compiled():
         done = nxdt("compile", *run, PATH="/usr/bin:/bin")
@@ -124,9 +126,9 @@ def test_train_finds_the_graphs_that_compile_made(nxdt, work):
         assert str(work / "graphs") in done.stdout
         return tuple(map(int, re.search(r"graphs: (\d+) new, (\d+) from the cache, in", done.stdout).groups()))
 
-    new, _ = compiled()
+    new, found = compiled()
     assert new >= 3
-    assert compiled() == (0, new + 1)  # of training and validation, which share one
+    assert compiled() == (0, new + found)
     done = nxdt("train", *run, *ONE_STEP, PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 1: compiling took .* s \(graphs: 0 new, [1-9]\d* from the cache\)", done.stderr)

@@ -14,6 +14,9 @@ KEYS = {
     "aync_exec_max_inflight_requests=7": ("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "7"),
     "bucket_size_collectives=1024": ("BUCKET_CAP_MB", "1024"),
     "neuron_rt_exec_timeout=100": ("NEURON_RT_EXEC_TIMEOUT", "100"),
+    "trainer.lnc=2": ("NEURON_LOGICAL_NC_CONFIG", "2"),
+    "precision.type=mixed_precisionSR": ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1"),
+    "precision.type=autocast": ("NEURON_CC_FLAGS", "--auto-cast none --enable-mixed-precision-accumulation"),
     "neuron_experimental_compress_rg=true": ("NEURON_EXPERIMENTAL_COMPRESS_RG", "1"),
     "model.fusions.softmax=true": ("NEURON_FUSE_SOFTMAX", "1"),
 }

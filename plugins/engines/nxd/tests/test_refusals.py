@@ -8,18 +8,18 @@ from nxdt_core.config import load
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError, ImpossibleCombination
 
 _STRATEGY = "distributed_strategy"
+_VPP = f"{_STRATEGY}.virtual_pipeline_model_parallel_size"
 _TP, _PP = f"{_STRATEGY}.tensor_model_parallel_size", f"{_STRATEGY}.pipeline_model_parallel_size"
 RUN = ("parallel_engine.name=nxd", f"{_STRATEGY}.zero1=false")
 
 UNDECLARED = {
     "zero3": ("trainer.devices=2", f"{_STRATEGY}.zero_stage=3"),
     "cp": ("trainer.devices=2", f"{_STRATEGY}.context_parallel_size=2"),
-    "vpp": ("trainer.devices=2", f"{_PP}=2", f"{_STRATEGY}.virtual_pipeline_model_parallel_size=2"),
     "pp:zbv": ("trainer.devices=2", f"{_PP}=2", f"{_STRATEGY}.pipeline_schedule=zbv"),
     "pad_heads": ("trainer.devices=2", f"{_TP}=2", f"{_STRATEGY}.pad_heads=true"),
     "compile": ("model.compile=true",),
-    "ep": ("trainer.devices=2", f"{_STRATEGY}.expert_model_parallel_size=2"),
-    "stochastic_rounding": ("precision.type=bf16SR",),
+    "token_shuffle": ("trainer.devices=2", f"{_STRATEGY}.token_shuffle_group_size=2"),
+    "optimizer_dtype": ("precision.type=bf16SR",),
 }
 IMPOSSIBLE = {
     "heads": ("trainer.devices=8", f"{_TP}=8", "4 is not divisible by tensor_model_parallel_size 8"),
@@ -42,8 +42,23 @@ IMPOSSIBLE = {
         "3 key and value heads can be neither divided nor copied",
     ),
     "layers": ("trainer.devices=3", f"{_PP}=3", "4 layers are not divisible by pipeline_model_parallel_size 3"),
+    "virtual layers": (
+        "trainer.devices=2",
+        f"{_PP}=2",
+        f"{_VPP}=4",
+        "4 layers are not divisible by 8 stages, 4 on each",
+    ),
     "cuts": ("trainer.devices=2", f"{_PP}=2", "model.pipeline_cuts=[layers.0,layers.1]", "2 cuts make 3 stages"),
     "micro-batches": ("trainer.devices=4", f"{_PP}=4", "data.micro_batch_size=8", "needs at least 4"),
+    "rounds": (
+        *("trainer.devices=2", f"{_PP}=2", f"{_VPP}=2", "data.global_batch_size=9", "data.micro_batch_size=3"),
+        "needs a multiple of 2",
+    ),
+    "schedule": (
+        *("trainer.devices=2", f"{_PP}=2", f"{_VPP}=2", f"{_STRATEGY}.pipeline_schedule=1f1b"),
+        "the schedule 1f1b does not run 2 stages",
+    ),
+    "rounding": ("precision.type=bf16SR", "precision.optimizer_state=bfloat16", "bf16SR keeps none"),
     "loss chunks": ("model.loss_chunk_tokens=64", "computes the losses of a micro-batch at once"),
 }
 
@@ -65,6 +80,12 @@ def test_a_layout_that_does_not_divide_is_refused(case: str) -> None:
     assert [problem for problem in found if words in str(problem)], [str(problem) for problem in raised.value.problems]
 
 
+def test_experts_that_do_not_divide_are_refused() -> None:
+    ranks = ("trainer.devices=3", f"{_STRATEGY}.expert_model_parallel_size=3", "data.global_batch_size=24")
+    with pytest.raises(ConfigError, match="experts are not divisible by expert_model_parallel_size 3"):
+        load("recipe:mixtral-tiny", [*RUN, *ranks])
+
+
 def test_layouts_that_are_declared_load() -> None:
-    both = ("trainer.devices=8", f"{_TP}=2", f"{_PP}=2", f"{_STRATEGY}.sequence_parallel=true")
+    both = ("trainer.devices=8", f"{_TP}=2", f"{_PP}=2", f"{_VPP}=2", f"{_STRATEGY}.sequence_parallel=true")
     assert load("recipe:llama-tiny", [*RUN, *both]).run.distributed_strategy.mesh_sizes(8).dp == 2

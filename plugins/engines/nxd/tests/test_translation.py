@@ -14,6 +14,7 @@ from torch import nn
 
 from nxdt_core.config import load
 from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
+from nxdt_core.errors.layouts import ExpertsDoNotDivide
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.training import build
@@ -57,6 +58,25 @@ def test_the_parts_of_all_ranks_are_each_parameter_once(section: dict[str, Any],
         assert covered.unique().tolist() == [shard.copies], name
     matrices = {name for name in shapes if name.endswith(("proj.weight", "lm_head.weight", "embed_tokens.weight"))}
     assert matrices <= found.shards.keys()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_are_distributed_and_each_is_divided(tp: int) -> None:
+    found = translate(*model(MIXTRAL), tp=tp, ep=2)
+    name = next(each for each in found.shards if each.endswith("experts.down_proj"))
+    shard, whole = found.shards[name], model(MIXTRAL)[0].get_parameter(name).shape
+    assert shard.box(0, 1).offsets == (2, 0, 0)
+    assert shard.box(tp - 1, 1).shape == (2, 32, whole[2] // tp)
+    assert shard.box(tp - 1, 0).offsets == (0, 0, whole[2] // tp * (tp - 1))
+    assert found.dispatchers
+    assert {each for each in found.shards if found.shards[each].expert_parts == 2} == {
+        each for each in found.shards if ".experts." in each
+    }
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ExpertsDoNotDivide):
+        translate(*model(MIXTRAL), tp=1, ep=3)
 
 
 def test_modules_become_what_their_styles_say() -> None:
@@ -121,9 +141,12 @@ def test_ranks_are_placed_as_data_and_checkpoints_assume() -> None:
     sizes = MeshSizes(pp=2, dp_shard=2, tp=2, zero_stage=0)
     places = [Place.of(rank, sizes).as_dict() for rank in range(8)]
     assert places[:4] == [
-        {"tp": 0, "dp": 0, "pp": 0},
-        {"tp": 1, "dp": 0, "pp": 0},
-        {"tp": 0, "dp": 1, "pp": 0},
-        {"tp": 1, "dp": 1, "pp": 0},
+        {"tp": 0, "dp": 0, "pp": 0, "ep": 0},
+        {"tp": 1, "dp": 0, "pp": 0, "ep": 0},
+        {"tp": 0, "dp": 1, "pp": 0, "ep": 0},
+        {"tp": 1, "dp": 1, "pp": 0, "ep": 0},
     ]
-    assert places[4] == {"tp": 0, "dp": 0, "pp": 1}
+    assert places[4] == {"tp": 0, "dp": 0, "pp": 1, "ep": 0}
+    shared = MeshSizes(dp_shard=4, tp=2, ep=2, zero_stage=0)
+    assert [Place.of(rank, shared).ep for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [Place.of(rank, shared).expert_dp for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]

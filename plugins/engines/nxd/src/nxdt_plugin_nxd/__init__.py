@@ -4,9 +4,9 @@ from nxdt_core.api import EngineComponent, hookimpl
 
 _CAPABILITIES = frozenset(
     {
-        *("dp", "zero1", "tp", "sp", "pp", "pp:1f1b"),
+        *("dp", "zero1", "tp", "sp", "ep", "pp", "pp:1f1b", "vpp", "pp:interleaved"),
         *("adapters", "reference", "recompute", "param_groups", "xla"),
-        *("dtype:bfloat16", "autocast", "master_weights", "gradient_dtype"),
+        *("dtype:bfloat16", "autocast", "master_weights", "gradient_dtype", "stochastic_rounding"),
     }
 )
 

@@ -22,8 +22,9 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.compile_cache import ahead_of, check_cache
 from nxdt_plugin_nxd.environment import apply_environment, variables_of
 from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
+from nxdt_plugin_nxd.hardware import Machine, check_layout, machine_of_product, position_of
 from nxdt_plugin_nxd.lazy_device import end_of_step, join_processes, lazy_device
-from nxdt_plugin_nxd.library import computes_on_host, load_library
+from nxdt_plugin_nxd.library import computes_on_host, load_library, platform
 from nxdt_plugin_nxd.placement import Place
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ class NxdEngine:
         self._run = run
         self.ranks = Ranks.from_environment()
         self._sizes = run.distributed_strategy.mesh_sizes(self.ranks.world_size)
-        self.place = Place.of(self.ranks.rank, self._sizes)
+        self._machine = Machine.of(platform(), run.trainer.devices)
+        if not computes_on_host():
+            check_layout(self._sizes, self._machine)
+        self.place = Place.of(position_of(self.ranks.rank, self._sizes, self._machine), self._sizes)
         self.device = HOST if computes_on_host() else lazy_device()
         self.rank_info = RankInfo(
             rank=self.ranks.rank,
@@ -88,15 +92,19 @@ class NxdEngine:
     def _build_groups(self) -> None:
         from neuronx_distributed.parallel_layers import parallel_state
 
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self._machine.processes))  # which not every launcher sets
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self._sizes.tp,
             pipeline_model_parallel_size=self._sizes.pp,
+            expert_model_parallel_size=self._sizes.ep,
             skip_collective_init=computes_on_host() or self.ranks.world_size == 1,
+            lnc_size=self._machine.lnc,
         )
         found = {
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "dp": parallel_state.get_data_parallel_rank(),
             "pp": parallel_state.get_pipeline_model_parallel_rank(),
+            "ep": parallel_state.get_expert_model_parallel_rank(),
         }
         if found != self.place.as_dict():
             raise RanksPlacedOtherwise(rank=self.ranks.rank, library=found, run=self.place.as_dict())
@@ -175,6 +183,17 @@ class NxdEngine:
             NxdtError: nothing is compiled, the tool is missing, or the cache cannot be used.
         """
         return ahead_of(config)
+
+    @staticmethod
+    def check_product(config: ResolvedConfig, product: str) -> None:
+        """See that the machines of a product run the layout of ``config``.
+
+        Raises:
+            LayoutNotOnHardware: they do not.
+        """
+        run = config.run
+        sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
+        check_layout(sizes, machine_of_product(product, run.trainer.devices))
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""

@@ -9,19 +9,27 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from nxdt_core.config.schema.run import RunConfig
+from nxdt_plugin_nxd.hardware import LNC
 
 __all__ = ["CACHE", "apply_environment", "variables_of"]
 
 CACHE = "NEURON_COMPILE_CACHE_URL"
 _FLAGS = "NEURON_CC_FLAGS"
+_ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 _SWITCHES = {
     "xla_use_bf16": "XLA_USE_BF16",
     "xla_downcast_bf16": "XLA_DOWNCAST_BF16",
-    "neuron_rt_stochastic_rounding_en": "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+    "neuron_rt_stochastic_rounding_en": _ROUNDING,
 }
+_ROUNDED = "mixed_precisionSR"
 
 
-_CAST_FLAGS = {"fp32": "--auto-cast none", "mixed_precision": "--enable-mixed-precision-accumulation"}
+_CAST_FLAGS = {
+    "fp32": "--auto-cast none",
+    "mixed_precision": "--enable-mixed-precision-accumulation",
+    _ROUNDED: "--enable-mixed-precision-accumulation",
+    "autocast": "--auto-cast none --enable-mixed-precision-accumulation",
+}
 """Options that make the compiler compute in the dtypes of a policy; it rounds float32 down by default."""
 
 
@@ -37,12 +45,14 @@ def variables_of(run: RunConfig, precision: Any = None) -> dict[str, str]:
     asked: dict[str, object] = {
         _FLAGS: flags or None,
         CACHE: run.compiler_cache_url,
+        LNC: run.trainer.lnc,
         "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": inflight,
         "BUCKET_CAP_MB": bucket,
         "ALLREDUCE_BUCKET_CAP_MB": bucket,
         "NEURON_RT_EXEC_TIMEOUT": run.neuron_rt_exec_timeout,
         "NEURON_EXPERIMENTAL_COMPRESS_RG": 1 if run.neuron_experimental_compress_rg else None,
         "NEURON_FUSE_SOFTMAX": 1 if run.model.fusions.softmax else None,
+        _ROUNDING: 1 if run.precision.type == _ROUNDED else None,
         **{name: 1 for key, name in _SWITCHES.items() if getattr(precision, key, False) in (True, 1, "1")},
     }
     return {name: str(value) for name, value in asked.items() if value is not None}

@@ -10,6 +10,7 @@ __all__ = [
     "CacheNotReachable",
     "CompileToolMissing",
     "HostCompilesNothing",
+    "LayoutNotOnHardware",
     "LibraryBroken",
     "LibraryMissing",
     "LibraryPlaceholder",
@@ -104,7 +105,7 @@ class RanksPlacedOtherwise(NxdtError):
         "neuronx-distributed places rank {rank} at {library}, and the run at {run}: for these sizes it groups ranks "
         "that are not neighbours."
     )
-    remedy = "Change distributed_strategy.tensor_model_parallel_size; on Trn1 a size of 4 is grouped in that way."
+    remedy = "Change distributed_strategy.tensor_model_parallel_size."
     rank: int
     library: dict[str, int]
     run: dict[str, int]
@@ -114,6 +115,17 @@ class RanksPlacedOtherwise(NxdtError):
             return ", ".join(f"{name} {index}" for name, index in place.items())
 
         return {**super()._view(), "library": shown(self.library), "run": shown(self.run)}
+
+
+class LayoutNotOnHardware(NxdtError):
+    """A layout that the chips, or the library on them, do not run."""
+
+    code = "NXDT-N014"
+    happened = "{platform} does not run this layout: {reason}."
+    remedy = "Change the layout: {advice}. docs/trainium.md names the sources of these rules."
+    platform: str
+    reason: str
+    advice: str
 
 
 class CompileToolMissing(NxdtError):

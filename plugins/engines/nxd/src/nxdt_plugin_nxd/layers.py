@@ -13,6 +13,8 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_distributed.parallel_layers.mappings import (
     copy_to_tensor_model_parallel_region,
+    enter_expert_parallel_region,
+    exit_expert_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -20,10 +22,11 @@ from neuronx_distributed.parallel_layers.mappings import (
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.moe.dispatch import LocalDispatcher
+from nxdt_core.engines.expert_dispatch import ExchangingDispatcher
 from nxdt_core.nn.moe.token_shards import WholeMicroBatch
 from nxdt_core.nn.random.dropout import Dropout
 from nxdt_core.nn.updates import Update, updated_linear
+from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.sharded_logits import ShardedLogits
 from nxdt_plugin_nxd.translation import Replacement, Translation
 
@@ -44,7 +47,7 @@ def apply_translation(module: nn.Module, translation: Translation, *, sequence_p
         # Prepended: a hook that belongs to the module itself, such as one of a caller, sees what enters the block.
         module.get_submodule(path).register_forward_pre_hook(entry, prepend=True)
     for path in translation.dispatchers:
-        module.set_submodule(path, TensorDispatcher(sequence_parallel=sequence_parallel))
+        module.set_submodule(path, ExpertDispatcher(sequence_parallel=sequence_parallel))
     for path in translation.routers:
         copies = parallel_state.get_tensor_model_parallel_size()
         module.get_submodule(path).shards = WholeMicroBatch(copies=copies)  # type: ignore[assignment]
@@ -200,13 +203,25 @@ class SequenceEmbedding(nn.Embedding):
         return functional.embedding(part, self.weight, self.padding_idx)
 
 
-class TensorDispatcher(LocalDispatcher):
-    """Runs experts of which each rank holds a part, and ends their tensor block."""
+class ExpertDispatcher(ExchangingDispatcher):
+    """Runs experts of which each rank holds some, or a part of each, and ends their tensor block."""
 
     def __init__(self, *, sequence_parallel: bool) -> None:
-        super().__init__()
+        ranks = parallel_state.get_expert_model_parallel_size()
+        super().__init__(parallel_state.get_expert_model_parallel_group() if ranks > 1 else None)
         self.sequence_parallel = sequence_parallel
 
+    def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
+        """Return the outputs of ``rows`` [experts, capacity, hidden] from the ranks that hold the experts."""
+        if self.group is None or computes_on_host():  # the library's exchange has no CPU mode
+            return super().run_padded(rows, experts)
+        arrived = enter_expert_parallel_region(rows, scatter_gather=False)  # [experts here, ranks, capacity, hidden]
+        outputs = experts(arrived.flatten(1, 2)).view(arrived.shape)
+        returned: torch.Tensor = exit_expert_parallel_region(outputs, scatter_gather=False)
+        return returned
+
     def finish(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what the ranks computed, whole or this rank's part of the sequence."""
+        """Return the sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
+        if parallel_state.get_tensor_model_parallel_size() == 1:
+            return mixed
         return _summed(mixed, sequence_parallel=self.sequence_parallel)

@@ -16,10 +16,10 @@ from torch import nn
 
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.engines.stages import cut_stage
-from nxdt_core.errors.layouts import LayoutRefused, ShapesDependOnData
+from nxdt_core.engines.stages import cut_stage, stages_of_rank
+from nxdt_core.engines.weights import allocate, draw_piece
+from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.random.init import draw, rule_for
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
@@ -37,9 +37,10 @@ __all__ = ["HeldParameter", "Stage", "lay_out", "materialise", "parameters_of", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """This rank's pipeline stage; the whole model without a pipeline."""
+    """This rank's pipeline stages; the whole model without a pipeline."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
+    """Pipeline stages of this rank, in their order; their paths are those of the whole model."""
     plan: ParallelPlan
     """With what adapters changed."""
     rules: tuple[InitRule, ...]
@@ -49,6 +50,10 @@ class Stage:
     """By the parameter's path; one that is absent is whole on each rank."""
     partial: frozenset[str]
     """Parameters whose gradient is a partial sum on each tensor parallel rank."""
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all modules by path, tied ones under each of their paths."""
+        return {name: each for part in self.modules for name, each in part.named_parameters(remove_duplicate=False)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +65,19 @@ class HeldParameter:
     partial: bool
     counted: bool
     """Whether sums over all ranks count its elements here."""
-    rank: int
-    """Of this process among the tensor parallel ones."""
+    place: Place
+    """Of this process."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether it is experts that are distributed over ranks."""
+        return self.shard is not None and self.shard.expert_parts > 1
 
     def box(self) -> Box:
         """Return the place of its elements in the whole parameter."""
-        return Box.whole(tuple(self.parameter.shape)) if self.shard is None else self.shard.box(self.rank)
+        if self.shard is None:
+            return Box.whole(tuple(self.parameter.shape))
+        return self.shard.box(self.place.tp, self.place.ep)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,7 +98,7 @@ def lay_out(
     *,
     fixed_shapes: bool = False,
 ) -> Stage:
-    """Build this rank's stage on the meta device; no other process is asked.
+    """Build this rank's stages on the meta device; no other process is asked.
 
     Args:
         builder: of the model.
@@ -113,24 +125,35 @@ def lay_out(
     if fixed_shapes:
         _check_capacity(whole, plan)
     whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
-    module = whole
-    if sizes.pp > 1:
-        module = cut_stage(whole, plan, stage=place.pp, stages=sizes.pp, cuts=run.model.pipeline_cuts)
-    shards: Mapping[str, Shard] = {}
-    partial: frozenset[str] = frozenset()
+    if sizes.ep > 1 and not plan.experts:
+        raise ModelWithoutExperts(ep=sizes.ep)
+    modules = tuple(_cut(whole, plan, place, run))
+    shards: dict[str, Shard] = {}
+    partial: set[str] = set()
     sequence_parallel = run.distributed_strategy.sequence_parallel and sizes.tp > 1
-    if sizes.tp > 1:
-        translation = translate(module, plan, tp=sizes.tp, sequence_parallel=sequence_parallel)
-        apply_translation(module, translation, sequence_parallel=sequence_parallel)
-        shards, partial = translation.shards, translation.partial
-    place_dropouts(module, plan, place, sequence_parallel=sequence_parallel)
-    apply_recompute(
-        module,
-        plan,
-        granularity=run.model.activations_checkpoint_granularity,
-        names=run.model.activations_checkpoint_recompute or (),
-    )
-    return Stage(module=module, plan=plan, rules=tuple(rules), added=added, shards=shards, partial=partial)
+    for module in modules:
+        if sizes.tp > 1 or sizes.ep > 1:
+            translation = translate(module, plan, tp=sizes.tp, ep=sizes.ep, sequence_parallel=sequence_parallel)
+            apply_translation(module, translation, sequence_parallel=sequence_parallel)
+            shards |= translation.shards
+            partial |= translation.partial
+        place_dropouts(module, plan, place, sequence_parallel=sequence_parallel)
+        apply_recompute(
+            module,
+            plan,
+            granularity=run.model.activations_checkpoint_granularity,
+            names=run.model.activations_checkpoint_recompute or (),
+        )
+    return Stage(modules=modules, plan=plan, rules=tuple(rules), added=added, shards=shards, partial=frozenset(partial))
+
+
+def _cut(whole: nn.Module, plan: ParallelPlan, place: Place, run: RunConfig) -> Iterator[nn.Module]:
+    sizes, cuts = place.sizes, run.model.pipeline_cuts
+    if sizes.pp == 1:
+        yield whole
+        return
+    for stage in stages_of_rank(place.pp, sizes.pp, sizes.vpp, sizes.schedule):
+        yield cut_stage(whole, plan, stage=stage, stages=sizes.stages, cuts=cuts)
 
 
 def _check_capacity(whole: nn.Module, plan: ParallelPlan) -> None:
@@ -152,57 +175,32 @@ def _check_refused(whole: nn.Module, plan: ParallelPlan, sizes: MeshSizes) -> No
 
 
 def materialise(stage: Stage, place: Place, device: torch.device, *, seed: int, base: bool = True) -> None:
-    """Give the stage memory on ``device`` and draw its weights; without ``base``, only those that adapters added.
+    """Give the stages memory on ``device`` and draw their weights; without ``base``, only those that adapters added.
 
     Every rank draws its own elements, bitwise equal to those of the whole parameter.
     """
-    module = stage.module
-    module.to_empty(device=device)
-    _tie(module, stage.plan)
-    for part in module.modules():
-        getattr(part, "reset_buffers", lambda: None)()
+    for module in stage.modules:
+        allocate(module, device, tied=stage.plan.tied)
     for name, held in parameters_of(stage, place).items():
         parameter, shard = held.parameter, held.shard
         if not held.counted:
             parameter.shared = True  # type: ignore[attr-defined]  # the library's norms count its elements elsewhere
-        if shard is not None and not hasattr(parameter, "tensor_model_parallel"):  # to_empty drops attributes
+        if shard is not None and place.sizes.tp > 1 and not hasattr(parameter, "tensor_model_parallel"):
+            # Memory has been given to them, which drops attributes.
             set_tensor_model_parallel_attributes(parameter, True, shard.dim, 1, num_partitions=shard.parts)
+        if held.distributed:
+            parameter.expert_model_parallel = True  # type: ignore[attr-defined]
         if base or name in stage.added:
-            _draw(name, held, stage.rules, seed)
+            draw_piece(Piece(held.parameter, held.shape, held.box()), name, stage.rules, seed=seed)
 
 
 def round_to(stage: Stage, dtype: torch.dtype) -> None:
     """Round the parameters, of which masters have been taken, to the dtype that is computed with."""
-    for parameter in stage.module.parameters():
+    for parameter in stage.named_parameters().values():
         parameter.data = parameter.data.to(dtype)
-    for part in stage.module.modules():
+    for part in (part for module in stage.modules for part in module.modules()):
         if isinstance(part, ParallelEmbedding):  # its outputs have this dtype
             part.dtype = dtype
-
-
-@torch.no_grad()
-def _draw(name: str, held: HeldParameter, rules: Sequence[InitRule], seed: int) -> None:
-    box = held.box()
-    held.parameter.copy_(
-        draw(
-            held.shape,
-            rule_for(name, rules),
-            name=name,
-            seed=seed,
-            dtype=held.parameter.dtype,
-            offsets=box.offsets,
-            local_shape=box.shape,
-        )
-    )
-
-
-def _tie(module: nn.Module, plan: ParallelPlan) -> None:
-    """Make the second parameter of each pair the first, where both are here."""
-    present = dict(module.named_parameters(remove_duplicate=False))
-    for owner, user in plan.tied:
-        if owner in present and user in present:
-            path, _, leaf = user.rpartition(".")
-            setattr(module.get_submodule(path), leaf, present[owner])
 
 
 def parameters_of(stage: Stage, place: Place) -> dict[str, HeldParameter]:
@@ -211,7 +209,7 @@ def parameters_of(stage: Stage, place: Place) -> dict[str, HeldParameter]:
 
 
 def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
-    found = dict(stage.module.named_parameters(remove_duplicate=False))
+    found = stage.named_parameters()
     owner_of = {user: owner for owner, user in stage.plan.tied}
     for path, parameter in found.items():
         name = owner_of.get(path, path)
@@ -224,6 +222,6 @@ def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
             shard=shard,
             partial=path in stage.partial,
             counted=name == path and first_copy,
-            rank=place.tp,
+            place=place,
         )
         yield name, held

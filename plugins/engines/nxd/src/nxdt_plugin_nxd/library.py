@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from nxdt_plugin_nxd.errors import LibraryBroken, LibraryMissing, LibraryPlaceholder, VersionsDoNotFit
 
-__all__ = ["CPU_MODE", "computes_on_host", "load_library"]
+__all__ = ["CPU_MODE", "computes_on_host", "load_library", "platform"]
 
 CPU_MODE = "NXD_CPU_MODE"
 """The library's own variable: above 0 its layers and its pipeline run on the host, over gloo."""
@@ -26,6 +26,13 @@ def computes_on_host() -> bool:
     """Return whether the library runs in its CPU mode."""
     text = os.environ.get(CPU_MODE, "0")
     return text.isdecimal() and int(text) > 0
+
+
+def platform() -> str:
+    """Return the generation of the chips at hand, such as ``trn1``, as the library asks for it."""
+    from torch_neuronx.utils import get_platform_target
+
+    return str(get_platform_target())
 
 
 def load_library() -> ModuleType:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
 from nxdt_core.nn.random.dropout_masks import rows_of_batch
+from nxdt_core.nn.random.rounding import rounding_key
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.parallel.model import Replicas, StepLoss
@@ -32,7 +33,7 @@ from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.pipeline import Pipeline
 from nxdt_plugin_nxd.placement import Place
 from nxdt_plugin_nxd.sharded_logits import whole_logits
-from nxdt_plugin_nxd.trained import GradientSums, clear_gradient, gradient_of, trained_tensors
+from nxdt_plugin_nxd.trained import GradientSums, Sharing, clear_gradient, gradient_of, trained_tensors
 
 __all__ = ["NxdModel"]
 
@@ -56,12 +57,12 @@ class NxdModel:
         self.trained = trained_tensors(
             self.held,
             master=torch.float32 if precision.master_weights else None,
-            part=place.dp,
-            parts=place.sizes.dp if place.sizes.zero_stage else 1,
-            group=around.data_group,
+            sharing=self._sharing,
         )
         """What the optimizer updates, by global name."""
         self._masters = precision.master_weights
+        # On a device the Neuron runtime rounds: engine variables tell it.
+        self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
             round_to(stage, getattr(torch, precision.parameters))
         GradientSums([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
@@ -69,13 +70,14 @@ class NxdModel:
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
         sizes = place.sizes
-        self._pipeline = Pipeline(stage.module, place, around) if sizes.pp > 1 else None
+        self._pipeline = Pipeline(stage.modules, place, around) if sizes.pp > 1 else None
         tied = stage.plan.tied if sizes.pp > 1 else ()
         # Collective: every stage calls it, and those in between get none.
         self._tied_group = parallel_state.create_pg_with_ranks([0, sizes.pp - 1]) if tied else None
         self._tied = [owner for owner, _ in tied if owner in self.held]
-        names = {name for name, _ in stage.module.named_parameters(remove_duplicate=False)}
-        self._buffers = {name: value for name, value in stage.module.state_dict().items() if name not in names}
+        names = stage.named_parameters().keys()
+        saved = {name: value for module in stage.modules for name, value in module.state_dict().items()}
+        self._buffers = {name: value for name, value in saved.items() if name not in names}
 
     @property
     def replicas(self) -> Replicas | None:
@@ -103,19 +105,36 @@ class NxdModel:
         return parallel_state.get_tensor_model_parallel_group() if self._place.sizes.tp > 1 else None
 
     @property
+    def expert_group(self) -> dist.ProcessGroup | None:
+        """Return the expert parallel ranks; None where there is one."""
+        return parallel_state.get_expert_model_parallel_group() if self._place.sizes.ep > 1 else None
+
+    def _sharing(self, held: HeldParameter) -> Sharing:
+        """Return which ranks share the optimizer's state of a parameter: data parallel ones that hold the same."""
+        place, group = self._place, self._around.data_group
+        if not place.sizes.zero_stage:
+            return Sharing()
+        if held.distributed:
+            group = parallel_state.get_expert_data_parallel_group()
+            return Sharing(part=place.expert_dp, parts=place.sizes.efsdp, group=group)
+        return Sharing(part=place.dp, parts=place.sizes.dp, group=group)
+
+    @property
     def plan(self) -> ParallelPlan:
         """Return the model's plan, with what adapters changed."""
         return self._stage.plan
 
     def begin_step(self, step: int) -> None:
-        """Set the number of the coming step, which dropout depends on."""
+        """Set the number of the coming step, which dropout and stochastic rounding depend on."""
         self._step = step
+        if self._rounds_on_host:
+            self.weights_changed()
 
     # Passes over a global batch
 
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
-        self._stage.module.train()
+        self._set_training(True)
         batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
         scale = self.data_ranks  # the library divides the sums of gradients by it
         with batch.running():
@@ -129,7 +148,7 @@ class NxdModel:
     @torch.no_grad()
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Return the loss in evaluation mode, without gradients."""
-        self._stage.module.eval()
+        self._set_training(False)
         batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
         with batch.running():
             if self._pipeline is not None:
@@ -149,7 +168,7 @@ class NxdModel:
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits of every token, of the whole vocabulary."""
-        self._stage.module.eval()
+        self._set_training(False)
         length = input_ids.shape[1]
         padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
         batch = Batch(input_ids=padded, labels=padded)
@@ -174,9 +193,13 @@ class NxdModel:
         dist.all_reduce(held, group=self._around.pipeline_group)
         return held
 
+    def _set_training(self, mode: bool) -> None:
+        for module in self._stage.modules:
+            module.train(mode)
+
     def _logits(self, batch: Batch) -> Any:
         with rows_of_batch(batch.first_row, batch.input_ids), self._around.computing():
-            return self._stage.module(batch.input_ids, batch.position_ids, batch.document_ids)
+            return self._stage.modules[0](batch.input_ids, batch.position_ids, batch.document_ids)
 
     # Weights
 
@@ -219,19 +242,26 @@ class NxdModel:
 
     def weights_changed(self) -> None:
         """Hand what the optimizer has updated to the parameters. Collective."""
-        groups = None
+        as_list = not computes_on_host()
+        groups = experts = None
         if self.data_ranks > 1:
-            groups = parallel_state.get_data_parallel_group(as_list=not computes_on_host())
-        for each in self.trained.values():
-            each.give(groups)
+            groups = parallel_state.get_data_parallel_group(as_list=as_list)
+            experts = parallel_state.get_expert_data_parallel_group(as_list=as_list)
+        for name, each in self.trained.items():
+            each.give(experts if each.held.distributed else groups, self._rounding_key(name))
+
+    def _rounding_key(self, name: str) -> torch.Tensor | None:
+        if not self._rounds_on_host:
+            return None
+        return torch.tensor(rounding_key(self._around.seed, f"rounding\0{self._step}\0{name}"), dtype=torch.int32)
 
     def parameter_norm(self) -> torch.Tensor:
         """Return the 2-norm of all weights, each element counted once."""
         return _norm([(held.parameter, held.parameter.detach()) for held in self.held.values()])
 
     def local_modules(self) -> Sequence[nn.Module]:
-        """Return the module of this rank's stage."""
-        return [self._stage.module]
+        """Return the modules of this rank's stages."""
+        return list(self._stage.modules)
 
     # Gradients
 
@@ -243,7 +273,12 @@ class NxdModel:
             for name in self._tied:
                 dist.all_reduce(sums[name], group=self._tied_group)
         if self.data_ranks > 1:
+            # Over the ranks that hold the same experts; each has summed what the tokens of its expert parallel ranks
+            # ask of its experts. All else is summed over those ranks, too.
             bucket_allreduce_gradients(list(sums.values()))
+            if self._place.sizes.ep > 1:
+                others = [grad for name, grad in sums.items() if not self.held[name].distributed]
+                bucket_allreduce_gradients(others, reduce_over_ep_group=True)
         norm = _norm([(held.parameter, sums.get(name)) for name, held in self.held.items()])
         if max_norm is not None and sums:
             clip_grads_with_norm(
@@ -309,7 +344,7 @@ def _counted(parameter: nn.Parameter, values: torch.Tensor | None) -> nn.Paramet
     """Return a parameter with ``values`` as its gradient, which is counted where that of the original is."""
     like = nn.Parameter(parameter.new_zeros((), dtype=torch.float32) if values is None else values, requires_grad=False)
     like.grad = values
-    for name in ("shared", "tensor_model_parallel"):
+    for name in ("shared", "tensor_model_parallel", "expert_model_parallel"):
         if hasattr(parameter, name):
             setattr(like, name, getattr(parameter, name))
     return like

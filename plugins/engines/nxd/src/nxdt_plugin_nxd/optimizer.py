@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from nxdt_core.devices import profile_of
+from nxdt_core.engines.rejection import DeviceRejection
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.protocols.optimizer import ParameterGroup
@@ -33,17 +35,20 @@ class NxdOptimizer:
         self.inner = build(placed) if placed else torch.optim.SGD([{"params": []}], lr)
         self._check_whole()
         self._peaks = [float(group["lr"]) for group in self.inner.param_groups]
+        tensors = {name: each.tensor for name, each in self._trained.items()}
+        waits = not profile_of(model.device).never_waits
+        self._rejection = None if waits else DeviceRejection(tensors, tensors, self.inner)
         self._rejected: torch.Tensor | None = None
         self.skipped_steps: torch.Tensor | int = 0
         """Steps that were not applied since their loss or gradient was not finite."""
 
     def _placed(self, group: ParameterGroup) -> ParameterGroup:
         trained = [self._trained[name] for name in group["names"]]
-        tensor_group = self._model.tensor_group
+        tensor_group, expert_group = self._model.tensor_group, self._model.expert_group
         return {
             **group,
             "params": [each.tensor for each in trained],
-            "shards": [each.placed(tensor_group) for each in trained],
+            "shards": [each.placed(tensor_group, expert_group) for each in trained],
         }
 
     def _check_whole(self) -> None:
@@ -79,7 +84,11 @@ class NxdOptimizer:
     def step(self) -> None:
         """Update, then clear the gradients."""
         rejected, self._rejected = self._rejected, None
-        if rejected is None or not bool(rejected):
+        if rejected is not None and self._rejection is not None:
+            with self._rejection.undoing(rejected):
+                self.inner.step()
+            self._model.weights_changed()
+        elif rejected is None or not bool(rejected):
             self.inner.step()
             self._model.weights_changed()
         self._model.clear_gradients()
@@ -87,6 +96,8 @@ class NxdOptimizer:
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter where it has its shape."""
+        if self._rejection is not None:
+            self._rejection.settle()
         state: dict[str, torch.Tensor | Piece] = {}
         for name, trained in self._trained.items():
             for leaf, value in self.inner.state.get(trained.tensor, {}).items():
@@ -104,6 +115,8 @@ class NxdOptimizer:
         unknown = sorted({key.rpartition("/")[0] for key in state} - self._trained.keys())
         if unknown:
             raise OptimizerStateDoesNotFit(parameters=unknown)
+        if self._rejection is not None:
+            self._rejection.forget()
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
             held = elements(value)

@@ -1,4 +1,4 @@
-"""This rank's pipeline stage under the library's 1F1B: hidden states travel, each rank reads its own batches.
+"""This rank's pipeline stages under the library's schedules: hidden states travel, each rank reads its own batches.
 
 The library fixes the number and the shape of micro-batches when its model is built, so there is one for each that
 occurs. It divides each loss by their number, and leaves the sums of gradients to the caller.
@@ -15,7 +15,9 @@ from torch import nn
 
 from nxdt_core.nn.random.dropout_masks import rows_of_batch
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
 from nxdt_plugin_nxd.global_batch import Surroundings
+from nxdt_plugin_nxd.interleaved import InterleavedModel
 from nxdt_plugin_nxd.placement import Place
 
 __all__ = ["Pipeline"]
@@ -27,9 +29,14 @@ Consume = Callable[[Any, Batch], torch.Tensor]
 class Pipeline:
     """Runs micro-batches through the stages, together with the other pipeline ranks."""
 
-    def __init__(self, module: nn.Module, place: Place, around: Surroundings) -> None:
-        self._place = place
-        self._stage = _Stage(module, around, last=place.pp == place.sizes.pp - 1)
+    def __init__(self, modules: Sequence[nn.Module], place: Place, around: Surroundings) -> None:
+        """``modules``: this rank's stages, in their order."""
+        self._sizes = sizes = place.sizes
+        numbers = stages_of_rank(place.pp, sizes.pp, sizes.vpp, sizes.schedule)
+        self._stages = {
+            number: _Stage(module, around, last=number == sizes.stages - 1)
+            for number, module in zip(numbers, modules, strict=True)
+        }
         self._models: dict[tuple[object, ...], NxDPPModel] = {}
 
     def train(self, batches: Sequence[Batch], loss: Consume, *, scale: float) -> None:
@@ -42,7 +49,8 @@ class Pipeline:
         self._run(batches, consume, training=False)
 
     def _run(self, batches: Sequence[Batch], consume: Consume, *, training: bool) -> None:
-        self._stage.begin(batches, consume)
+        for stage in self._stages.values():
+            stage.begin(batches, consume)
         model = self._model(len(batches), batches[0].input_ids.shape, training=training)
         ids = torch.cat([batch.input_ids for batch in batches])
         run = model.run_train if training else model.run_eval
@@ -51,14 +59,15 @@ class Pipeline:
     def _model(self, count: int, shape: torch.Size, *, training: bool) -> NxDPPModel:
         key = (count, tuple(shape), training)
         if key not in self._models:
-            stages: list[nn.Module] = [nn.Identity() for _ in range(self._place.sizes.pp)]
-            stages[self._place.pp] = self._stage
-            self._models[key] = NxDPPModel(
+            stages = [self._stages.get(number) or nn.Identity() for number in range(self._sizes.stages)]
+            kind = InterleavedModel if self._sizes.vpp > 1 else NxDPPModel
+            self._models[key] = kind(
                 stages,
                 num_microbatches=count,
+                virtual_pipeline_size=self._sizes.vpp,
                 manual_pp_partition=True,
                 manual_pp_stage_partition_fn=lambda layers, _: {layer: index for index, layer in enumerate(layers)},
-                manual_pp_loss_fn=self._stage.loss,
+                manual_pp_loss_fn=list(self._stages.values())[-1].loss,
                 use_optimizer_wrapper=True,  # otherwise it sums gradients over data parallel ranks at once
                 return_loss_on_cpu=False,
             )

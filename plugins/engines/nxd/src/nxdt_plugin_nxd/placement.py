@@ -25,6 +25,16 @@ class Place:
         pp, dp = divmod(rest, sizes.dp)
         return cls(sizes=sizes, tp=tp, dp=dp, pp=pp)
 
+    @property
+    def ep(self) -> int:
+        """Return the index among the ranks that share the experts: neighbours along the data parallel ranks."""
+        return self.dp % self.sizes.ep
+
+    @property
+    def expert_dp(self) -> int:
+        """Return the index among the ranks that hold the same experts."""
+        return self.dp // self.sizes.ep
+
     def as_dict(self) -> dict[str, int]:
         """Return the index by the name of the dimension."""
-        return {"tp": self.tp, "dp": self.dp, "pp": self.pp}
+        return {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": self.ep}

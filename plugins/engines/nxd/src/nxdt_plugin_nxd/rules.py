@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.config.validate.sizes import BATCH, MICRO_BATCH, PP, TP, mesh_sizes, micro_batches
+from nxdt_core.config.validate.sizes import BATCH, EP, MICRO_BATCH, PP, TP, VPP, mesh_sizes, micro_batches
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination
 from nxdt_core.protocols.parallel.rules import Settings
 
@@ -14,7 +14,9 @@ _HEADS, _KV_HEADS = "model.num_attention_heads", "model.num_kv_heads"
 _VOCABULARY, _VOCAB_MULTIPLE = "model.vocab_size", "model.make_vocab_size_divisible_by"
 _FEED_FORWARD, _LENGTH = "model.ffn_hidden_size", "data.seq_length"
 _LAYERS, _CUTS = "model.num_layers", "model.pipeline_cuts"
-_CHUNKS = "model.loss_chunk_tokens"
+_CHUNKS, _PRECISION = "model.loss_chunk_tokens", "precision.type"
+_EXPERTS = "model.moe.num_experts"
+_SCHEDULE = "distributed_strategy.pipeline_schedule"
 _SP = "distributed_strategy.sequence_parallel"
 
 
@@ -55,34 +57,65 @@ def key_heads_are_shared(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 def layers_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Pipeline stages take equally many layers, unless ``model.pipeline_cuts`` names the cuts."""
-    numbers, cuts = settings.numbers(_LAYERS, PP), settings.values.get(_CUTS)
-    if numbers is None:
+    sizes, numbers, cuts = mesh_sizes(settings), settings.numbers(_LAYERS, PP), settings.values.get(_CUTS)
+    if sizes is None or numbers is None or sizes.pp == 1:
         return
-    layers, pp = numbers
-    if cuts and pp > 1 and len(cuts) != pp - 1:
+    named = f"pipeline_model_parallel_size {sizes.pp}"
+    if sizes.vpp > 1:
+        named = f"{sizes.stages} stages, {sizes.vpp} on each of {sizes.pp} pipeline ranks"
+    if cuts and len(cuts) != sizes.stages - 1:
         yield ImpossibleCombination(
-            **settings.place(_CUTS, PP),
-            reason=f"{len(cuts)} cuts make {len(cuts) + 1} stages, and pipeline_model_parallel_size is {pp}",
-            advice=f"Name {pp - 1} cuts.",
+            **settings.place(_CUTS, PP, VPP),
+            reason=f"{len(cuts)} cuts make {len(cuts) + 1} stages, and the layout asks for {named}",
+            advice=f"Name {sizes.stages - 1} cuts.",
         )
-    elif not cuts and layers % pp:
+    elif not cuts and numbers[0] % sizes.stages:
         yield ImpossibleCombination(
-            **settings.place(_LAYERS, PP),
-            reason=f"{layers} layers are not divisible by pipeline_model_parallel_size {pp}",
-            advice=f"Choose a size that divides the layers, or name the cuts in {_CUTS}.",
+            **settings.place(_LAYERS, PP, VPP),
+            reason=f"{numbers[0]} layers are not divisible by {named}",
+            advice=f"Choose sizes that divide the layers, or name the cuts in {_CUTS}.",
         )
+
+
+def schedule_has_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
+    """1F1B has one stage on each rank, the interleaved schedule several."""
+    schedule, stages, pp = settings.values.get(_SCHEDULE), settings.values.get(VPP) or 1, settings.values.get(PP)
+    if pp == 1 or schedule is None or (schedule == "interleaved") == (stages > 1):
+        return
+    yield ImpossibleCombination(
+        **settings.place(_SCHEDULE, VPP),
+        reason=f"the schedule {schedule} does not run {stages} stages on each rank",
+        advice="Leave the schedule out, or change that size.",
+    )
 
 
 def pipeline_is_filled(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """Each step has at least one micro-batch per pipeline stage."""
+    """1F1B takes at least one micro-batch per rank, the interleaved schedule a multiple of them."""
     sizes, count = mesh_sizes(settings), micro_batches(settings)
-    if sizes is None or count is None or sizes.pp == 1 or count >= sizes.pp:
+    if sizes is None or count is None or sizes.pp == 1:
         return
+    interleaved = sizes.vpp > 1
+    if count % sizes.pp == 0 if interleaved else count >= sizes.pp:
+        return
+    schedule, wants = ("the interleaved schedule", "a multiple of") if interleaved else ("1F1B", "at least")
+    whole = -(-count // sizes.pp) * sizes.pp * sizes.dp * settings.values[MICRO_BATCH]
     yield ImpossibleCombination(
         **settings.place(BATCH, MICRO_BATCH, PP),
-        reason=f"each data parallel rank has {count} micro-batches per step, and 1F1B over {sizes.pp} stages needs"
-        f" at least {sizes.pp}",
-        advice=f"Write {sizes.pp * sizes.dp * settings.values[MICRO_BATCH]} or more, or change {MICRO_BATCH}.",
+        reason=f"each data parallel rank has {count} micro-batches per step, and {schedule} over {sizes.pp} pipeline"
+        f" ranks needs {wants} {sizes.pp}",
+        advice=f"Write {whole}{'' if interleaved else ' or more'}, or change {MICRO_BATCH}.",
+    )
+
+
+def experts_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
+    """Expert parallel ranks take equally many experts."""
+    sizes, experts = settings.numbers(EP), settings.numbers(_EXPERTS)
+    if sizes is None or experts is None or experts[0] % sizes[0] == 0:
+        return
+    yield ImpossibleCombination(
+        **settings.place(_EXPERTS, EP),
+        reason=f"{experts[0]} experts are not divisible by expert_model_parallel_size {sizes[0]}",
+        advice="Choose an expert parallel size that divides the experts.",
     )
 
 
@@ -96,5 +129,24 @@ def losses_are_whole(settings: Settings) -> Iterator[ImpossibleCombination]:
         )
 
 
-RULES = (parts_are_equal, key_heads_are_shared, layers_divide, pipeline_is_filled, losses_are_whole)
+def rounding_has_masters(settings: Settings) -> Iterator[ImpossibleCombination]:
+    """Check stochastic rounding: the engine rounds copies of float32 masters, and nothing else."""
+    if settings.values.get(_PRECISION) == "bf16SR":
+        yield ImpossibleCombination(
+            **settings.place(_PRECISION),
+            reason="the engine nxd rounds copies of float32 masters stochastically, and bf16SR keeps none",
+            advice="Write mixed_precisionSR, or use parallel_engine.name=torch.",
+        )
+
+
+RULES = (
+    parts_are_equal,
+    key_heads_are_shared,
+    layers_divide,
+    schedule_has_stages,
+    pipeline_is_filled,
+    experts_divide,
+    losses_are_whole,
+    rounding_has_masters,
+)
 """In the order in which they are tried."""

@@ -7,7 +7,7 @@ library's own ZeRO-1 accepts tensors on a device of torch-xla only, and its stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,24 @@ import torch.distributed as dist
 from neuronx_distributed.parallel_layers import comm
 from torch import nn
 
+from nxdt_core.nn.random.positions import positions
+from nxdt_core.nn.random.rounding import noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_plugin_nxd.layout import HeldParameter
 
-__all__ = ["GradientSums", "TrainedTensor", "clear_gradient", "gradient_of", "trained_tensors"]
+__all__ = ["GradientSums", "Sharing", "TrainedTensor", "clear_gradient", "gradient_of", "trained_tensors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Ranks that hold the same elements of a parameter and share the optimizer's state of it."""
+
+    part: int = 0
+    """Of this rank."""
+    parts: int = 1
+    """1 shares nothing."""
+    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +59,10 @@ class TrainedTensor:
         """Return a tensor of this one's shape as a checkpoint takes it."""
         return self.held.piece(value) if self.parts == 1 else Piece(value, self.held.shape, self.box())
 
-    def placed(self, tensor_group: dist.ProcessGroup | None) -> ParameterShard:
+    def placed(self, tensor_group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None) -> ParameterShard:
         """Return the optimizer's record of where this parameter is."""
         over = [tensor_group] if self.held.shard is not None else []
+        over += [expert_group] if self.held.distributed else []
         over += [self.group] if self.parts > 1 else []
         groups = tuple(group for group in over if group is not None)
         return ParameterShard(shape=self.held.shape, box=self.box(), groups=groups, matrix=len(self.held.shape) >= 2)
@@ -72,14 +86,26 @@ class TrainedTensor:
             self.tensor.copy_(self._own(self.held.parameter))
 
     @torch.no_grad()
-    def give(self, groups: object) -> None:
-        """Hand the values of all parts to the parameter, after an update. Collective along ``groups``."""
+    def give(self, groups: object, key: torch.Tensor | None = None) -> None:
+        """Hand the values of all parts to the parameter, after an update. Collective along ``groups``.
+
+        With a ``key`` (:func:`nxdt_core.nn.random.rounding.rounding_key`) they are rounded stochastically.
+        """
         if not self.separate:
             return
-        value = self.tensor.detach().to(self.held.parameter.dtype)
+        value = self.tensor.detach() if key is None else self._rounded(key)
+        value = value.to(self.held.parameter.dtype)
         if self.parts > 1:
             value = comm.all_gather(value, dim=0, groups=groups, pin_layout=False)
         self.held.parameter.copy_(value)
+
+    def _rounded(self, key: torch.Tensor) -> torch.Tensor:
+        """Round by the number of each element in the whole parameter, as the torch engine does."""
+        values, box = self.tensor.detach(), self.box()
+        numbers = torch.empty(values.numel(), dtype=torch.int64, device=values.device)
+        for place, found in positions(self.held.shape, box.offsets, box.shape, device=values.device):
+            numbers[place] = found
+        return rounded(values, noise(numbers.to(torch.int32).view(values.shape), key))
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.detach().chunk(self.parts)[self.part] if self.parts > 1 else whole.detach()
@@ -89,35 +115,27 @@ def trained_tensors(
     held: Mapping[str, HeldParameter],
     *,
     master: torch.dtype | None,
-    part: int,
-    parts: int,
-    group: dist.ProcessGroup | None,
+    sharing: Callable[[HeldParameter], Sharing],
 ) -> dict[str, TrainedTensor]:
     """Return the tensor of each parameter that is trained, by global name.
 
     Args:
         held: of this rank, with the values that masters begin with.
         master: dtype of masters; None keeps none.
-        part: of this data parallel rank.
-        parts: data parallel ranks that share the optimizer's state; 1 shares nothing.
-        group: of these ranks.
+        sharing: says which ranks share the optimizer's state of a parameter.
     """
-    return {
-        name: _trained(each, master, part, parts, group) for name, each in held.items() if each.parameter.requires_grad
-    }
+    return {name: _trained(each, master, sharing(each)) for name, each in held.items() if each.parameter.requires_grad}
 
 
-def _trained(
-    held: HeldParameter, master: torch.dtype | None, part: int, parts: int, group: dist.ProcessGroup | None
-) -> TrainedTensor:
-    parameter = held.parameter
+def _trained(held: HeldParameter, master: torch.dtype | None, sharing: Sharing) -> TrainedTensor:
+    parameter, parts = held.parameter, sharing.parts
     divides = parameter.ndim > 0 and parts > 1 and parameter.shape[0] % parts == 0
-    own = parts if divides else 1
+    own, part = (parts, sharing.part) if divides else (1, 0)
     tensor = parameter
     if divides or master is not None:
         values = parameter.detach().chunk(own)[part] if divides else parameter.detach()
         tensor = nn.Parameter(values.to(master or parameter.dtype, copy=True))
-    return TrainedTensor(held=held, tensor=tensor, part=part if divides else 0, parts=own, group=group)
+    return TrainedTensor(held=held, tensor=tensor, part=part, parts=own, group=sharing.group)
 
 
 class GradientSums:

@@ -1,4 +1,4 @@
-"""What each module of a model becomes under tensor parallelism, from the model's plan. The library is not needed.
+"""What each module of a model becomes under tensor and expert parallelism, from its plan. The library is not needed.
 
 Inside a tensor block (``ParallelPlan.tensor_blocks``) activations are whole and their gradients are partial sums over
 the ranks; outside, both are whole and equal on all ranks, or under sequence parallelism parts of the sequence. From
@@ -9,12 +9,13 @@ sequence parallelism of all that every rank holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
 from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
+from nxdt_core.errors.layouts import ExpertsDoNotDivide
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.nn.updates import Update, UpdatedLinear
 from nxdt_core.protocols.parallel.piece import Box
@@ -38,7 +39,7 @@ _EXPERT_DIM = {"column": 1, "row": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """How a parameter is divided among the tensor parallel ranks."""
+    """How a parameter is divided among the tensor parallel ranks, and experts among the expert parallel ones."""
 
     shape: tuple[int, ...]
     """Of the whole parameter."""
@@ -47,12 +48,25 @@ class Shard:
     """Different parts; fewer than ranks where neighbouring ranks hold copies."""
     copies: int = 1
     """Ranks that hold the same part."""
+    expert_parts: int = 1
+    """Parts along the first dimension, which numbers experts."""
 
-    def box(self, rank: int) -> Box:
-        """Return the place of a tensor parallel rank's elements in the whole parameter."""
-        size = self.shape[self.dim] // self.parts
-        shape = tuple(size if dim == self.dim else extent for dim, extent in enumerate(self.shape))
-        return Box(tuple(rank // self.copies * size if dim == self.dim else 0 for dim in range(len(shape))), shape)
+    def box(self, rank: int, expert_rank: int = 0) -> Box:
+        """Return the place of a rank's elements in the whole parameter.
+
+        Args:
+            rank: tensor parallel.
+            expert_rank: expert parallel; of effect on experts alone.
+        """
+        offsets, shape = [0] * len(self.shape), list(self.shape)
+        for dim, parts, part in (
+            (self.dim, self.parts, rank // self.copies),
+            (0, self.expert_parts, expert_rank % self.expert_parts),
+        ):
+            if parts > 1:
+                shape[dim] //= parts
+                offsets[dim] = part * shape[dim]
+        return Box(tuple(offsets), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +94,28 @@ class Translation:
     routers: tuple[str, ...]
 
 
-def translate(module: nn.Module, plan: ParallelPlan, *, tp: int, sequence_parallel: bool) -> Translation:
-    """Return what becomes of a pipeline stage over ``tp`` tensor parallel ranks, more than one.
+def translate(
+    module: nn.Module, plan: ParallelPlan, *, tp: int, ep: int = 1, sequence_parallel: bool = False
+) -> Translation:
+    """Return what becomes of a pipeline stage over tensor or expert parallel ranks, or both.
 
     Args:
         module: of one stage, on the meta device.
         plan: of the model.
-        tp: ranks.
+        tp: ranks that share matrices.
+        ep: ranks that share experts.
         sequence_parallel: whether activations between tensor blocks are parts of the sequence.
 
     Raises:
         PlanNotExpressible: the plan asks for something that the engine does not do.
-        ShardDoesNotDivide, HeadsDoNotDivide: sizes that the ranks cannot share in equal parts.
+        ShardDoesNotDivide, HeadsDoNotDivide, ExpertsDoNotDivide: sizes that the ranks cannot share in equal parts.
     """
+    dispatchers = tuple(_paths(module, plan.expert_dispatchers))
+    if tp == 1:
+        experts = _expert_shards(module, plan, tp, ep)
+        return Translation(
+            replacements=(), blocks=(), shards=experts, partial=frozenset(), dispatchers=dispatchers, routers=()
+        )
     blocks = _paths(module, plan.tensor_blocks)
     _check_blocks(module, blocks)
     copies, styled = _copies(plan, tp), list(_styled(module, plan))
@@ -106,7 +129,7 @@ def translate(module: nn.Module, plan: ParallelPlan, *, tp: int, sequence_parall
         replacements.append(Replacement(path=path, kind=kind, copies=repeated))
         shards |= {f"{path}.{leaf}": shard for leaf, shard in _shards(path, part, kind, tp, repeated)}
         _check_place(module, path, part, blocks)
-    shards |= _expert_shards(module, plan, tp)
+    shards |= _expert_shards(module, plan, tp, ep)
     if sequence_parallel:
         _check_embeddings(module, blocks, {each.path for each in replacements})
     rows = [path for path, _, style in styled if style == "row"]
@@ -116,7 +139,7 @@ def translate(module: nn.Module, plan: ParallelPlan, *, tp: int, sequence_parall
         blocks=tuple(blocks),
         shards=shards,
         partial=frozenset(_partial(module, shards, blocks, rows, whole, sequence_parallel=sequence_parallel)),
-        dispatchers=tuple(_paths(module, plan.expert_dispatchers)),
+        dispatchers=dispatchers,
         routers=tuple(_paths(module, plan.expert_routers)),
     )
 
@@ -177,17 +200,26 @@ def _shard(name: str, parameter: nn.Parameter, dim: int, tp: int, copies: int = 
     return Shard(shape=tuple(parameter.shape), dim=dim, parts=parts, copies=copies)
 
 
-def _expert_shards(module: nn.Module, plan: ParallelPlan, tp: int) -> dict[str, Shard]:
+def _expert_shards(module: nn.Module, plan: ParallelPlan, tp: int, ep: int) -> dict[str, Shard]:
     found = {}
     for path in _paths(module, plan.experts):
         for leaf, parameter in module.get_submodule(path).named_parameters():
             name = f"{path}.{leaf}"
-            side = next((side for pattern, side in plan.expert_tensor.items() if matches(pattern, name)), None)
-            if side is None:
-                problem = f"expert_tensor does not say how '{name}' is sharded"
-                raise PlanNotExpressible(model=type(module).__name__, problem=problem)
-            found[name] = _shard(name, parameter, _EXPERT_DIM[side], tp)
+            if len(parameter) % ep:
+                raise ExpertsDoNotDivide(module=path, experts=len(parameter), ep=ep)
+            found[name] = replace(_within_expert(module, plan, name, parameter, tp), expert_parts=ep)
     return found
+
+
+def _within_expert(module: nn.Module, plan: ParallelPlan, name: str, parameter: nn.Parameter, tp: int) -> Shard:
+    """How each expert is divided among tensor parallel ranks."""
+    if tp == 1:
+        return Shard(shape=tuple(parameter.shape), dim=0, parts=1)
+    side = next((side for pattern, side in plan.expert_tensor.items() if matches(pattern, name)), None)
+    if side is None:
+        problem = f"expert_tensor does not say how '{name}' is sharded"
+        raise PlanNotExpressible(model=type(module).__name__, problem=problem)
+    return _shard(name, parameter, _EXPERT_DIM[side], tp)
 
 
 def _partial(

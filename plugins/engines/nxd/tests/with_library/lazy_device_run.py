@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import test_parity as parity
 import torch_xla.debug.metrics as metrics
 
+from nxdt_core.devices import profile_of
 from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
@@ -34,6 +35,9 @@ class Run:
             )
             for _ in range(count)
         ]
+        self.reads = (metrics.counter_value("aten::_local_scalar_dense") or 0) + (
+            metrics.metric_data("TransferFromDeviceTime") or (0,)
+        )[0]
         return [float(step.loss.loss) for step in done]
 
 
@@ -52,6 +56,8 @@ def main(model: str) -> None:
         "device": str(whole.engine.device),
         "losses": losses,
         "compilations": compilations,
+        "values read in the steps": whole.reads,
+        "fixed shapes": profile_of(whole.engine.device).static_shapes,
         "resumed": resumed.steps(2),
         "expected": parity.train("torch", model, 1, {}, {}).losses,
     }

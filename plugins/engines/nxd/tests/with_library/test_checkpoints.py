@@ -47,6 +47,12 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+def export(folder: Path) -> Path:
+    """Return the file of weights of the last checkpoint."""
+    nxdt("checkpoint", "export", str(folder / "llama-tiny" / "checkpoints"), str(folder / "hf"), folder=folder)
+    return folder / "hf" / "model.safetensors"
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_run_that_changes_its_engine_goes_on_as_one_that_does_not(route: str, tmp_path: Path) -> None:
     whole, changed = tmp_path / "whole", tmp_path / "changed"
@@ -58,7 +64,6 @@ def test_a_run_that_changes_its_engine_goes_on_as_one_that_does_not(route: str, 
     assert losses(changed) == pytest.approx(losses(whole), abs=1e-6)
     for folder in (whole, changed):
         nxdt("checkpoint", "verify", str(folder / "llama-tiny" / "checkpoints"), folder=folder)
-        nxdt("checkpoint", "export", str(folder / "llama-tiny" / "checkpoints"), str(folder / "hf"), folder=folder)
-    ours, theirs = (safetensors.numpy.load_file(each / "hf" / "model.safetensors") for each in (changed, whole))
+    ours, theirs = (safetensors.numpy.load_file(export(folder)) for folder in (changed, whole))
     assert ours.keys() == theirs.keys()
     assert max(abs(ours[name] - theirs[name]).max() for name in ours) < 1e-5

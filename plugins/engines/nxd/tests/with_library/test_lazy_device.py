@@ -31,4 +31,6 @@ def test_it_trains_and_resumes_as_the_torch_engine_does_with_few_compilations(mo
     assert found["losses"][: len(expected)] == pytest.approx(expected, abs=1e-6)
     assert found["losses"][-1] < found["losses"][0] - 1
     assert found["compilations"] <= 3
+    assert found["values read in the steps"] == 0
+    assert found["fixed shapes"]
     assert found["resumed"] == found["losses"][2:4]
