@@ -312,4 +312,4 @@ def _quieten_lightning() -> None:
     """Lightning's banners and hints speak of things that a user of ``nxdt`` did not choose."""
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
+    warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric)\..*")
