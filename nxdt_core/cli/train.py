@@ -65,14 +65,12 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
         from nxdt_core.launch.rank import as_rank
 
         ctx.exit(as_rank(place, lambda client: _train(_load(source, overrides, client.is_first), client, json_output)))
-    config = _load(source, overrides)
+    options = ["--json"] if json_output else []
+    config = _load(source, overrides, prints=not max_restarts)
     if max_restarts:
-        from nxdt_core.launch.restarts import check_resumes, in_restarted_child
+        from nxdt_core.launch.restarts import run_with_restarts
 
-        check_resumes(config, max_restarts)
-        status = in_restarted_child(max_restarts)
-        if status is not None:
-            ctx.exit(status)
+        ctx.exit(run_with_restarts(config, max_restarts, ["train", *options]))
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_train(config, json_output=json_output))
     from nxdt_core.cli.config.layout_check import check_layout
@@ -80,7 +78,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     check_layout(config)
     from nxdt_core.launch.launcher import launch
 
-    outcome = launch(config, ["train", *(["--json"] if json_output else [])])
+    outcome = launch(config, ["train", *options])
     if outcome.text:
         say(outcome.text, err=True)
     ctx.exit(outcome.status)

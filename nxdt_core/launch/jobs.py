@@ -187,14 +187,13 @@ def _job(config: ResolvedConfig, words: Sequence[str], options: Any, directory: 
     engine = config.selected("parallel_engine").component.record.capabilities
     wished = getattr(options, "compile", None)
     compiles = wished if wished is not None else "xla" in engine or bool(run.model.compile)
-    device = "xla" if run.trainer.accelerator == "auto" and "xla" in engine else run.trainer.accelerator
     return Job(
         name=name,
         nodes=run.trainer.num_nodes,
         devices=run.trainer.devices,
         train=("train", *arguments, *(word for word in _RESUME if word not in words)),
         compile=("compile", *arguments) if compiles else (),
-        device_type=device,
+        needs_agent="xla" in engine,
         checkpoints=config.checkpoint_uri,
         config=config.to_dict(),
         config_path=path,
@@ -213,4 +212,6 @@ def _refuse_masks(submission: Submission, config: ResolvedConfig) -> None:
 def _masked(tree: Any, path: str = "") -> list[str]:
     if isinstance(tree, Mapping):
         return [found for key, value in tree.items() for found in _masked(value, f"{path}.{key}".lstrip("."))]
+    if isinstance(tree, (list, tuple)):
+        return [found for number, value in enumerate(tree) for found in _masked(value, f"{path}[{number}]")]
     return [path] if isinstance(tree, str) and MASK in tree else []

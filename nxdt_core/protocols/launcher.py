@@ -78,8 +78,8 @@ class Job:
     """Arguments of ``nxdt`` that train, without the program itself; they resume where a checkpoint exists."""
     compile: tuple[str, ...]
     """Arguments of ``nxdt`` that compile the graphs first; empty where nothing is compiled ahead."""
-    device_type: str
-    """As torch names it: ``neuron``, ``xla``, ``cuda``, ``cpu``; ``auto`` where the configuration leaves it open."""
+    needs_agent: bool
+    """Whether the engine's runtime reads variables of an agent that starts the processes of a node, as XLA's does."""
     checkpoints: str
     """Directory or address of the checkpoints."""
     config: Mapping[str, Any]

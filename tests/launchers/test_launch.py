@@ -145,7 +145,7 @@ def test_the_script_requeues_itself_after_a_stop_and_a_few_failures(launch, tmp_
         (("kubernetes", "run.yaml"), "NXDT-P115", "--image"),
         (("mpi", "run.yaml"), "NXDT-P112", "submits no jobs"),
         (("sulrm", "run.yaml"), "NXDT-K002", "'slurm'"),
-        (("kubernetes", "secret.yaml", "--image", "i"), "NXDT-P120", "trainer.callbacks"),
+        (("kubernetes", "secret.yaml", "--image", "i"), "NXDT-P120", "trainer.callbacks[0].token"),
     ],
 )
 def test_what_cannot_be_launched_is_refused_before_anything_is_written(launch, tmp_path, words, code, said):

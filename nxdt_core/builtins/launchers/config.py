@@ -117,7 +117,7 @@ class KubernetesOptions(ClusterOptions):
     namespace: str | None = None
     """Namespace of the objects; by default that of kubectl's context."""
     device_resource: str | None = None
-    """Name of the devices, such as nvidia.com/gpu; by default that of instance_type or of the device type."""
+    """Name of the devices, such as nvidia.com/gpu; by default that of instance_type."""
     claims: Mapping[str, str] = field(default_factory=dict)
     """Persistent volume claims and the paths at which pods see them: {fsx-claim: /fsx}."""
     memory: str | None = None

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["INSTANCES", "NEURON", "NVIDIA", "Instance"]
+__all__ = ["INSTANCES", "Instance"]
 
-NEURON = "aws.amazon.com/neuroncore"
+_CORES = "aws.amazon.com/neuroncore"
 """Resource of the Neuron device plugin; it counts cores."""
-NVIDIA = "nvidia.com/gpu"
+_GPUS = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ class Instance:
 
 
 INSTANCES: Mapping[str, Instance] = {
-    "trn1.2xlarge": Instance(devices=2, efa=0, resource=NEURON, resources=2),
-    "trn1.32xlarge": Instance(devices=32, efa=8, resource=NEURON, resources=32),
-    "trn1n.32xlarge": Instance(devices=32, efa=16, resource=NEURON, resources=32),
-    "trn2.48xlarge": Instance(devices=64, efa=16, resource=NEURON, resources=128),
-    "p4d.24xlarge": Instance(devices=8, efa=4, resource=NVIDIA, resources=8),
-    "p4de.24xlarge": Instance(devices=8, efa=4, resource=NVIDIA, resources=8),
-    "p5.48xlarge": Instance(devices=8, efa=32, resource=NVIDIA, resources=8),
-    "p5en.48xlarge": Instance(devices=8, efa=16, resource=NVIDIA, resources=8),
+    "trn1.2xlarge": Instance(devices=2, efa=0, resource=_CORES, resources=2),
+    "trn1.32xlarge": Instance(devices=32, efa=8, resource=_CORES, resources=32),
+    "trn1n.32xlarge": Instance(devices=32, efa=16, resource=_CORES, resources=32),
+    "trn2.48xlarge": Instance(devices=64, efa=16, resource=_CORES, resources=128),
+    "p4d.24xlarge": Instance(devices=8, efa=4, resource=_GPUS, resources=8),
+    "p4de.24xlarge": Instance(devices=8, efa=4, resource=_GPUS, resources=8),
+    "p5.48xlarge": Instance(devices=8, efa=32, resource=_GPUS, resources=8),
+    "p5en.48xlarge": Instance(devices=8, efa=16, resource=_GPUS, resources=8),
 }
 """By type without SageMaker's prefix ``ml.``."""

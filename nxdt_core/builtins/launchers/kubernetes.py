@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from nxdt_core.builtins.launchers.config import KubernetesOptions
-from nxdt_core.builtins.launchers.instances import NEURON, NVIDIA
 from nxdt_core.builtins.launchers.shell import header, program
 from nxdt_core.errors.clusters import LauncherNeedsOption
 from nxdt_core.protocols.launcher import Job, Place, Submission
@@ -22,7 +21,6 @@ __all__ = ["KubernetesLauncher", "manifests", "pod_spec"]
 
 MANIFEST = "job.yaml"
 _CONFIG_PATH = "/etc/nxdt"
-_RESOURCES = {"neuron": NEURON, "xla": NEURON, "cuda": NVIDIA}
 _EFA = "vpc.amazonaws.com/efa"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _MISTAKE, _STOPPED = 2, 143
@@ -92,7 +90,7 @@ def _notes(job: Job, options: KubernetesOptions) -> Iterator[str]:
     """Yield what the objects alone do not ensure."""
     if options.workload == "trainjob":
         yield f"The cluster must have the ClusterTrainingRuntime {options.runtime!r} of Kubeflow Trainer."
-    if not _limits(job, options).keys() - {"memory"} and job.device_type != "cpu":
+    if not _limits(job, options).keys() - {"memory"}:
         yield "The pods ask for no devices: set --instance-type or --device-resource."
     inside = [*options.claims.values(), *(mount.rpartition(":")[2] for mount in options.mounts)]
     kept = any(job.checkpoints.startswith(f"{path.rstrip('/')}/") for path in inside)
@@ -130,7 +128,7 @@ def _indexed_job(job: Job, metadata: _Object, options: KubernetesOptions) -> _Ob
     rules = [
         {"action": "FailJob", "onExitCodes": {"containerName": "nxdt", "operator": "In", "values": [_MISTAKE]}},
         {"action": "Ignore", "onExitCodes": {"containerName": "nxdt", "operator": "In", "values": [_STOPPED]}},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
     return {
         "apiVersion": "batch/v1",
@@ -252,7 +250,7 @@ def _placed(job: Job, arguments: tuple[str, ...]) -> list[str]:
 def _limits(job: Job, options: KubernetesOptions) -> dict[str, str | int]:
     limits: dict[str, str | int] = {}
     instance = options.instance
-    resource = options.device_resource or (instance.resource if instance else _RESOURCES.get(job.device_type))
+    resource = options.device_resource or (instance.resource if instance else None)
     if resource is not None:
         known = instance is not None and resource == instance.resource and job.devices == instance.devices
         limits[resource] = instance.resources if instance is not None and known else job.devices

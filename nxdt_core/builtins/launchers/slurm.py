@@ -14,9 +14,6 @@ from nxdt_core.protocols.launcher import Job, Place, Submission
 __all__ = ["SlurmLauncher"]
 
 SCRIPT = "job.sbatch"
-_BY_NODE = frozenset({"xla", "neuron"})
-"""Devices whose runtime reads variables that an elastic agent sets, such as the number of processes of the node."""
-
 _BEGIN = """\
 # Slurm signals this shell if the job is cancelled or requeued, and the tasks alone before the limit of time.
 ended=0
@@ -70,7 +67,7 @@ def batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = 
         options: of the cluster.
         srun_options: further options of the ``srun`` that trains.
     """
-    tasks = options.tasks or ("node" if job.device_type in _BY_NODE else "device")
+    tasks = options.tasks or ("node" if job.needs_agent else "device")
     by_node = tasks == "node"
     logs = job.directory / "logs"
     call = [_srun(job.train, options, srun_options, by_node=by_node), "status=$?"]
