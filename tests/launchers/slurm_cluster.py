@@ -71,7 +71,7 @@ class Cluster:
 
     def call(self, *words: str) -> str:
         """The output of one of Slurm's programs."""
-        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -80,7 +80,7 @@ class Cluster:
         text = self.call("scontrol", "show", "job", "--oneliner", number)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def wait(self, number: str, states: tuple[str, ...], deadline_s: float = 120) -> str:
+    def wait(self, number: str, states: tuple[str, ...], deadline_s: float = 400) -> str:
         """Wait until a job has one of these states, and return it."""
         end = time.monotonic() + deadline_s
         while (state := self.job(number)["JobState"]) not in states:
@@ -112,12 +112,12 @@ def cluster(here: Path) -> Iterator[Cluster]:
     finally:
         for server in reversed(servers):
             server.terminate()
-            server.wait(timeout=30)
+            server.wait(timeout=60)
 
 
 def _sinfo(started: Cluster) -> str:
     words = ["scontrol", "show", "node", "localhost"]
-    done = subprocess.run(words, env=started.environment, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(words, env=started.environment, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout.lower()
 
 
@@ -130,7 +130,7 @@ def _start(name: str, *words: str, here: Path, environment: dict[str, str]) -> s
         return subprocess.Popen([str(_program(name)), *words], stdout=out, stderr=subprocess.STDOUT, env=environment)
 
 
-def _until(true: object, deadline_s: float = 60) -> None:
+def _until(true: object, deadline_s: float = 120) -> None:
     end = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < end

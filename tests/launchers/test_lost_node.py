@@ -12,12 +12,17 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import processes
 from tests.sampling import sampled
-from tests.training.launch.launching import finish, gone, start
+from tests.training.launch import launching
+from tests.training.launch.launching import gone
 from tests.training.small import SMALL
 
 STEPS = 8
+DEADLINE_S = 250
+"""For machines that do much else."""
 WAITS = """
 import time
 from pathlib import Path
@@ -47,6 +52,28 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("lost", [1, *sampled(metafunc.config, [0], 0)])
 
 
+_started = []
+
+
+@pytest.fixture(autouse=True)
+def all_ended():
+    """End what a test that failed has started, with all processes below."""
+    yield
+    for process in _started:
+        for pid in family(process.pid) if process.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+    _started.clear()
+
+
+def begin(words, **variables):
+    _started.append(launching.start(words, **variables))
+    return _started[-1]
+
+
+def finish(process):
+    return launching.finish(process, DEADLINE_S)
+
+
 def arguments(where, name, *more):
     (where / "waits.py").write_text(WAITS)
     keys = (f"trainer.max_steps={STEPS}", "checkpoint.every_n_train_steps=2", "trainer.callbacks=[waits]")
@@ -58,7 +85,7 @@ def arguments(where, name, *more):
 def begin_node(number, where, port, *options):
     words = [*options, *arguments(where, "parts", "trainer.num_nodes=2", "trainer.devices=1")]
     place = {"NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return start(words, PYTHONPATH=str(where), NXDT_JOIN_TIMEOUT_S="60", **place)
+    return begin(words, PYTHONPATH=str(where), NXDT_JOIN_TIMEOUT_S="300", **place)
 
 
 def family(pid):
@@ -69,8 +96,8 @@ def family(pid):
     return [pid, *(each for child in children for each in family(int(child)))]
 
 
-def wait_until(true, started, deadline_s=120):
-    end = time.monotonic() + deadline_s
+def wait_until(true, started):
+    end = time.monotonic() + DEADLINE_S
     while not true():
         ended = [each for each in started if each.poll() is not None]
         assert not ended, [each.communicate() for each in ended]
@@ -85,7 +112,7 @@ def free_port():
 
 def test_both_nodes_start_again_after_one_is_lost_and_resume(tmp_path, metric_rows, lost):
     (tmp_path / "lost").touch()
-    whole = start(arguments(tmp_path, "whole", "trainer.devices=2"), PYTHONPATH=str(tmp_path))
+    whole = begin(arguments(tmp_path, "whole", "trainer.devices=2"), PYTHONPATH=str(tmp_path))
     status, _, err = finish(whole)
     assert status == 0, err
     (tmp_path / "lost").unlink()
@@ -119,7 +146,7 @@ def test_a_run_that_fails_again_and_again_ends(tmp_path):
     )
     words = arguments(tmp_path, "broken", "trainer.devices=2")
     words = [word.replace("waits.py", "broken.py") for word in words]
-    status, out, err = finish(start(["--max-restarts=1", *words], PYTHONPATH=str(tmp_path)))
+    status, out, err = finish(begin(["--max-restarts=1", *words], PYTHONPATH=str(tmp_path)))
     assert status == 1, out + err
     assert err.count("restart 1 of 1") == 1
     assert err.count("failed:\nTraceback") == 2
@@ -127,12 +154,12 @@ def test_a_run_that_fails_again_and_again_ends(tmp_path):
 
 def test_a_mistake_is_not_repeated(tmp_path):
     words = arguments(tmp_path, "mistake", "model.num_layers=0")
-    status, _, err = finish(start(["--max-restarts=3", *words], PYTHONPATH=str(tmp_path)))
+    status, _, err = finish(begin(["--max-restarts=3", *words], PYTHONPATH=str(tmp_path)))
     assert (status, "restart" in err) == (2, False), err
 
 
 def test_a_stop_is_no_loss(tmp_path, metric_rows):
-    process = start(
+    process = begin(
         ["--max-restarts=3", *arguments(tmp_path, "stopped", "trainer.devices=2")], PYTHONPATH=str(tmp_path)
     )
     wait_until(lambda: all((tmp_path / f"reached-{rank}").exists() for rank in range(2)), [process])
@@ -151,7 +178,7 @@ def test_two_launchers_with_the_number_of_one_node_are_refused(tmp_path):
     wait_until(lambda: (tmp_path / "reached-1").exists(), [first, second])
     place = {"NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NXDT_JOIN_TIMEOUT_S": "2"}
     words = arguments(tmp_path, "parts", "trainer.num_nodes=2", "trainer.devices=1")
-    status, _, err = finish(start(words, PYTHONPATH=str(tmp_path), **place))
+    status, _, err = finish(begin(words, PYTHONPATH=str(tmp_path), **place))
     assert (status, "[NXDT-P122]" in err) == (2, True), err
     (tmp_path / "lost").touch()
     assert [finish(each)[0] for each in (first, second)] == [0, 0]

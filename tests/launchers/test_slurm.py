@@ -80,7 +80,7 @@ def submit(slurm, words, tmp_path):
     return done.stdout.split()[-1]
 
 
-def wait_for(paths, slurm, job, deadline_s=120):
+def wait_for(paths, slurm, job, deadline_s=400):
     end = time.monotonic() + deadline_s
     while not all(path.exists() for path in paths):
         assert slurm.job(job)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING")
