@@ -103,3 +103,18 @@ def test_a_requeued_job_of_two_tasks_resumes_with_the_same_losses(slurm, argumen
     assert f"job {job}, start 2, nodes localhost" in text
     assert f"resuming from {tmp_path}/parts/checkpoints/step-0000000" in text
     assert losses(metric_rows, tmp_path / "parts") == losses(metric_rows, tmp_path / "whole")
+
+
+def test_a_task_per_node_starts_the_processes_of_its_devices(slurm, arguments, tmp_path, metric_rows):
+    (tmp_path / "continue").touch()
+    train_at_once(arguments, tmp_path)
+    job = submit(slurm, [*arguments("nodes"), "--tasks", "node"], tmp_path)
+    assert slurm.wait(job, ("COMPLETED", "FAILED")) == "COMPLETED"
+    assert losses(metric_rows, tmp_path / "nodes") == losses(metric_rows, tmp_path / "whole")
+
+
+def test_a_mistake_is_not_requeued(slurm, arguments, tmp_path):
+    job = submit(slurm, [*arguments("mistake"), "data.train_files=[nowhere.txt]"], tmp_path)
+    assert slurm.wait(job, ("COMPLETED", "FAILED")) == "FAILED"
+    found = slurm.job(job)
+    assert (found["ExitCode"], found["Restarts"]) == ("2:0", "0")
