@@ -54,6 +54,7 @@ __all__ = [
     "EngineComponent",
     "Kind",
     "LRSchedulerComponent",
+    "LauncherComponent",
     "LoggerComponent",
     "MetricComponent",
     "ModelComponent",
@@ -240,6 +241,12 @@ class DeviceProfileComponent(Component):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherComponent(Component):
+    """A :class:`nxdt_core.protocols.launcher.Launcher`. ``config`` is the dataclass of its options: those of ``nxdt
+    launch NAME`` and of a cluster file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerComponent(Component):
     """A factory of a PyTorch Lightning ``Logger``."""
 
@@ -374,6 +381,7 @@ KINDS: tuple[Kind, ...] = (
         "trainer.accelerator",
         "facts about device types",
     ),
+    _kind("launcher", LauncherComponent, "launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
     _kind("logger", LoggerComponent, "extension:LoggerFactory", "exp_manager.loggers", "where metrics go"),
     _kind("callback", CallbackComponent, "extension:CallbackFactory", "trainer.callbacks", "actions in the loop"),
 )

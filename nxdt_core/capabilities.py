@@ -64,11 +64,17 @@ _OPTIMIZER = {
     "sharded": "updates parameters of which a rank holds a shard: element by element, or by ParameterShard",
 }
 
+_LAUNCHER = {
+    "join": "tells a process that something started its place in the run",
+    "submit": "writes the files of a job and submits them: nxdt launch NAME",
+}
+
 CAPABILITIES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "parallel_engine": MappingProxyType(_ENGINE),
         "model_builder": MappingProxyType(_MODEL),
         "optimizer": MappingProxyType(_OPTIMIZER),
+        "launcher": MappingProxyType(_LAUNCHER),
     }
 )
 """Kind → capability → what a component that declares it does. Components of other kinds declare none."""

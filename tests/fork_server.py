@@ -51,17 +51,17 @@ def main() -> None:
     gc.freeze()  # what is imported: else each full collection writes to all of its pages, which are shared until then
     task = _serve(connection, processes)
     program, arguments = _program_of(task)
-    if {*program, *arguments[:1]} & {*_STARTS_RANKS}:
+    while {*program, *arguments[:1]} & {*_STARTS_RANKS} and "TORCHELASTIC_RUN_ID" not in task["environment"]:
         ours, theirs = socket.socketpair()
-        if os.fork() == 0:
-            ours.close()
-            task = _serve(theirs, processes, streams=task["streams"])
-            program, arguments = _program_of(task)
-            processes.use(None)
-        else:
+        if os.fork() != 0:
             theirs.close()
             client = processes.ForkClient(ours, task["environment"])
-            processes.use(lambda: client)
+            processes.use(lambda client=client: client)
+            break
+        ours.close()
+        task = _serve(theirs, processes, streams=task["streams"])
+        program, arguments = _program_of(task)
+        processes.use(None)
     _take_on(task)
     sys.argv[:] = ["-c" if program[0] == "-c" else program[-1], *arguments]
     sys.orig_argv[:] = task["words"]

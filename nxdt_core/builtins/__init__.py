@@ -11,6 +11,7 @@ from nxdt_core.api import (
     DataloaderComponent,
     DeviceProfileComponent,
     EngineComponent,
+    LauncherComponent,
     LoggerComponent,
     LRSchedulerComponent,
     ObjectiveComponent,
@@ -21,6 +22,7 @@ from nxdt_core.api import (
     hookimpl,
 )
 from nxdt_core.builtins.device_profiles import DEVICE_PROFILES
+from nxdt_core.builtins.launchers.records import LAUNCHERS
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.builtins.precision.records import POLICIES
 from nxdt_core.builtins.schedules.records import SCHEDULES
@@ -178,6 +180,12 @@ def nxdt_callbacks() -> list[CallbackComponent]:
             summary="what the model writes behind some prompts, at each validation",
         )
     ]
+
+
+@hookimpl
+def nxdt_launchers() -> list[LauncherComponent]:
+    """Declare the schedulers, and the variables of processes that others have started."""
+    return [*LAUNCHERS]
 
 
 @hookimpl

@@ -29,6 +29,9 @@ COMMANDS = {
     "compile": LazyCommand(
         target="nxdt_core.cli.compile:compile_ahead", summary="Compile the graphs of a run before it starts."
     ),
+    "launch": LazyCommand(
+        target="nxdt_core.cli.launch:launch", summary="Write the job of a run for a cluster, and submit it."
+    ),
     "plan": LazyCommand(target="nxdt_core.cli.plan:plan", summary="Say what a run would need, without its devices."),
     "env": LazyCommand(
         target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."

@@ -41,9 +41,9 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
     The cache is at compiler_cache_url, by default where the compiler has it; `nxdt train` with the same
     configuration reads it. The output says which graphs were new.
     """
-    from nxdt_core.distributed.environment import place_from_environment
+    from nxdt_core.launch.joining import find_place
 
-    place = place_from_environment()
+    place = find_place()
     if place.world_size > 1:
         from nxdt_core.launch.rank import as_rank
 

@@ -30,9 +30,15 @@ __all__ = ["train"]
     ),
 )
 @config_arguments
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="How often this node starts its ranks again, from the newest checkpoint, after a rank or a node was lost.",
+)
 @as_json
 @click.pass_context
-def train(ctx: click.Context, source: str, overrides: tuple[str, ...], json_output: bool) -> None:
+def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_restarts: int, json_output: bool) -> None:
     """Train a model.
 
     CONFIG is a YAML file or recipe:NAME. KEY=VALUE replaces or adds one value of it, with the key written
@@ -44,18 +50,28 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     else is on standard error.
 
     With trainer.devices above 1 it starts one process per device. With trainer.num_nodes above 1 run it on each
-    node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, Slurm's srun, or another launcher that sets
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, it joins the processes that are started.
+    node with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Under torchrun, mpirun, Slurm's srun, or another launcher that
+    sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, it joins the processes that are started.
+    NXDT_LAUNCHER names one launcher where the variables of several are set.
+
+    With --max-restarts it starts again, up to so many times, after a rank or a node was lost, and waits for the other
+    nodes, which do the same. A mistake, which ends with status 2, is not repeated. `nxdt launch` writes jobs of
+    clusters.
     """
-    from nxdt_core.distributed.environment import place_from_environment
+    from nxdt_core.launch.joining import find_place
 
     survive_closed_output()
-    place = place_from_environment()
+    place = find_place()
     if place.world_size > 1:
         from nxdt_core.launch.rank import as_rank
 
         ctx.exit(as_rank(place, lambda client: _train(_load(source, overrides, client.is_first), client, json_output)))
-    config = _load(source, overrides)
+    options = ["--json"] if json_output else []
+    config = _load(source, overrides, prints=not max_restarts)
+    if max_restarts:
+        from nxdt_core.launch.restarts import run_with_restarts
+
+        ctx.exit(run_with_restarts(config, max_restarts, ["train", *options]))
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_train(config, json_output=json_output))
     from nxdt_core.cli.config.layout_check import check_layout
@@ -65,7 +81,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     from nxdt_core.training.monitoring.died import mark_failed
 
     try:
-        outcome = launch(config, ["train", *(["--json"] if json_output else [])])
+        outcome = launch(config, ["train", *options])
     except NxdtError as error:
         mark_failed(config, str(error))
         raise

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.store import join_timeout_s
+from nxdt_core.launch.command import interpreter_words
 from nxdt_core.launch.node import Node
 from nxdt_core.torch_versions import run_agent
 
@@ -51,17 +52,11 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
         "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
     }
     try:
-        run_agent(settings, [sys.executable, *_arguments(config, command)], signals=_AGENT_SIGNALS)
+        words = [word.replace("$", "$$") for word in interpreter_words(config, command)]  # the agent fills in templates
+        run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
-
-
-def _arguments(config: ResolvedConfig, command: Sequence[str]) -> list[str]:
-    """The command line behind the interpreter; the agent fills in templates with ``$``, so that these are doubled."""
-    here = sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path
-    words = ["-m", "nxdt_core", *command, "--", config.source, *config.overrides]
-    return [word.replace("$", "$$") for word in (words if here else ["-P", *words])]
 
 
 def _cores() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device
 from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.environment import Place
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.distributed.store import connect_store, join_timeout_s
+from nxdt_core.errors.clusters import NodeAlreadyJoined
 from nxdt_core.errors.ranks import RankDied, RanksMissing
 from nxdt_core.launch import rendezvous
 from nxdt_core.launch.agent import run_ranks
@@ -33,6 +36,8 @@ from nxdt_core.launch.supervisor import Supervisor
 
 __all__ = ["Outcome", "launch"]
 
+_RETRY_S = 1.0
+_SAME_REQUEST_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _Ranks = Callable[[], Mapping[int, int]]
 """Runs this node's ranks, and returns the exit codes of those that failed."""
@@ -65,13 +70,27 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     place = node.place()
     register_profile_of(config)
     check_devices(current_device(trainer.accelerator), node.devices, place.host)
-    store = connect_store(place, who=f"Node {node.number}")
+    store = _join(node, place)
     supervisor = _open_supervisor(node, store) if node.number == 0 else None
     _wait_for_nodes(store, node)
     ranks = partial(run_ranks, config, node, store.port, command)
     if supervisor is not None:
         return _as_first(supervisor, ranks, node)
     return _as_further(Client(place, rendezvous.find(store, place), is_rank=False), ranks, node)
+
+
+def _join(node: Node, place: Place) -> TCPStore:
+    """Connect to the store as this node. After a restart the store may still be that of the run without this node,
+    which ends within seconds."""
+    end = time.monotonic() + join_timeout_s()
+    while True:
+        store = connect_store(place, who=f"Node {node.number}")
+        if store.add(f"nxdt/node/{node.number}/joined", 1) == 1:
+            return store
+        del store
+        if time.monotonic() > end:
+            raise NodeAlreadyJoined(number=node.number, address=place.master_addr, port=place.master_port)
+        time.sleep(_RETRY_S)
 
 
 def _open_supervisor(node: Node, store: TCPStore) -> Supervisor:
@@ -153,10 +172,19 @@ def _how(code: int | None) -> str:
 
 @contextmanager
 def _forwarded(stop: Callable[[int, bool], None]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to the ranks; a second one is urgent. Yields those that came."""
+    """Pass SIGINT and SIGTERM on to the ranks; a second one is urgent. Yields those that came.
+
+    Two within a second are one request: a scheduler signals this process and the one that restarts it.
+    """
     received: list[int] = []
+    came_at_s = 0.0
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal came_at_s
+        now = time.monotonic()
+        if received and now - came_at_s < _SAME_REQUEST_S:
+            return
+        came_at_s = now
         received.append(number)
         stop(number, len(received) > 1)
 

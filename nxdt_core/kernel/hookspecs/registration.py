@@ -19,6 +19,7 @@ from nxdt_core.api import (
     DeviceProfileComponent,
     EngineComponent,
     Kind,
+    LauncherComponent,
     LoggerComponent,
     LRSchedulerComponent,
     MetricComponent,
@@ -43,6 +44,7 @@ __all__ = [
     "nxdt_dataloaders",
     "nxdt_device_profiles",
     "nxdt_kinds",
+    "nxdt_launchers",
     "nxdt_loggers",
     "nxdt_lr_schedulers",
     "nxdt_metrics",
@@ -238,6 +240,20 @@ def nxdt_device_profiles() -> Iterable[DeviceProfileComponent]:  # type: ignore[
         @hookimpl
         def nxdt_device_profiles():
             return [DeviceProfileComponent(name="xpu", target="my_plugin.device:PROFILE", summary="Intel GPUs")]
+    """
+
+
+@hookspec
+def nxdt_launchers() -> Iterable[LauncherComponent]:  # type: ignore[empty-body]
+    """Offer schedulers of clusters: ``nxdt launch NAME`` submits a run to one, and ``NXDT_LAUNCHER=NAME`` lets a
+    process join by its variables.
+
+    Example::
+
+        @hookimpl
+        def nxdt_launchers():
+            return [LauncherComponent(name="acme", target="my_plugin.launcher:Acme", config="my_plugin.config:Acme",
+                                      capabilities=frozenset({"join", "submit"}), summary="jobs of Acme")]
     """
 
 

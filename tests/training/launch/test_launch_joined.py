@@ -73,6 +73,7 @@ def train_under_slurm(arguments):
         SLURM_LOCALID=number,
         SLURM_JOB_NODELIST="127.0.0.[1-2]",
         SLURM_JOB_ID="4711",
+        SLURM_STEP_ID="0",
         MASTER_PORT=port,
     )
     return main(arguments)

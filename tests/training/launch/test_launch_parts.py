@@ -38,6 +38,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_JOB_NODELIST": "gpu[07-08,11]",
     "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
 }
 
 

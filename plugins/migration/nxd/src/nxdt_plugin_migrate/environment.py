@@ -8,7 +8,6 @@ __all__ = ["VARIABLES", "environment_note"]
 
 _NOTHING = "nothing"
 _PRECISION = "precision.type"
-_NODES = "trainer.num_nodes, with NODE_RANK, MASTER_ADDR and MASTER_PORT set on each node"
 
 VARIABLES: Mapping[str, str] = {
     "COMPILE": "trainer.fast_dev_run",
@@ -19,8 +18,6 @@ VARIABLES: Mapping[str, str] = {
     "NEMO_EXPM_VERSION": "exp_manager.version",
     "CREATE_TB_LOGGER": "exp_manager.create_tensorboard_logger",
     "CHECKPOINT_CALLBACK": "checkpoint.enabled",
-    "OMPI_COMM_WORLD_RANK": _NODES,
-    "OMPI_COMM_WORLD_SIZE": _NODES,
     "XLA_USE_BF16": _PRECISION,
     "XLA_DOWNCAST_BF16": _PRECISION,
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": _PRECISION,

@@ -1,0 +1,217 @@
+"""From a configuration and the options of a cluster to the files of a job, and their submission. No torch here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config.resolve.bind import read_part
+from nxdt_core.config.resolve.interpolation import interpolate
+from nxdt_core.config.resolve.path_values import Locator
+from nxdt_core.config.secrets.command_line import shown_words
+from nxdt_core.config.sources.files import read_source
+from nxdt_core.config.sources.node import MASK, Node
+from nxdt_core.config.sources.overrides import COMMAND_LINE
+from nxdt_core.config.sources.recipes import RECIPE_SCHEME
+from nxdt_core.errors.clusters import (
+    CannotSubmit,
+    ClusterHasOtherDevices,
+    ClusterHasOtherNodes,
+    JobFileExists,
+    JobFileUnwritable,
+    SecretsInJobFiles,
+    SubmitCommandMissing,
+    SubmitFailed,
+)
+from nxdt_core.errors.configuration import ComponentFinding, ConfigError
+from nxdt_core.kernel import Kernel, RegisteredComponent
+from nxdt_core.protocols.launcher import Job, Submission
+
+__all__ = ["prepare", "read_options", "submit", "write"]
+
+_RESUME = ("exp_manager.resume_if_exists=true", "exp_manager.resume_ignore_no_checkpoint=true")
+_NAME_LENGTH = 48
+"""Kubernetes allows 63 characters in the name of a pod, which has the number of the node behind it."""
+
+
+def read_options(component: RegisteredComponent, cluster: Path | None, given: Mapping[str, Any]) -> Any:
+    """Return an instance of the options that a launcher declares; None where it declares none.
+
+    Args:
+        component: the launcher.
+        cluster: a YAML file with its options.
+        given: options of the command line, over those of the file.
+
+    Raises:
+        ConfigError: an option is unknown or wrong.
+    """
+    cls = component.load_config()
+    if cls is None:
+        return None
+    label, tree = COMMAND_LINE.where, Node({}, COMMAND_LINE)
+    if cluster is not None:
+        source = read_source(cluster, Kernel.start)
+        label, tree = source.label, source.tree
+        if source.problems:
+            raise ConfigError(source=label, problems=source.problems)
+    for name, value in given.items():
+        tree = tree.set(name, _node(value))
+    tree, problems = interpolate(tree)
+    try:
+        options, wrong = read_part(cls, tree, "", Locator(label))
+    except ValueError as error:  # raised by a __post_init__
+        options, wrong = None, [ComponentFinding(**tree.origin.at(""), message=f"{error}.")]
+    if problems or wrong:
+        raise ConfigError(source=label, problems=(*problems, *wrong))
+    return options
+
+
+def prepare(
+    component: RegisteredComponent,
+    source: str,
+    overrides: Sequence[str],
+    *,
+    nodes: int | None,
+    cluster: Path | None,
+    given: Mapping[str, Any],
+    directory: Path | None,
+    command_line: str,
+) -> tuple[Job, ResolvedConfig, Submission]:
+    """Check a run against a cluster and return the job with its files, unwritten.
+
+    Args:
+        component: the launcher.
+        source: of the configuration.
+        overrides: of the configuration.
+        nodes: of the run; None takes the cluster file's, or ``trainer.num_nodes``.
+        cluster: a YAML file with options of the launcher.
+        given: options of the command line.
+        directory: for the files; None: ``launch/NAME``.
+        command_line: for a comment in the files.
+
+    Raises:
+        CannotSubmit: the launcher only joins.
+        ConfigError: the configuration or the cluster file is wrong.
+        ClusterHasOtherDevices: nodes have another number of devices than the run uses.
+        ClusterHasOtherNodes: the cluster file says another number of nodes.
+        NxdtError: what the launcher refuses.
+    """
+    if "submit" not in component.record.capabilities:
+        raise CannotSubmit(launcher=component.record.name)
+    options = read_options(component, cluster, given)
+    in_file = getattr(options, "nodes", None)
+    if nodes is not None and in_file is not None and nodes != in_file:
+        raise ClusterHasOtherNodes(path=str(cluster), found=in_file, wanted=nodes)
+    nodes = in_file if nodes is None else nodes
+    words = (*overrides, *([] if nodes is None else [f"trainer.num_nodes={nodes}"]))
+    config = load(source, words)
+    _check_devices(config, options, cluster)
+    job = _job(config, words, options, directory, command_line)
+    launcher = component.load_target()()
+    submission: Submission = launcher.submission(job, options)
+    _refuse_masks(submission, config)
+    return job, config, submission
+
+
+def write(job: Job, submission: Submission, *, force: bool = False) -> tuple[Path, ...]:
+    """Write the files of a job and make the directory of its logs.
+
+    Raises:
+        JobFileExists: another file of that name exists, and ``force`` is false.
+        JobFileUnwritable: the directory cannot be written.
+    """
+    written = []
+    try:
+        (job.directory / "logs").mkdir(parents=True, exist_ok=True)
+        for name, text in submission.files.items():
+            path = job.directory / name
+            if path.exists() and not force and path.read_text(encoding="utf-8", errors="replace") != text:
+                raise JobFileExists(path=str(path))
+            path.write_text(text, encoding="utf-8")
+            written.append(path)
+    except OSError as error:
+        raise JobFileUnwritable(
+            path=str(error.filename or job.directory), reason=(error.strerror or str(error)).lower()
+        ) from error
+    return tuple(written)
+
+
+def submit(job: Job, submission: Submission) -> str:
+    """Give a job whose files are written to its scheduler, and return what that says.
+
+    Raises:
+        SubmitCommandMissing: the scheduler's program is not installed here.
+        SubmitFailed: it refuses the job.
+    """
+    program = submission.command[0]
+    command = shlex.join(submission.command)
+    if shutil.which(program) is None:
+        raise SubmitCommandMissing(program=program, directory=str(job.directory), command=command)
+    done = subprocess.run(submission.command, cwd=job.directory, capture_output=True, text=True, check=False)
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode != 0:
+        raise SubmitFailed(command=command, status=done.returncode, output=said, directory=str(job.directory))
+    return said
+
+
+def _node(value: Any) -> Node:
+    if isinstance(value, Mapping):
+        return Node({name: _node(each) for name, each in value.items()}, COMMAND_LINE)
+    if isinstance(value, (list, tuple)):
+        return Node([_node(each) for each in value], COMMAND_LINE)
+    return Node(value, COMMAND_LINE)
+
+
+def _check_devices(config: ResolvedConfig, options: Any, cluster: Path | None) -> None:
+    """A cluster with more or fewer devices per node than the layout uses wastes them, or cannot start the run."""
+    devices, wanted = getattr(options, "devices", None), config.run.trainer.devices
+    if devices is None or devices == wanted:
+        return
+    key = "devices_per_node" if getattr(options, "devices_per_node", None) is not None else "instance_type"
+    where = f"{key} of {cluster}" if cluster is not None else f"--{key.replace('_', '-')}"
+    raise ClusterHasOtherDevices(source=where, found=devices, wanted=wanted)
+
+
+def _job(config: ResolvedConfig, words: Sequence[str], options: Any, directory: Path | None, command_line: str) -> Job:
+    run = config.run
+    name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:_NAME_LENGTH].strip("-") or "nxdt"
+    recipe = config.source.startswith(RECIPE_SCHEME)
+    path = None if recipe else Path(config.source).expanduser().absolute()
+    arguments = (config.source if path is None else str(path), *shown_words(config, words))
+    engine = config.selected("parallel_engine").component.record.capabilities
+    wished = getattr(options, "compile", None)
+    compiles = wished if wished is not None else "xla" in engine or bool(run.model.compile)
+    return Job(
+        name=name,
+        nodes=run.trainer.num_nodes,
+        devices=run.trainer.devices,
+        train=("train", *arguments, *(word for word in _RESUME if word not in words)),
+        compile=("compile", *arguments) if compiles else (),
+        needs_agent="xla" in engine,
+        checkpoints=config.checkpoint_uri,
+        config=config.to_dict(),
+        config_path=path,
+        directory=(directory or Path("launch") / name).absolute(),
+        working_directory=Path.cwd(),
+        command_line=command_line,
+    )
+
+
+def _refuse_masks(submission: Submission, config: ResolvedConfig) -> None:
+    """A masked secret in a file would be taken for the secret."""
+    if any(MASK in text for text in submission.files.values()):
+        raise SecretsInJobFiles(keys=tuple(_masked(config.to_dict())))
+
+
+def _masked(tree: Any, path: str = "") -> list[str]:
+    if isinstance(tree, Mapping):
+        return [found for key, value in tree.items() for found in _masked(value, f"{path}.{key}".lstrip("."))]
+    if isinstance(tree, (list, tuple)):
+        return [found for number, value in enumerate(tree) for found in _masked(value, f"{path}[{number}]")]
+    return [path] if isinstance(tree, str) and MASK in tree else []

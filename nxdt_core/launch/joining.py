@@ -1,0 +1,39 @@
+"""The place of this process, asked of the launcher that ``NXDT_LAUNCHER`` names where a plugin brings it.
+
+The core's own launchers are read by :func:`nxdt_core.distributed.environment.place_from_environment`, without plugins.
+A plugin's is asked only where it is named: the variable is the operator's word that the plugin may be imported, before
+any configuration with ``plugins.allow`` has been read.
+"""
+
+from __future__ import annotations
+
+import os
+
+from nxdt_core.distributed.environment import LAUNCHER_VARIABLE, OWN_LAUNCHERS, Place, place_from_environment
+from nxdt_core.errors.clusters import NotStartedByLauncher
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.plugin import BUILTIN
+
+__all__ = ["find_place"]
+
+
+def find_place() -> Place:
+    """Return the place of this process, and set the usual variables where a plugin's launcher has said it.
+
+    Raises:
+        UnknownComponent: ``NXDT_LAUNCHER`` names a launcher that no plugin offers.
+        NotStartedByLauncher: it names one that did not start this process.
+        NxdtError: variables are missing or contradict each other.
+    """
+    name = os.environ.get(LAUNCHER_VARIABLE, "")
+    if not name or name in OWN_LAUNCHERS or "TORCHELASTIC_RUN_ID" in os.environ:
+        return place_from_environment()
+    launcher = Kernel.start().registry.get("launcher", name)
+    if launcher.plugin == BUILTIN:
+        return place_from_environment()
+    place: Place | None = launcher.load_target()().join(os.environ)
+    if place is None:
+        raise NotStartedByLauncher(launcher=name)
+    if place.world_size > 1:
+        place.export()
+    return place

@@ -1,0 +1,60 @@
+"""``nxdt train --max-restarts``: starts this node's launcher again after a rank or a node was lost.
+
+Each node restarts by itself; the launchers of an attempt meet as those of the first one did.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors.clusters import RestartsNeedResume
+from nxdt_core.launch.command import interpreter_words
+
+__all__ = ["run_with_restarts"]
+
+_LOST = 1
+"""Exit status of a run in which a rank died or hung, and of a node that lost the others."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[str]) -> int:
+    """Carry out a command in another process, again after each loss, and return the last exit status.
+
+    Args:
+        config: of the run.
+        restarts: how often the command is started again.
+        command: verb and options.
+
+    Raises:
+        RestartsNeedResume: the run would begin again at step 0.
+    """
+    if not config.run.exp_manager.resume_if_exists:
+        raise RestartsNeedResume(restarts=restarts)
+    words = [sys.executable, *interpreter_words(config, command)]
+    for attempt in range(restarts + 1):
+        status = _run(words)
+        if attempt == restarts or not (status == _LOST or (status < 0 and -status not in _SIGNALS)):
+            break
+        how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        print(f"The run ended {how}: restart {attempt + 1} of {restarts} from the newest checkpoint", file=sys.stderr)
+    return status if status >= 0 else 128 - status
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run a command and pass signals on to it; return its exit status, negative for a signal."""
+    process = subprocess.Popen(words)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
