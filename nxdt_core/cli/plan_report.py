@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["print_report"]
 
 _MIB, _GIB = 2**20, 2**30
-_TIGHT = 0.9
-"""Share of a device's memory above which an estimate leaves too little for fragments, kernels and libraries."""
 
 _PARTS = {
     "weights": "stored, and gathered for computing",
@@ -148,7 +146,7 @@ def _verdict(plan: RunPlan) -> str:
     if plan.memory_bytes is None:
         return f"{need}; --memory-gib compares it with a device"
     share = needed / plan.memory_bytes
-    words, colour = ("fits", "green") if share <= _TIGHT else ("tight", "yellow")
+    words, colour = ("tight", "yellow") if plan.tight else ("fits", "green")
     if not plan.fits:
         words, colour = "does not fit", "red"
     has = f"a device has {human_size(plan.memory_bytes)} ({share:.0%})"

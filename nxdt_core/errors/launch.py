@@ -15,6 +15,8 @@ __all__ = [
     "EngineCannotCompileAhead",
     "EngineWithoutEstimate",
     "HeadsDoNotDivide",
+    "NoLayoutFits",
+    "NoTimesOfDevice",
     "SequenceDoesNotDivide",
     "ShardDoesNotDivide",
     "TensorPlanUnusable",
@@ -177,6 +179,32 @@ class TwoMemorySizes(NxdtError):
     code = "NXDT-P008"
     happened = "--device and --memory-gib both say how much memory a device has."
     remedy = "Give one of them."
+
+
+class NoTimesOfDevice(NxdtError):
+    """A search ranks layouts by time, which needs figures that nobody has given for the product."""
+
+    code = "NXDT-P009"
+    happened = "The time of a step on {device} in {dtype} cannot be estimated: its peak or its links are not known."
+    remedy = (
+        "Search for a product whose figures are known, such as --device H100, or compare the memory of layouts with "
+        "nxdt plan --device {device}, one at a time."
+    )
+    device: str
+    dtype: str
+
+
+class NoLayoutFits(NxdtError):
+    """Every layout of a search needs more memory than a device has."""
+
+    code = "NXDT-P010"
+    happened = "None of {tried} layouts leaves a tenth of the memory of {device} free."
+    remedy = (
+        "Give the run more devices (--world-size), make data.micro_batch_size or data.seq_length smaller, or choose "
+        "a precision with smaller state."
+    )
+    device: str
+    tried: int
 
 
 class EngineCannotCompileAhead(NxdtError):

@@ -19,6 +19,9 @@ from nxdt_core.training.weights.average import AVERAGE_BYTES
 
 __all__ = ["Product", "RunPlan", "accelerator_memory_bytes", "plan", "product_of", "run_parts"]
 
+_TIGHT = 0.9
+"""Share of a device's memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
@@ -43,6 +46,12 @@ class RunPlan:
     def fits(self) -> bool | None:
         """Whether the fullest rank's memory suffices; None where it is not known."""
         return None if self.memory_bytes is None else self.estimate.fullest.memory.total <= self.memory_bytes
+
+    @property
+    def tight(self) -> bool | None:
+        """Whether so little memory is left that fragments, kernels and libraries may exceed it; None where it is not
+        known."""
+        return None if self.memory_bytes is None else self.estimate.fullest.memory.total > _TIGHT * self.memory_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON-able tree; sizes in bytes."""
