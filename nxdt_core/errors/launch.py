@@ -182,7 +182,7 @@ class TwoMemorySizes(NxdtError):
 
 
 class NoTimesOfDevice(NxdtError):
-    """A search ranks layouts by time, which needs figures that nobody has given for the product."""
+    """A search ranks layouts by time, which needs figures that are not known for the product."""
 
     code = "NXDT-P009"
     happened = "The time of a step on {device} in {dtype} cannot be estimated: its peak or its links are not known."
