@@ -69,7 +69,7 @@ def _row(name: str, plan: RunPlan) -> tuple[str, ...]:
         str(sizes.zero_stage),
         recomputes,
         needed if plan.fits else f"{needed}, too much",
-        f"{time.total:,.3g}",
+        f"{time.total:,.2f}" if time.total >= 1 else f"{time.total:.2g}",
         f"{time.tokens_per_second:,.0f}",
         f"{time.mfu:.1%}",
     )
