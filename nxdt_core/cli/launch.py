@@ -153,7 +153,7 @@ def _option(name: str, shape: Shape, text: str) -> click.Option:
             [f"--{word}", destination],
             multiple=True,
             metavar="NAME=VALUE",
-            type=_Pair(),
+            type=_Pair(numbers=isinstance(main.value, Scalar) and main.value.type in (int, float)),
             help=f"{text.replace('{', '').replace('}', '')} May be repeated.",
         )
     if isinstance(main, Choice):
@@ -166,16 +166,24 @@ def _option(name: str, shape: Shape, text: str) -> click.Option:
     return click.Option([f"--{word}", destination], type=kind, help=text)
 
 
-class _Pair(click.ParamType):
+class _Pair(click.ParamType[tuple[str, str | float]]):
     """``NAME=VALUE``."""
 
     name = "pair"
+
+    def __init__(self, *, numbers: bool) -> None:
+        self._numbers = numbers
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name, equals, text = str(value).partition("=")
         if not equals or not name:
             self.fail(f"{value!r} has no '=' between a name and a value.", param, ctx)
-        return name, text
+        if not self._numbers:
+            return name, text
+        try:
+            return name, float(text)
+        except ValueError:
+            self.fail(f"{text!r} is not a number.", param, ctx)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -241,5 +249,5 @@ def _command_line(name: str, values: dict[str, Any]) -> str:
                 words.append(option if value else option.replace("--", "--no-", 1))
             else:
                 many = value if isinstance(value, tuple) else (value,)
-                words += [f"{option}={'='.join(each) if isinstance(each, tuple) else each}" for each in many]
+                words += [f"{option}={'='.join(map(str, each)) if isinstance(each, tuple) else each}" for each in many]
     return shlex.join(words)

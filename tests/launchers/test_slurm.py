@@ -15,7 +15,7 @@ from tests.launchers.slurm_cluster import cluster, missing
 from tests.training.launch.launching import environment
 from tests.training.small import SMALL
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing())]
 
 STEPS = 10
 WAITS = """

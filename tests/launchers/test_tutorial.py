@@ -20,8 +20,9 @@ from tests import processes
 from tests.checkpoint.hf.exchange import TEXT, write_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs/tutorials/llama3-70b-trainium.md").read_text()
+SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_kv_heads": 2}
 STAND_IN = {
-    "base": "recipe:llama-tiny",
+    "base": "tiny.yaml",
     "parallel_engine": {"name": "torch"},
     "trainer": {"max_steps": 2, "accelerator": "cpu"},
 }
@@ -59,6 +60,9 @@ def task_of(script, verb):
 def test_the_commands_of_the_tutorial_work_with_a_tiny_model(nxdt, tmp_path):
     fsx = str(tmp_path / "fsx")
     configuration, cluster = (yaml.safe_load(text.replace("/fsx", fsx)) for text in blocks("yaml"))
+    model = {"name": "llama", "vocab_size": 304, "max_position_embeddings": 128, **SIZES, "optim": {"lr": 1e-3}}
+    data = {"seq_length": 128, "micro_batch_size": 2, "global_batch_size": 4}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"model": model, "data": data}))
     (tmp_path / "llama3-70b.yaml").write_text(yaml.safe_dump({**configuration, **STAND_IN}))
     assert cluster.pop("instance_type") == "ml.trn1.32xlarge"
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
@@ -90,7 +94,6 @@ def test_the_commands_of_the_tutorial_work_with_a_tiny_model(nxdt, tmp_path):
 
 def test_the_page_as_it_is_loads_and_makes_a_job_that_compiles_first(nxdt, tmp_path):
     configuration = yaml.safe_load(blocks("yaml")[0])
-    del configuration["model"]  # the config.json of the downloaded model
     (tmp_path / "llama3-70b.yaml").write_text(yaml.safe_dump(configuration))
     (tmp_path / "cluster.yaml").write_text(blocks("yaml")[1])
     done = nxdt("launch", "hyperpod", "llama3-70b.yaml", "--nodes", "16", "--cluster", "cluster.yaml")

@@ -1,0 +1,19 @@
+"""Entry module of ``nxdt-plugin-ray``: declares the launcher."""
+
+from __future__ import annotations
+
+from nxdt_core.api import LauncherComponent, hookimpl
+
+
+@hookimpl
+def nxdt_launchers() -> list[LauncherComponent]:
+    """Declare the launcher of Ray clusters."""
+    return [
+        LauncherComponent(
+            name="ray",
+            target="nxdt_plugin_ray.launcher:RayLauncher",
+            config="nxdt_plugin_ray.config:RayOptions",
+            capabilities=frozenset({"submit"}),
+            summary="an actor of Ray per node, in a placement group",
+        )
+    ]

@@ -1,0 +1,20 @@
+"""``nxdt`` as the child of an actor: ``python -m nxdt_plugin_ray.child train …`` ends with the actor.
+
+Otherwise what a lost actor has started would train on, next to the next attempt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+from nxdt_core.cli import main
+
+_PARENT_DEATH_SIGNAL = 1
+"""``PR_SET_PDEATHSIG`` of prctl(2)."""
+
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Options of ``nxdt launch ray``, which are keys of a cluster file as well. Neither torch nor Ray here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+__all__ = ["RayOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """A cluster of Ray."""
+
+    nodes: PositiveInt | None = None
+    """Nodes of the run; `--nodes` and `trainer.num_nodes` say the same."""
+    devices_per_node: PositiveInt | None = None
+    """Devices of a node; compared with trainer.devices before anything is written."""
+    address: str = "auto"
+    """Address of the cluster, as ray.init takes it; auto is the cluster of this machine, local starts one."""
+    cpus_per_node: NonNegativeFloat = 1
+    """CPUs that a node reserves."""
+    gpus_per_node: NonNegativeFloat = 0
+    """GPUs that a node reserves."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Further resources that a node reserves, such as neuron_cores=32."""
+    strategy: Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"] = "STRICT_SPREAD"
+    """How Ray places the nodes of the run on those of the cluster; STRICT_SPREAD gives each another one."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for all processes."""
+    compile: bool | None = None
+    """Compile the graphs first; by default where the engine is XLA's or model.compile is true."""
+    max_restarts: NonNegativeInt = 3
+    """How often the run is started again, from the newest checkpoint, after a loss."""
+
+    @property
+    def devices(self) -> int | None:
+        """Devices of a node, as far as they are known."""
+        return self.devices_per_node

@@ -1,0 +1,166 @@
+"""Runs a job on a Ray cluster: an actor per node in a placement group, all started again after a loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.errors import NxdtError
+from nxdt_plugin_ray.errors import NoPlaceOnCluster, RayMissing
+
+__all__ = ["Work", "main", "run"]
+
+_MISTAKE = 2
+"""Exit status of a run that a restart would repeat."""
+_PLACE_S = 300.0
+_STOP_S = 60.0
+_LOST, _STOPPED = 1, 143
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A job, as the driver has it."""
+
+    name: str
+    commands: Sequence[Sequence[str]]
+    """Arguments of ``nxdt``, carried out one after the other."""
+    nodes: int
+    address: str
+    bundle: Mapping[str, float]
+    """Resources of Ray that each node reserves."""
+    strategy: str
+    environment: Mapping[str, str]
+    directory: str
+    logs: str
+    max_restarts: int
+
+
+class Node:
+    """An actor: one node of the run."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Return this node's address and a free port."""
+        import ray
+
+        with socket.create_server(("", 0)) as server:
+            return ray.util.get_node_ip_address(), server.getsockname()[1]
+
+    def carry_out(self, work: Work, number: int, address: str, port: int) -> int:
+        """Run the commands as node ``number``; return the first exit status that is not 0."""
+        place = {"NODE_RANK": str(number), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        environment = {**os.environ, **work.environment, **place}
+        with (Path(work.logs) / f"node-{number}.log").open("ab") as log:
+            for words in work.commands:
+                command = [sys.executable, "-m", "nxdt_plugin_ray.child", *words]
+                self._process = subprocess.Popen(
+                    command,
+                    cwd=work.directory,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                status = self._process.wait()
+                if status != 0:
+                    return status if status > 0 else 128 - status
+        return 0
+
+    def end(self) -> None:
+        """Ask what runs to save and stop, and kill it where it does not."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def main(work: Work) -> int:
+    """Carry out a job and return its exit status; an error is printed without a traceback."""
+    try:
+        return run(work)
+    except NxdtError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return _STOPPED
+
+
+def run(work: Work) -> int:
+    """Carry out a job and return its exit status.
+
+    Raises:
+        RayMissing: Ray is not installed.
+        NoPlaceOnCluster: the cluster does not have what the nodes reserve.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise RayMissing(reason=str(error)) from error
+    if work.address == "local":
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    else:
+        ray.init(address=work.address, log_to_driver=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    Path(work.logs).mkdir(parents=True, exist_ok=True)
+    status = _LOST
+    try:
+        for attempt in range(work.max_restarts + 1):
+            if attempt:
+                print(
+                    f"status {status}: restart {attempt} of {work.max_restarts} from the newest checkpoint", flush=True
+                )
+            status = _attempt(ray, work)
+            if status in (0, _MISTAKE):
+                break
+    finally:
+        ray.shutdown()
+    return status
+
+
+def _attempt(ray: Any, work: Work) -> int:
+    """Start the nodes, and end all of them with the first that fails."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([dict(work.bundle)] * work.nodes, strategy=work.strategy)
+    try:
+        if not group.wait(_PLACE_S):
+            raise NoPlaceOnCluster(
+                timeout_s=_PLACE_S, nodes=work.nodes, bundle=str(dict(work.bundle)), found=str(ray.cluster_resources())
+            )
+        actor = ray.remote(Node)
+        nodes = [
+            actor.options(
+                num_cpus=0,
+                max_concurrency=2,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            ).remote()
+            for number in range(work.nodes)
+        ]
+        address, port = ray.get(nodes[0].meeting_point.remote())
+        waiting = [node.carry_out.remote(work, number, address, port) for number, node in enumerate(nodes)]
+        status = 0
+        while waiting and status == 0:
+            (done, *_), waiting = ray.wait(waiting)
+            try:
+                status = ray.get(done)
+            except ray.exceptions.RayError:  # the actor or its node is gone
+                status = _LOST
+        # The others end by themselves, since a rank that dies ends the run; or they wait for a node that never came.
+        if waiting and len(ray.wait(waiting, num_returns=len(waiting), timeout=_STOP_S)[1]) > 0:
+            ended = [node.end.remote() for node in nodes]
+            ray.wait(ended, num_returns=len(ended), timeout=2 * _STOP_S)
+        return status
+    finally:
+        remove_placement_group(group)
