@@ -9,7 +9,9 @@ from nxdt_core.errors.base import NxdtError, listing
 __all__ = [
     "ArgumentMeansNothing",
     "BatchDoesNotDivide",
+    "CallDoesNotBind",
     "CheckpointTagMissing",
+    "ConfigNotMade",
     "LayersNotFound",
     "LossNotFound",
     "ModelFnReturnsNoModule",
@@ -179,3 +181,27 @@ class NameNotHere(NxdtError):
     name: str
     reason: str
     advice: str
+
+
+class CallDoesNotBind(NxdtError):
+    """A call with arguments that the function does not have, or without some that it needs."""
+
+    code = "NXDT-T063"
+    happened = "{call}: {problem}."
+    remedy = "Its arguments are {known}."
+    usual_remedy = "Take the arguments that the message lists; the page on NxD Core has them all."
+    call: str
+    problem: str
+    arguments: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "known": ", ".join(self.arguments) or "none"}
+
+
+class ConfigNotMade(NxdtError):
+    """A call that needs the process groups before they exist."""
+
+    code = "NXDT-T064"
+    happened = "{call} needs the layout, and neuronx_distributed_config was not called in this process."
+    remedy = "Call neuronx_distributed_config(...) first."
+    call: str

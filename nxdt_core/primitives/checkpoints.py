@@ -21,7 +21,7 @@ from nxdt_core.primitives.model import NxDModel
 from nxdt_core.primitives.optimizer import NxDOptimizer
 from nxdt_core.training.session import TrainSession
 
-__all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["content_of", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "restore", "save_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,12 +80,7 @@ def save_checkpoint(
     _check_tag(call, tag)
     config = _config(call, model, optimizer)
     session = _session(config, optimizer)
-    content = {
-        "tag": tag,
-        "scheduler": None if scheduler is None else _plain(scheduler.state_dict()),
-        "user_content": user_content,
-        "groups": None if optimizer is None else [_options(group) for group in optimizer.param_groups],
-    }
+    content = content_of(tag, optimizer, scheduler, user_content)
     where = _address(path, tag)
     storage = open_storage(where, session.config.kernel)
     finalize_checkpoint()
@@ -137,12 +132,27 @@ def load_checkpoint(
     if manifest is None:
         raise CheckpointTagMissing(path=path, tag=chosen, tags=[each for each in tags if each != chosen])
     content = session.load_checkpoint(storage, manifest, weights_only=optimizer is None, strict=strict)
+    restore(content, optimizer, scheduler)
+    return content.get("user_content")
+
+
+def content_of(tag: str, optimizer: Any, scheduler: Any, user_content: Any) -> dict[str, Any]:
+    """Return what a checkpoint of a caller's own loop holds besides tensors."""
+    return {
+        "tag": tag,
+        "scheduler": None if scheduler is None else _plain(scheduler.state_dict()),
+        "user_content": user_content,
+        "groups": None if optimizer is None else [_options(group) for group in optimizer.param_groups],
+    }
+
+
+def restore(content: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
+    """Put the groups' options and the scheduler's state of :func:`content_of` back."""
     if optimizer is not None and content.get("groups") is not None:
         for group, options in zip(optimizer.param_groups, content["groups"], strict=True):
             group.update(options)
     if scheduler is not None and content.get("scheduler") is not None:
         scheduler.load_state_dict(content["scheduler"])
-    return content.get("user_content")
 
 
 def has_checkpoint(path: str) -> bool:

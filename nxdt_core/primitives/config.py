@@ -13,6 +13,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.primitives import ArgumentMeansNothing, WorldDoesNotDivide
+from nxdt_core.primitives.current import set_current_config
 from nxdt_core.primitives.plan import RECOMPUTED, PlanWishes
 from nxdt_core.protocols.parallel.called import CalledEngine
 from nxdt_core.training.session import TrainSession, start_engine
@@ -142,6 +143,7 @@ def neuronx_distributed_config(
     made.session = TrainSession(load_config(_run(made, place.world_size), label=_CALL))
     made.engine = cast(CalledEngine, made.session.engine)
     start_engine(made.session.config, made.engine)
+    set_current_config(made)
     return made
 
 

@@ -92,7 +92,8 @@ class NxDModel(nn.Module):
         self.nxd_config = nxd_config
         self._parallel = (parallel,)  # in a tuple, so that nothing of it is registered twice
         # In a pipeline, the last stage takes the loss out of what the module returns.
-        self._where = None if nxd_config.stages > 1 else _loss_place(nxd_config)
+        self.loss_place = None if nxd_config.stages > 1 else _loss_place(nxd_config)
+        """``output_loss_value_spec`` for what :meth:`forward` returns."""
         self._config = getattr(original, "config", None)
 
     @property
@@ -147,12 +148,12 @@ class NxDModel(nn.Module):
         """
         self.train()
         batches = split(Call(args, kwargs), self.nxd_config.micro_batches)
-        return self.parallel.run_train(batches, ModelLoss(self._where)).loss
+        return self.parallel.run_train(batches, ModelLoss(self.loss_place)).loss
 
     def run_eval(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss, forward only; as :meth:`run_train` otherwise."""
         batches = split(Call(args, kwargs), self.nxd_config.micro_batches)
-        return self.parallel.run_eval(batches, ModelLoss(self._where)).loss
+        return self.parallel.run_eval(batches, ModelLoss(self.loss_place)).loss
 
     def train(self, mode: bool = True) -> NxDModel:
         """Set the mode of this rank's modules."""

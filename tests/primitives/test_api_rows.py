@@ -13,7 +13,7 @@ from nxdt_core.errors import NxdtError
 ROOT = Path(__file__).parents[2]
 ROWS = [*csv.DictReader((Path(__file__).with_name("api_rows.csv")).open())]
 CALLS = list(dict.fromkeys(row["call"] for row in ROWS))
-VALUES = {"True": True, "False": False, "None": None, "torch.float32": torch.float32}
+VALUES = {"True": True, "False": False, "None": None, "torch.float32": torch.float32, "()": (), "{}": {}}
 
 
 def found(call):
@@ -64,4 +64,7 @@ def test_every_public_name_has_rows():
     with pytest.raises(AttributeError):
         found("absent")
     known = {call.partition(".")[0] for call in CALLS}
-    assert {*nxd.__all__} - known == {"NxDConfig"}
+    assert {*nxd.__all__} - known == {"NxDConfig", "lightning"}
+    rows = {call.removeprefix("parallel_state.") for call in CALLS if call.startswith("parallel_state.")}
+    assert rows == {*nxd.parallel_state.__all__}
+    assert {*nxd.lightning.__all__} <= known
