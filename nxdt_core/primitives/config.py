@@ -13,12 +13,11 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.primitives import ArgumentMeansNothing, WorldDoesNotDivide
-from nxdt_core.primitives.current import set_current_config
 from nxdt_core.primitives.plan import RECOMPUTED, PlanWishes
 from nxdt_core.protocols.parallel.called import CalledEngine
 from nxdt_core.training.session import TrainSession, start_engine
 
-__all__ = ["NxDConfig", "neuronx_distributed_config"]
+__all__ = ["NxDConfig", "current_config", "neuronx_distributed_config"]
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +77,15 @@ class NxDConfig(dict[str, Any]):
         """To what gradients are clipped; None for not at all."""
         optimizer = self["optimizer_config"]
         return float(optimizer["max_grad_norm"]) if optimizer["grad_clipping"] else None
+
+
+_CURRENT: list[NxDConfig] = []
+"""What was made last; functions of NxD Core that take no configuration work on it."""
+
+
+def current_config() -> NxDConfig | None:
+    """Return what ``neuronx_distributed_config`` returned last; None before that."""
+    return _CURRENT[-1] if _CURRENT else None
 
 
 def neuronx_distributed_config(
@@ -143,7 +151,7 @@ def neuronx_distributed_config(
     made.session = TrainSession(load_config(_run(made, place.world_size), label=_CALL))
     made.engine = cast(CalledEngine, made.session.engine)
     start_engine(made.session.config, made.engine)
-    set_current_config(made)
+    _CURRENT[:] = [made]
     return made
 
 

@@ -1,26 +1,15 @@
-"""The configuration, model and optimizers that layers and losses belong to: NxD Core's functions take none of them."""
+"""The model and optimizers that layers and losses belong to: NxD Core's functions take neither."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from nxdt_core.protocols.parallel.called import CalledModel
 
-if TYPE_CHECKING:
-    from nxdt_core.primitives.config import NxDConfig
-
-__all__ = [
-    "Finishes",
-    "current_config",
-    "current_model",
-    "optimizers_of",
-    "register_optimizer",
-    "set_current_config",
-    "set_current_model",
-]
+__all__ = ["Finishes", "current_model", "optimizers_of", "register_optimizer", "set_current_model"]
 
 
 class Finishes(Protocol):
@@ -33,20 +22,9 @@ class Finishes(Protocol):
         ...
 
 
-_CONFIGS: list[NxDConfig] = []
 _MODELS: list[CalledModel] = []
 _OPTIMIZERS: dict[int, Finishes] = {}
 """By the id of each parameter that they train."""
-
-
-def current_config() -> NxDConfig | None:
-    """Return what ``neuronx_distributed_config`` returned last; None before that."""
-    return _CONFIGS[-1] if _CONFIGS else None
-
-
-def set_current_config(config: NxDConfig) -> None:
-    """Remember ``config`` for :func:`current_config`."""
-    _CONFIGS[:] = [config]
 
 
 def current_model() -> CalledModel | None:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from nxdt_core.errors.primitives import ConfigNotMade
-from nxdt_core.primitives.current import current_config
+from nxdt_core.primitives.config import current_config
 from nxdt_core.protocols.parallel.called import CalledMesh
 
 __all__ = [
