@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, final
 
 from nxdt_core.errors.primitives import ArgumentMeansNothing, CallDoesNotBind
 
-__all__ = ["binds", "expect"]
+__all__ = ["TakenArguments", "binds", "expect"]
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -35,6 +35,31 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         return function(*args, **kwargs)
 
     return call
+
+
+@final
+class TakenArguments:
+    """The arguments that a caller's function takes; the function itself is not kept."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(function)
+        except (TypeError, ValueError):  # of some built-in classes
+            self._signature = None
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See that the function takes these.
+
+        Raises:
+            CallDoesNotBind: it does not.
+        """
+        if self._signature is None:
+            return
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _unbound(self._name, [*self._signature.parameters.values()], len(args), kwargs, error) from None
 
 
 def _unbound(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest, delete_step, open_storage
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.errors.primitives import ArgumentMeansNothing, CheckpointTagMissing, NotOfThisModel
+from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.config import NxDConfig
 from nxdt_core.primitives.model import NxDModel
 from nxdt_core.primitives.optimizer import NxDOptimizer
@@ -37,6 +39,7 @@ _UNUSED = {
 _noted: set[str] = set()
 
 
+@binds
 def save_checkpoint(
     path: str,
     tag: str = "",
@@ -72,7 +75,9 @@ def save_checkpoint(
         NxdtError: on all ranks, what stopped the save; the tag's older checkpoint is as it was.
     """
     call = "save_checkpoint"
-    _check_workers(call, num_workers)
+    _check_arguments(call, path, scheduler, num_workers)
+    kept = num_kept_ckpts is None or type(num_kept_ckpts) is int
+    expect(call, "num_kept_ckpts", num_kept_ckpts, "an integer, or None", when=kept)
     _note(use_xser=use_xser, zero1_optimizer=zero1_optimizer, use_zero1_dcp=use_zero1_dcp,
           avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)  # fmt: skip
     if num_kept_ckpts is not None and num_kept_ckpts < 1:
@@ -93,6 +98,7 @@ def save_checkpoint(
         finalize_checkpoint()
 
 
+@binds
 def load_checkpoint(
     path: str,
     tag: str | None = None,
@@ -101,6 +107,7 @@ def load_checkpoint(
     scheduler: Any = None,
     num_workers: int = 8,
     strict: bool = True,
+    use_zero1_dcp: bool = False,
 ) -> Any:
     """Load what :func:`save_checkpoint` saved in any layout, and return its ``user_content``. Collective.
 
@@ -110,7 +117,7 @@ def load_checkpoint(
         model: its weights are replaced.
         optimizer: its state is replaced, and the options of its groups; None leaves both.
         scheduler: gets the state that was saved.
-        num_workers: no effect.
+        num_workers, use_zero1_dcp: no effect.
         strict: refuse a checkpoint that lacks parameters of the model or has others.
 
     Raises:
@@ -118,7 +125,7 @@ def load_checkpoint(
         WeightsDoNotFit: names or shapes differ.
     """
     call = "load_checkpoint"
-    _check_workers(call, num_workers)
+    _check_arguments(call, path, scheduler, num_workers)
     config = _config(call, model, optimizer)
     session = _session(config, optimizer)
     finalize_checkpoint()
@@ -157,6 +164,7 @@ def restore(content: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
 
 def has_checkpoint(path: str) -> bool:
     """Return whether ``path`` has a complete checkpoint under any tag. Not collective."""
+    expect("has_checkpoint", "path", path, "a path", when=isinstance(path, str | os.PathLike))
     return bool(_tags(path, None))
 
 
@@ -266,7 +274,10 @@ def _check_tag(call: str, tag: str) -> None:
         raise _meaningless(call, "tag", tag, "is the name of a step of a store", advice)
 
 
-def _check_workers(call: str, number: int) -> None:
+def _check_arguments(call: str, path: Any, scheduler: Any, number: int) -> None:
+    expect(call, "path", path, "a path", when=isinstance(path, str | os.PathLike) and bool(str(path)))
+    stateful = scheduler is None or (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"))
+    expect(call, "scheduler", scheduler, "a scheduler with state_dict and load_state_dict", when=stateful)
     if number not in _WORKERS:
         raise _meaningless(call, "num_workers", number, "is not from 1 to 32", "Leave it out: it has no effect here.")
 

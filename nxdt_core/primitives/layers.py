@@ -15,6 +15,7 @@ from torch import nn
 
 from nxdt_core.errors.primitives import ArgumentMeansNothing, NotOfThisModel
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
+from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.current import current_model, optimizers_of
 
 __all__ = [
@@ -52,6 +53,7 @@ class ColumnParallelLinear(nn.Linear):
         ArgumentMeansNothing: an argument asks for what this engine does not do.
     """
 
+    @binds
     def __init__(
         self,
         input_size: int,
@@ -71,6 +73,8 @@ class ColumnParallelLinear(nn.Linear):
         reduce_dtype: torch.dtype | None = None,
         rank_ordering: Sequence[int] | None = None,
     ) -> None:
+        _check_sizes(type(self).__name__, input_size=input_size, output_size=output_size)
+        _check_weights(type(self).__name__, dtype, init_method)
         _refuse(
             type(self).__name__,
             stride=(stride, 1),
@@ -104,6 +108,7 @@ class RowParallelLinear(nn.Linear):
         ArgumentMeansNothing: an argument asks for what this engine does not do.
     """
 
+    @binds
     def __init__(
         self,
         input_size: int,
@@ -124,6 +129,8 @@ class RowParallelLinear(nn.Linear):
         reduce_dtype: torch.dtype | None = None,
         rank_ordering: Sequence[int] | None = None,
     ) -> None:
+        _check_sizes(type(self).__name__, input_size=input_size, output_size=output_size)
+        _check_weights(type(self).__name__, dtype, init_method)
         _refuse(
             type(self).__name__,
             stride=(stride, 1),
@@ -156,6 +163,7 @@ class ParallelEmbedding(nn.Embedding):
         ArgumentMeansNothing: an argument asks for what this engine does not do.
     """
 
+    @binds
     def __init__(
         self,
         num_embeddings: int,
@@ -176,6 +184,11 @@ class ParallelEmbedding(nn.Embedding):
         tensor_model_parallel_group: Any = None,
         rank_ordering: Sequence[int] | None = None,
     ) -> None:
+        name = type(self).__name__
+        _check_sizes(name, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        _check_weights(name, dtype, init_method)
+        inside = padding_idx is None or (type(padding_idx) is int and -num_embeddings <= padding_idx < num_embeddings)
+        expect(name, "padding_idx", padding_idx, f"a row of the {num_embeddings}", when=inside)
         _refuse(
             type(self).__name__,
             max_norm=(max_norm, None),
@@ -216,6 +229,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         ArgumentMeansNothing: an argument asks for what this engine does not do.
     """
 
+    @binds
     def __init__(
         self,
         input_size: int,
@@ -232,6 +246,9 @@ class GQAQKVColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        _check_sizes(name, kv_size_multiplier=kv_size_multiplier)
+        listed = isinstance(output_sizes, list | tuple)
+        expect(name, "output_sizes", output_sizes, "a list of two sizes", when=listed)
         if len(output_sizes) != 2:
             reason = "does not name two sizes"
             advice = "Give [query_features, key_features]; the value has as many as the key."
@@ -264,6 +281,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         return self.q(hidden), self.k(hidden), self.v(hidden)
 
 
+@binds
 def parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
 ) -> torch.Tensor:
@@ -277,6 +295,13 @@ def parallel_cross_entropy(
     Raises:
         ArgumentMeansNothing: labels would be smoothed.
     """
+    call = "parallel_cross_entropy"
+    for name, value in (("vocab_parallel_logits", vocab_parallel_logits), ("target", target)):
+        expect(call, name, value, "a tensor", when=isinstance(value, torch.Tensor))
+    found, wanted = tuple(target.shape), tuple(vocab_parallel_logits.shape[:-1])
+    expect(
+        call, "target", found, f"of the shape {wanted} of the logits without their last dimension", when=found == wanted
+    )
     if label_smoothing:
         raise ArgumentMeansNothing(
             call="parallel_cross_entropy",
@@ -291,6 +316,7 @@ def parallel_cross_entropy(
     return model.label_losses(vocab_parallel_logits, target)
 
 
+@binds
 def clip_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
 ) -> torch.Tensor:
@@ -308,6 +334,12 @@ def clip_grad_norm(
         NotOfThisModel: some parameters only, or others.
     """
     call = "clip_grad_norm"
+    several = isinstance(parameters, Iterable)
+    expect(call, "parameters", parameters, "model.parameters()", when=several)
+    number = isinstance(max_norm, int | float | torch.Tensor) and float(max_norm) > 0
+    expect(call, "max_norm", max_norm, "a number above 0", when=number)
+    known = isinstance(norm_type, int | float) or norm_type == "inf"
+    expect(call, "norm_type", norm_type, "2, the only norm here", when=known)
     if float(norm_type) != 2.0:
         raise ArgumentMeansNothing(
             call=call,
@@ -332,6 +364,16 @@ def _initialise(layer: nn.Linear, init_method: InitMethod | None) -> None:
         init_method(layer.weight)
         if layer.bias is not None:
             layer.bias.zero_()
+
+
+def _check_sizes(layer: str, **sizes: Any) -> None:
+    for name, size in sizes.items():
+        expect(layer, name, size, "an integer of at least 1", when=type(size) is int and size >= 1)
+
+
+def _check_weights(layer: str, dtype: Any, init_method: Any) -> None:
+    expect(layer, "dtype", dtype, "a torch.dtype", when=isinstance(dtype, torch.dtype))
+    expect(layer, "init_method", init_method, "a function", when=init_method is None or callable(init_method))
 
 
 _ADVICE = {

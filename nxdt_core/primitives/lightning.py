@@ -408,6 +408,7 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
         kwargs: further arguments of Lightning's ``TensorBoardLogger``.
     """
 
+    @binds
     def __init__(self, save_dir: Any, log_rank0: bool = False, **kwargs: Any) -> None:
         super().__init__(save_dir=save_dir, **kwargs)
         self.log_rank0 = log_rank0

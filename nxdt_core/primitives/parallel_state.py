@@ -11,6 +11,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from nxdt_core.errors.primitives import ConfigNotMade
+from nxdt_core.primitives.arguments import binds
 from nxdt_core.primitives.config import current_config
 from nxdt_core.protocols.parallel.called import CalledMesh
 
@@ -53,6 +54,7 @@ def get_tensor_model_parallel_rank() -> int:
     return _mesh().rank("tp")
 
 
+@binds
 def get_tensor_model_parallel_group(as_list: bool = False) -> Group:
     """Return the process group of the ranks that share this rank's layers, or the ranks of all such groups.
 
@@ -80,6 +82,7 @@ def get_data_parallel_rank() -> int:
     return _mesh().rank("dp")
 
 
+@binds
 def get_data_parallel_group(as_list: bool = False) -> Group:
     """Return the process group of the ranks that hold this rank's parameters, or the ranks of all such groups.
 
@@ -103,6 +106,7 @@ def get_pipeline_model_parallel_rank() -> int:
     return _mesh().rank("pp")
 
 
+@binds
 def get_pipeline_model_parallel_group(as_list: bool = False) -> Group:
     """Return the process group of the ranks that share this rank's pipeline, or the ranks of all such groups.
 
