@@ -9,15 +9,18 @@ from nxdt_core.errors.base import NxdtError, listing
 __all__ = [
     "ArgumentMeansNothing",
     "BatchDoesNotDivide",
+    "CallDoesNotBind",
     "CheckpointTagMissing",
+    "ConfigNotMade",
     "LayersNotFound",
     "LossNotFound",
     "ModelFnReturnsNoModule",
     "ModulesDifferBetweenRanks",
-    "NameNotHere",
     "NotOfThisModel",
     "OutputNotTensors",
     "PipelineNeedsRunTrain",
+    "RankFileUnreadable",
+    "RankFilesDoNotFit",
     "StageModuleMisplaced",
     "WorldDoesNotDivide",
 ]
@@ -168,14 +171,47 @@ class WorldDoesNotDivide(NxdtError):
         return {**super()._view(), "group": self.tp * self.pp}
 
 
-class NameNotHere(NxdtError):
-    """A name of NxD Core that has another one here."""
+class CallDoesNotBind(NxdtError):
+    """A call with arguments that the function does not have, or without some that it needs."""
 
-    code = "NXDT-T062"
-    happened = "{module} has no '{name}': {reason}."
+    code = "NXDT-T063"
+    happened = "{call}: {problem}."
+    remedy = "Its arguments are {known}."
+    usual_remedy = "Take the arguments that the message lists; the page on NxD Core has them all."
+    call: str
+    problem: str
+    arguments: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "known": ", ".join(self.arguments) or "none"}
+
+
+class ConfigNotMade(NxdtError):
+    """A call that needs the process groups before they exist."""
+
+    code = "NXDT-T064"
+    happened = "{call} needs the layout, and neuronx_distributed_config was not called in this process."
+    remedy = "Call neuronx_distributed_config(...) first."
+    call: str
+
+
+class RankFilesDoNotFit(NxdtError):
+    """Files of ``parallel_layers.save`` that are not there, or not of this layout."""
+
+    code = "NXDT-T065"
+    happened = "{path} {problem}."
     remedy = "{advice}"
-    usual_remedy = "Take the name that the message gives; the page on NxD Core lists them all."
-    module: str
-    name: str
-    reason: str
+    usual_remedy = "Name the directory that was saved in the same layout, and the key that it was saved under."
+    path: str
+    problem: str
     advice: str
+
+
+class RankFileUnreadable(NxdtError):
+    """A file of a rank that is damaged, or that names what could run code."""
+
+    code = "NXDT-T066"
+    happened = "{path} cannot be read: {reason}."
+    remedy = "Take another copy of the file, or save tensors, numbers and text alone."
+    path: str
+    reason: str

@@ -8,10 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.errors.primitives import NameNotHere
-
 if TYPE_CHECKING:
-    from nxdt_core.primitives import parallel_layers
+    from nxdt_core.primitives import lightning, parallel_layers, parallel_state
     from nxdt_core.primitives.checkpoints import (
         finalize_checkpoint,
         has_checkpoint,
@@ -19,6 +17,13 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from nxdt_core.primitives.config import NxDConfig, neuronx_distributed_config
+    from nxdt_core.primitives.lightning import (
+        NeuronLTModule,
+        NeuronTensorBoardLogger,
+        NeuronTQDMProgressBar,
+        NeuronXLAPrecisionPlugin,
+        NeuronXLAStrategy,
+    )
     from nxdt_core.primitives.lora import LoraConfig, LoRAModel
     from nxdt_core.primitives.model import NxDModel, initialize_parallel_model
     from nxdt_core.primitives.optimizer import NxDOptimizer, initialize_parallel_optimizer
@@ -27,6 +32,11 @@ if TYPE_CHECKING:
 __all__ = [
     "LoRAModel",
     "LoraConfig",
+    "NeuronLTModule",
+    "NeuronTQDMProgressBar",
+    "NeuronTensorBoardLogger",
+    "NeuronXLAPrecisionPlugin",
+    "NeuronXLAStrategy",
     "NeuronZero1Optimizer",
     "NxDConfig",
     "NxDModel",
@@ -35,15 +45,22 @@ __all__ = [
     "has_checkpoint",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
+    "lightning",
     "load_checkpoint",
     "neuronx_distributed_config",
     "parallel_layers",
+    "parallel_state",
     "save_checkpoint",
 ]
 
 _HOME = {
     "LoRAModel": "lora",
     "LoraConfig": "lora",
+    "NeuronLTModule": "lightning",
+    "NeuronTQDMProgressBar": "lightning",
+    "NeuronTensorBoardLogger": "lightning",
+    "NeuronXLAPrecisionPlugin": "lightning",
+    "NeuronXLAStrategy": "lightning",
     "NeuronZero1Optimizer": "zero1",
     "NxDConfig": "config",
     "NxDModel": "model",
@@ -57,22 +74,9 @@ _HOME = {
     "save_checkpoint": "checkpoints",
 }
 
-_ELSEWHERE = {
-    "NeuronLTModule": ("a module of Lightning is made of a configuration", "Use nxdt_core.training.NxdtModule."),
-    "NeuronXLAStrategy": ("there is no XLA", "Use nxdt_core.training.NxdtStrategy."),
-    "NeuronXLAPrecisionPlugin": ("there is no XLA", "Leave it out: the dtype of the module is that of the run."),
-    "NeuronTQDMProgressBar": ("Lightning's own works", "Use pytorch_lightning.callbacks.TQDMProgressBar."),
-    "NeuronTensorBoardLogger": ("Lightning's own works", "Use pytorch_lightning.loggers.TensorBoardLogger."),
-}
-"""Names of NxD Core that have no counterpart of the same name."""
-
-
 if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
 
     def __getattr__(name: str) -> Any:
-        if name in _ELSEWHERE:
-            reason, advice = _ELSEWHERE[name]
-            raise NameNotHere(module=__name__, name=name, reason=reason, advice=advice)
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name not in _HOME:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +17,13 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest, delete_step, open_storage
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.errors.primitives import ArgumentMeansNothing, CheckpointTagMissing, NotOfThisModel
+from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.config import NxDConfig
 from nxdt_core.primitives.model import NxDModel
 from nxdt_core.primitives.optimizer import NxDOptimizer
 from nxdt_core.training.session import TrainSession
 
-__all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["content_of", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "restore", "save_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ _UNUSED = {
 _noted: set[str] = set()
 
 
+@binds
 def save_checkpoint(
     path: str,
     tag: str = "",
@@ -72,7 +75,9 @@ def save_checkpoint(
         NxdtError: on all ranks, what stopped the save; the tag's older checkpoint is as it was.
     """
     call = "save_checkpoint"
-    _check_workers(call, num_workers)
+    _check_arguments(call, path, scheduler, num_workers)
+    kept = num_kept_ckpts is None or type(num_kept_ckpts) is int
+    expect(call, "num_kept_ckpts", num_kept_ckpts, "an integer, or None", when=kept)
     _note(use_xser=use_xser, zero1_optimizer=zero1_optimizer, use_zero1_dcp=use_zero1_dcp,
           avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)  # fmt: skip
     if num_kept_ckpts is not None and num_kept_ckpts < 1:
@@ -80,12 +85,7 @@ def save_checkpoint(
     _check_tag(call, tag)
     config = _config(call, model, optimizer)
     session = _session(config, optimizer)
-    content = {
-        "tag": tag,
-        "scheduler": None if scheduler is None else _plain(scheduler.state_dict()),
-        "user_content": user_content,
-        "groups": None if optimizer is None else [_options(group) for group in optimizer.param_groups],
-    }
+    content = content_of(tag, optimizer, scheduler, user_content)
     where = _address(path, tag)
     storage = open_storage(where, session.config.kernel)
     finalize_checkpoint()
@@ -98,6 +98,7 @@ def save_checkpoint(
         finalize_checkpoint()
 
 
+@binds
 def load_checkpoint(
     path: str,
     tag: str | None = None,
@@ -106,6 +107,7 @@ def load_checkpoint(
     scheduler: Any = None,
     num_workers: int = 8,
     strict: bool = True,
+    use_zero1_dcp: bool = False,
 ) -> Any:
     """Load what :func:`save_checkpoint` saved in any layout, and return its ``user_content``. Collective.
 
@@ -115,7 +117,7 @@ def load_checkpoint(
         model: its weights are replaced.
         optimizer: its state is replaced, and the options of its groups; None leaves both.
         scheduler: gets the state that was saved.
-        num_workers: no effect.
+        num_workers, use_zero1_dcp: no effect.
         strict: refuse a checkpoint that lacks parameters of the model or has others.
 
     Raises:
@@ -123,7 +125,7 @@ def load_checkpoint(
         WeightsDoNotFit: names or shapes differ.
     """
     call = "load_checkpoint"
-    _check_workers(call, num_workers)
+    _check_arguments(call, path, scheduler, num_workers)
     config = _config(call, model, optimizer)
     session = _session(config, optimizer)
     finalize_checkpoint()
@@ -137,16 +139,32 @@ def load_checkpoint(
     if manifest is None:
         raise CheckpointTagMissing(path=path, tag=chosen, tags=[each for each in tags if each != chosen])
     content = session.load_checkpoint(storage, manifest, weights_only=optimizer is None, strict=strict)
+    restore(content, optimizer, scheduler)
+    return content.get("user_content")
+
+
+def content_of(tag: str, optimizer: Any, scheduler: Any, user_content: Any) -> dict[str, Any]:
+    """Return what a checkpoint of a caller's own loop holds besides tensors."""
+    return {
+        "tag": tag,
+        "scheduler": None if scheduler is None else _plain(scheduler.state_dict()),
+        "user_content": user_content,
+        "groups": None if optimizer is None else [_options(group) for group in optimizer.param_groups],
+    }
+
+
+def restore(content: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
+    """Put the groups' options and the scheduler's state of :func:`content_of` back."""
     if optimizer is not None and content.get("groups") is not None:
         for group, options in zip(optimizer.param_groups, content["groups"], strict=True):
             group.update(options)
     if scheduler is not None and content.get("scheduler") is not None:
         scheduler.load_state_dict(content["scheduler"])
-    return content.get("user_content")
 
 
 def has_checkpoint(path: str) -> bool:
     """Return whether ``path`` has a complete checkpoint under any tag. Not collective."""
+    expect("has_checkpoint", "path", path, "a path", when=isinstance(path, str | os.PathLike))
     return bool(_tags(path, None))
 
 
@@ -256,7 +274,10 @@ def _check_tag(call: str, tag: str) -> None:
         raise _meaningless(call, "tag", tag, "is the name of a step of a store", advice)
 
 
-def _check_workers(call: str, number: int) -> None:
+def _check_arguments(call: str, path: Any, scheduler: Any, number: int) -> None:
+    expect(call, "path", path, "a path", when=isinstance(path, str | os.PathLike) and bool(str(path)))
+    stateful = scheduler is None or (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"))
+    expect(call, "scheduler", scheduler, "a scheduler with state_dict and load_state_dict", when=stateful)
     if number not in _WORKERS:
         raise _meaningless(call, "num_workers", number, "is not from 1 to 32", "Leave it out: it has no effect here.")
 

@@ -13,11 +13,12 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.primitives import ArgumentMeansNothing, WorldDoesNotDivide
+from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.plan import RECOMPUTED, PlanWishes
 from nxdt_core.protocols.parallel.called import CalledEngine
 from nxdt_core.training.session import TrainSession, start_engine
 
-__all__ = ["NxDConfig", "neuronx_distributed_config"]
+__all__ = ["NxDConfig", "current_config", "neuronx_distributed_config"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,16 @@ class NxDConfig(dict[str, Any]):
         return float(optimizer["max_grad_norm"]) if optimizer["grad_clipping"] else None
 
 
+_CURRENT: list[NxDConfig] = []
+"""What was made last; functions of NxD Core that take no configuration work on it."""
+
+
+def current_config() -> NxDConfig | None:
+    """Return what ``neuronx_distributed_config`` returned last; None before that."""
+    return _CURRENT[-1] if _CURRENT else None
+
+
+@binds
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
@@ -89,6 +100,11 @@ def neuronx_distributed_config(
     sequence_parallel: bool = False,
     model_init_config: Mapping[str, Any] | None = None,
     lora_config: Any = None,
+    expert_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    mixed_precision_config: Mapping[str, Any] | None = None,
+    sequential_move_factor: int = 11,
+    lnc_size: int = 1,
 ) -> NxDConfig:
     """Join the process group, build the mesh, and return what the other functions take. Collective.
 
@@ -103,16 +119,28 @@ def neuronx_distributed_config(
         sequence_parallel: shard hidden states between parallel layers along the sequence.
         model_init_config: ``meta_device_init`` with ``param_init_fn``; ``sequential_move_factor`` is noted.
         lora_config: a :class:`nxdt_core.primitives.LoraConfig`.
+        expert_parallel_size, context_parallel_size: 1, the only size for a caller's own module.
+        mixed_precision_config: refused: the dtype of the module is that of the run.
+        sequential_move_factor, lnc_size: no effect.
 
     Raises:
+        CallDoesNotBind: an argument that is unknown.
         ArgumentMeansNothing: an argument that cannot mean anything here.
         WorldDoesNotDivide: the processes do not fall into groups of these sizes.
         ConfigError: sizes that the engine refuses.
     """
+    _check_types(
+        {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size},
+        {"pipeline_config": pipeline_config, "optimizer_config": optimizer_config,
+         "model_init_config": model_init_config},
+        lora_config,
+    )  # fmt: skip
+    _check_absent(expert_parallel_size, context_parallel_size, mixed_precision_config)
     pipeline = dict(pipeline_config or {})
     optimizer = _merged("optimizer_config", OPTIMIZER_CONFIG, optimizer_config)
     init = _merged("model_init_config", MODEL_INIT_CONFIG, model_init_config)
     _check(pipeline, activation_checkpoint_config, init, pad_model=pad_model)
+    _check_numbers(pipeline, optimizer, pipeline_parallel_size)
     for key in pipeline.keys() & _PIPELINE_UNUSED.keys():
         _log.warning("pipeline_config[%r] has no effect: %s", key, _PIPELINE_UNUSED[key])
     place = place_from_environment()
@@ -142,7 +170,59 @@ def neuronx_distributed_config(
     made.session = TrainSession(load_config(_run(made, place.world_size), label=_CALL))
     made.engine = cast(CalledEngine, made.session.engine)
     start_engine(made.session.config, made.engine)
+    _CURRENT[:] = [made]
     return made
+
+
+def _check_types(sizes: Mapping[str, Any], sections: Mapping[str, Any], lora_config: Any) -> None:
+    for name, size in sizes.items():
+        expect(_CALL, name, size, "an integer", when=type(size) is int)
+    for name, section in sections.items():
+        expect(_CALL, name, section, "a dictionary", when=section is None or isinstance(section, Mapping))
+    expect(
+        _CALL, "lora_config", lora_config, "a LoraConfig", when=lora_config is None or hasattr(lora_config, "section")
+    )
+
+
+def _check_absent(expert: Any, context: Any, mixed_precision: Any) -> None:
+    advice = "Leave it out, or train the model as a plugin: distributed_strategy has this size for `nxdt train`."
+    for name, size in (("expert_parallel_size", expert), ("context_parallel_size", context)):
+        if size != 1:
+            raise ArgumentMeansNothing(
+                call=_CALL, argument=name, value=repr(size), reason="needs a model whose parts the engine knows",
+                advice=advice,
+            )  # fmt: skip
+    if mixed_precision:
+        raise ArgumentMeansNothing(
+            call=_CALL,
+            argument="mixed_precision_config",
+            value=repr(mixed_precision),
+            reason="would change the dtype that the module has",
+            advice="Leave it out, and give the module the dtype to train in: float32, or bfloat16 for less memory.",
+        )
+
+
+def _check_numbers(pipeline: Mapping[str, Any], optimizer: Mapping[str, Any], stages: int) -> None:
+    micro_batches = pipeline.get("num_microbatches", 1)
+    what = f"an integer of at least {stages}, one micro-batch per stage"
+    when = type(micro_batches) is int and micro_batches >= stages
+    expect(_CALL, "pipeline_config['num_microbatches']", micro_batches, what, when=when)
+    for key in ("virtual_pipeline_size", "hidden_size"):
+        value = pipeline.get(key)
+        positive = type(value) is int and value >= 1
+        expect(_CALL, f"pipeline_config['{key}']", value, "an integer of at least 1", when=value is None or positive)
+    cuts = pipeline.get("pipeline_cuts")
+    listed = isinstance(cuts, list | tuple) and all(isinstance(cut, str) for cut in cuts)
+    expect(_CALL, "pipeline_config['pipeline_cuts']", cuts, "a list of names of layers", when=cuts is None or listed)
+    layer = pipeline.get("transformer_layer_cls")
+    is_class = isinstance(layer, type) and issubclass(layer, nn.Module)
+    expect(
+        _CALL, "pipeline_config['transformer_layer_cls']", layer, "a class of modules", when=layer is None or is_class
+    )
+    norm = optimizer["max_grad_norm"]
+    number = isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0
+    clips = bool(optimizer["grad_clipping"])
+    expect(_CALL, "optimizer_config['max_grad_norm']", norm, "a number above 0", when=number or not clips)
 
 
 def _merged(name: str, defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -176,7 +256,9 @@ def _check(pipeline: Mapping[str, Any], recompute: Any, init: Mapping[str, Any],
     if pad_model:
         advice = "Leave it out, and choose a tensor_parallel_size that divides the numbers of heads."
         wrong.append(("pad_model", pad_model, "would change the caller's own modules", advice))
-    if init["meta_device_init"] and init["param_init_fn"] is None:
+    makes = init["param_init_fn"]
+    expect(_CALL, "model_init_config['param_init_fn']", makes, "a function", when=makes is None or callable(makes))
+    if init["meta_device_init"] and makes is None:
         advice = "Pass param_init_fn, called with each module that has parameters, or leave meta_device_init out."
         wrong.append(("model_init_config['meta_device_init']", True, "needs param_init_fn", advice))
     for argument, value, reason, advice in wrong[:1]:

@@ -12,6 +12,7 @@ from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engines.weights import draw_piece
 from nxdt_core.errors.primitives import ArgumentMeansNothing
 from nxdt_core.kernel import Kernel
+from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.plan import PlanWishes, plan_of
 
 __all__ = ["LoRAModel", "LoraConfig"]
@@ -63,8 +64,13 @@ class LoraConfig:
         values = {key: value for key, value in asdict(self).items() if value is not None}
         for name in ("target_modules", "modules_to_save"):
             if name in values:
+                listed = isinstance(values[name], str | list | tuple | set)
+                expect("LoraConfig", name, values[name], "a list of names of layers", when=listed)
                 values[name] = [values[name]] if isinstance(values[name], str) else list(values[name])
         return {"name": "lora", **values}
+
+
+LoraConfig.__init__ = binds(LoraConfig.__init__)  # type: ignore[method-assign]
 
 
 class LoRAModel(nn.Module):
@@ -82,8 +88,11 @@ class LoRAModel(nn.Module):
         NxdtError: the plugin ``lora`` is missing, or refuses an option.
     """
 
+    @binds
     def __init__(self, module: nn.Module, config: LoraConfig) -> None:
         super().__init__()
+        expect("LoRAModel", "module", module, "a torch.nn.Module", when=isinstance(module, nn.Module))
+        expect("LoRAModel", "config", config, "a LoraConfig", when=isinstance(config, LoraConfig))
         if not config.enable_lora:
             raise ArgumentMeansNothing(
                 call="LoRAModel",

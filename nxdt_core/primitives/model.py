@@ -16,6 +16,7 @@ from nxdt_core.errors.primitives import (
     ModulesDifferBetweenRanks,
     PipelineNeedsRunTrain,
 )
+from nxdt_core.primitives.arguments import TakenArguments, binds, expect
 from nxdt_core.primitives.builder import ModuleBuilder
 from nxdt_core.primitives.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
 from nxdt_core.primitives.config import NxDConfig, config_of
@@ -37,6 +38,7 @@ _DTYPES: Mapping[torch.dtype, DType] = {
 }
 
 
+@binds
 def initialize_parallel_model(
     nxd_config: NxDConfig,
     model_fn: Callable[..., nn.Module],
@@ -60,6 +62,8 @@ def initialize_parallel_model(
         NxdtError: sizes that do not divide, and layouts that the module's layers do not allow.
     """
     config = config_of(nxd_config, _CALL)
+    expect(_CALL, "model_fn", model_fn, "a function or a class", when=callable(model_fn))
+    TakenArguments(model_fn).check(model_args, model_kwargs)
     module = _built(config, lambda: model_fn(*model_args, **model_kwargs))
     plan = plan_of(module, config.wishes)
     _check_same(module, config.engine.ranks)
@@ -92,8 +96,10 @@ class NxDModel(nn.Module):
         self.nxd_config = nxd_config
         self._parallel = (parallel,)  # in a tuple, so that nothing of it is registered twice
         # In a pipeline, the last stage takes the loss out of what the module returns.
-        self._where = None if nxd_config.stages > 1 else _loss_place(nxd_config)
+        self.loss_place = None if nxd_config.stages > 1 else _loss_place(nxd_config)
+        """``output_loss_value_spec`` for what :meth:`forward` returns."""
         self._config = getattr(original, "config", None)
+        self._taken = TakenArguments(original.forward)
 
     @property
     def parallel(self) -> CalledModel:
@@ -132,6 +138,7 @@ class NxDModel(nn.Module):
         """
         if self.nxd_config.stages > 1:
             raise PipelineNeedsRunTrain(stages=self.nxd_config.stages)
+        self._taken.check(args, kwargs)
         output = self.parallel.call(CallBatch.of(Call(args, kwargs)))
         return scaled_gradients(output, self.parallel.data_ranks)
 
@@ -142,17 +149,20 @@ class NxDModel(nn.Module):
             The mean loss over micro-batches and data parallel ranks; equal on all ranks, without gradient.
 
         Raises:
+            CallDoesNotBind: arguments that the module's forward does not take.
             BatchDoesNotDivide: the rows do not fall into ``num_microbatches`` equal parts.
             LossNotFound: the module returned none.
         """
+        self._taken.check(args, kwargs)
         self.train()
         batches = split(Call(args, kwargs), self.nxd_config.micro_batches)
-        return self.parallel.run_train(batches, ModelLoss(self._where)).loss
+        return self.parallel.run_train(batches, ModelLoss(self.loss_place)).loss
 
     def run_eval(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss, forward only; as :meth:`run_train` otherwise."""
+        self._taken.check(args, kwargs)
         batches = split(Call(args, kwargs), self.nxd_config.micro_batches)
-        return self.parallel.run_eval(batches, ModelLoss(self._where)).loss
+        return self.parallel.run_eval(batches, ModelLoss(self.loss_place)).loss
 
     def train(self, mode: bool = True) -> NxDModel:
         """Set the mode of this rank's modules."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from nxdt_core.errors.primitives import ArgumentMeansNothing, NotOfThisModel
+from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.config import NxDConfig, config_of
 from nxdt_core.primitives.current import register_optimizer
 from nxdt_core.primitives.model import NxDModel
@@ -19,6 +20,7 @@ __all__ = ["NxDOptimizer", "core_optimizer", "initialize_parallel_optimizer"]
 _CALL = "initialize_parallel_optimizer"
 
 
+@binds
 def initialize_parallel_optimizer(
     nxd_config: NxDConfig,
     optimizer_class: type[torch.optim.Optimizer],
@@ -57,11 +59,14 @@ def core_optimizer(
 
     def make(shards: list[ParameterGroup]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = optimizer_class(as_torch(shards), **defaults)
+        expect(_CALL, "optimizer_class", made, "a torch.optim.Optimizer", when=isinstance(made, torch.optim.Optimizer))
         return made
 
+    lr = defaults.get("lr", 0.0)
+    expect(_CALL, "lr", lr, "a number", when=isinstance(lr, int | float | torch.Tensor))
     try:
-        core = config.engine.optimizer_over(model.parallel, make, groups, lr=float(defaults.get("lr", 0.0)))
-    except TypeError as error:
+        core = config.engine.optimizer_over(model.parallel, make, groups, lr=float(lr))
+    except (TypeError, ValueError) as error:
         advice = f"Pass options of {getattr(optimizer_class, '__name__', optimizer_class)}."
         raise _unusable("defaults", sorted(defaults), f"do not suit the class ({error})", advice) from error
     config.session.optimizer = core
@@ -137,10 +142,17 @@ class NxDOptimizer(torch.optim.Optimizer):
 def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:
     """The caller's groups with the names of their parameters; what is frozen is left out."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    expect(
+        _CALL, "parameters", parameters, "model.parameters(), or groups of them", when=isinstance(parameters, Iterable)
+    )
     given = list(parameters)
+    if not given and model.nxd_config.stages == 1:
+        raise NotOfThisModel(call=_CALL, problem="there are no parameters")
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
     made = []
     for group in groups:
+        is_group = isinstance(group, Mapping) and "params" in group
+        expect(_CALL, "parameters", group, "a dictionary with 'params' in each place", when=is_group)
         listed = group["params"]
         listed = [listed] if isinstance(listed, torch.Tensor) else list(listed)
         held = [each[1] if isinstance(each, tuple) else each for each in listed]

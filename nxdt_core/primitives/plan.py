@@ -10,7 +10,7 @@ from torch import nn
 
 from nxdt_core.errors.primitives import ArgumentMeansNothing, LayersNotFound, StageModuleMisplaced
 from nxdt_core.nn.updates import UpdatedEmbedding, UpdatedLinear
-from nxdt_core.primitives.parallel_layers import (
+from nxdt_core.primitives.layers import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
     ParallelEmbedding,

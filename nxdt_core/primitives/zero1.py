@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nxdt_core.errors.primitives import ArgumentMeansNothing, NotOfThisModel
+from nxdt_core.primitives.arguments import binds
 from nxdt_core.primitives.checkpoints import load_checkpoint, save_checkpoint
 from nxdt_core.primitives.model import NxDModel
 from nxdt_core.primitives.optimizer import NxDOptimizer, core_optimizer
@@ -31,6 +32,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
         ArgumentMeansNothing: the model was not laid out for ZeRO-1.
     """
 
+    @binds
     def __init__(
         self,
         params: Iterable[Any],

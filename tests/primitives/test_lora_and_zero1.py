@@ -6,6 +6,7 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
+from nxdt_core.primitives.parallel_layers import parallel_state
 from nxdt_core.testing.ranks import RankPool
 from tests.primitives.loops import Decoder, batch
 
@@ -77,9 +78,19 @@ def with_zero1(path):
     torch.manual_seed(7)
     nxd_config = nxd.neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
     model = nxd.initialize_parallel_model(nxd_config, Decoder, numbers=2)
-    decayed = [{"params": [*model.parameters()], "weight_decay": 0.01}]
-    options = {"lr": 0.01, "pin_layout": False, "sharding_groups": [[0, 1]], "grad_norm_groups": [[0], [1]]}
-    optimizer = nxd.NeuronZero1Optimizer(decayed, torch.optim.AdamW, **options)
+    param_optimizer, no_decay = list(model.named_parameters()), ["bias", "norm"]
+    optimizer_grouped_parameters = [
+        {"params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
+        {"params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
+    ]
+    optimizer = nxd.NeuronZero1Optimizer(
+        optimizer_grouped_parameters,
+        torch.optim.AdamW,
+        lr=0.01,
+        pin_layout=False,
+        sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
+        grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
+    )
     place, losses = nxd_config.engine.rank_info, []
     for step in (0, 1, 0):
         ids = batch(step).chunk(place.dp_size)[place.dp_rank]

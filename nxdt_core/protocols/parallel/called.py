@@ -14,8 +14,9 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CalledEngine", "CalledModel"]
+__all__ = ["CalledEngine", "CalledMesh", "CalledModel"]
 
 
 class CalledModel(ParallelModel, Protocol):
@@ -33,8 +34,26 @@ class CalledModel(ParallelModel, Protocol):
         ...
 
 
+class CalledMesh(Protocol):
+    """This rank's place along ``tp``, ``dp``, ``pp``, ``fsdp`` and ``dp_replicate``, and its process groups."""
+
+    def size(self, dim: Any) -> int:
+        """Ranks along ``dim``."""
+        ...
+
+    def rank(self, dim: Any) -> int:
+        """This rank's coordinate along ``dim``."""
+        ...
+
+    def mesh(self, *dims: Any) -> DeviceMesh:
+        """Return the device mesh along ``dims``; there is none in one process without a process group."""
+        ...
+
+
 class CalledEngine(ParallelEngine, Protocol):
     """An engine with such models, and with optimizers over groups of the caller's own."""
+
+    mesh: CalledMesh
 
     def initialize_model(
         self,

@@ -20,6 +20,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.launch.agreement import check_world_size
+from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.training import build
 from nxdt_core.training.lightning.accelerator import EngineAccelerator
 from nxdt_core.training.lightning.managed_save import ManagedSave
@@ -47,12 +48,14 @@ class NxdtStrategy(Strategy):
 
     strategy_name = "nxdt"
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, *, engine: ParallelEngine | None = None) -> None:
+        """``engine``: one that was started elsewhere and is closed there; None builds the configured one."""
         super().__init__()
-        check_world_size(config, place_from_environment())
         self.config = config
-        self.engine = build.engine(config)
-        self._started = self._broken = False
+        if engine is None:
+            check_world_size(config, place_from_environment())
+        self.engine = build.engine(config) if engine is None else engine
+        self._started, self._broken = engine is not None, False
 
     @property
     def lightning_accelerator(self) -> str | Accelerator:

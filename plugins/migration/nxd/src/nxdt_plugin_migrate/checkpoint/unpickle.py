@@ -8,14 +8,10 @@ callers of NxD put into ``user_content.pt``, are read as :class:`Record`: attrib
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
-
-from nxdt_core.devices import HOST
+from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
 from nxdt_plugin_migrate.errors import NeuronxFileDamaged, PickleRefused
 
 __all__ = ["Record", "TensorReference", "read_pt"]
@@ -61,25 +57,9 @@ def read_pt(path: Path) -> Any:
         PickleRefused: it names a class or function that is not allowed; none was called.
         NeuronxFileDamaged: it is not a file of ``torch.save``, or an incomplete one.
     """
-    _check_archive(path)
-    with safe_globals(_ALLOWED):
-        try:
-            refused = sorted(get_unsafe_globals_in_checkpoint(str(path)))
-            if not refused:
-                return torch.load(path, map_location=HOST, weights_only=True, mmap=True)
-        except Exception as error:  # whatever a forged or torn file makes the loader stumble over
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise NeuronxFileDamaged(path=str(path), reason=reason.rstrip(".")) from error
-    raise PickleRefused(path=str(path), names=refused)
-
-
-def _check_archive(path: Path) -> None:
-    """See that the file holds its bytes as they are: a compressed archive could unfold to any size."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise NeuronxFileDamaged(path=str(path), reason=f"it is not an archive of torch.save ({error})") from error
-    stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-    if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise NeuronxFileDamaged(path=str(path), reason="its entries are packed, which torch.save never does")
+        return read_torch_file(path, _ALLOWED)
+    except TorchFileRefused as refused:
+        raise PickleRefused(path=str(path), names=refused.names) from None
+    except TorchFileDamaged as damaged:
+        raise NeuronxFileDamaged(path=str(path), reason=str(damaged)) from damaged

@@ -1,0 +1,99 @@
+"""Arguments that a function or layer of NxD Core's API does not have: a code instead of a bare ``TypeError``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, final
+
+from nxdt_core.errors.primitives import ArgumentMeansNothing, CallDoesNotBind
+
+__all__ = ["TakenArguments", "binds", "expect"]
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return ``function``, which refuses arguments that it does not have and misses none that it needs.
+
+    Raises:
+        CallDoesNotBind: when called: arguments that are missing, unknown or too many.
+    """
+    signature = inspect.signature(function)
+    name = function.__qualname__.removesuffix(".__init__")
+    skipped = int(name != function.__qualname__)  # self
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            parameters = [*signature.parameters.values()][skipped:]
+            raise _unbound(name, parameters, len(args) - skipped, kwargs, error) from None
+        return function(*args, **kwargs)
+
+    return call
+
+
+@final
+class TakenArguments:
+    """The arguments that a caller's function takes; the function itself is not kept."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(function)
+        except (TypeError, ValueError):  # of some built-in classes
+            self._signature = None
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See that the function takes these.
+
+        Raises:
+            CallDoesNotBind: it does not.
+        """
+        if self._signature is None:
+            return
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _unbound(self._name, [*self._signature.parameters.values()], len(args), kwargs, error) from None
+
+
+def _unbound(
+    name: str, parameters: Sequence[inspect.Parameter], given: int, kwargs: Mapping[str, Any], error: TypeError
+) -> CallDoesNotBind:
+    known = [each.name for each in parameters]
+    unknown = [each for each in kwargs if each not in known]
+    missing = [
+        each.name
+        for number, each in enumerate(parameters)
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+        if number >= given and each.name not in kwargs
+    ]
+    if unknown:
+        problem = f"it has no argument '{unknown[0]}'"
+    elif missing:
+        problem = f"the argument '{missing[0]}' is missing"
+    else:
+        problem = str(error)
+    return CallDoesNotBind(call=name, problem=problem, arguments=known)
+
+
+def expect(call: str, argument: str, value: Any, what: str, *, when: bool) -> None:
+    """Raise unless ``when``.
+
+    Raises:
+        ArgumentMeansNothing: naming ``what`` the argument takes.
+    """
+    if not when:
+        raise ArgumentMeansNothing(
+            call=call, argument=argument, value=_shown(value), reason=f"is not {what}", advice=f"Pass {what}."
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"<{type(value).__name__}>"
