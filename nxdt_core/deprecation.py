@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 __all__ = ["NxdtDeprecationWarning", "deprecated", "deprecated_module", "deprecated_name", "deprecation_text"]
 
@@ -40,7 +40,8 @@ def deprecated(*, use: str, since: str, goes: str) -> Callable[[_C], _C]:
 
     def mark(target: _C) -> _C:
         text = deprecation_text(f"{target.__module__}.{target.__qualname__}", use=use, goes=goes)
-        called: Any = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
+        marked: Any = target
+        called = marked.__init__ if inspect.isclass(target) else target
 
         @functools.wraps(called)
         def warning(*args: Any, **kwargs: Any) -> Any:
@@ -48,10 +49,11 @@ def deprecated(*, use: str, since: str, goes: str) -> Callable[[_C], _C]:
             return called(*args, **kwargs)
 
         if inspect.isclass(target):
-            target.__init__ = warning  # type: ignore[misc]
-        marked: Any = target if inspect.isclass(target) else warning
+            marked.__init__ = warning
+        else:
+            marked = warning
         marked.__deprecated__ = text
-        return marked  # type: ignore[no-any-return]
+        return cast(_C, marked)
 
     return mark
 

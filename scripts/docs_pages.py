@@ -21,6 +21,7 @@ from nxdt_core.kernel import Kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import docs_errors
+import docs_kinds
 import docs_mutants
 import docs_reference
 
@@ -87,14 +88,16 @@ HIDDEN = ("decisions.md", "defects.md", "reference/schema.md")
 """Pages for contributors, which the site's search leaves out."""
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> None:
-    """Set what the search does with a page; called by mkdocs."""
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str | None:
+    """Set what the search does with a page, and fill the pages about kinds; called by mkdocs."""
     path = page.file.src_uri
     if path in HIDDEN:
         page.meta["search"] = {"exclude": True}
     for beginning, factor in WEIGHTS.items():
         if path.startswith(beginning):
             page.meta["search"] = {"boost": factor}
+    folder, _, name = path.rpartition("/")
+    return docs_kinds.expanded(name.removesuffix(".md"), markdown) if folder == docs_kinds.FOLDER else None
 
 
 @page("reference/schema.md")
