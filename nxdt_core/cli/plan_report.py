@@ -102,7 +102,9 @@ def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -
             rows.append((part.name, *map(size, sizes), _PARTS[part.name]))
     fullest = plan.estimate.fullest
     totals = [
-        click.style(size(rank.memory.total), bold=True, fg="yellow" if rank is fullest and len(shown) > 1 else None)
+        click.style(
+            size(rank.memory.total), **({"fg": "yellow"} if rank is fullest and len(shown) > 1 else {"bold": True})
+        )
         for rank in shown
     ]
     rows.append((click.style("total", bold=True), *totals, "at the fullest moment of a step"))
@@ -150,7 +152,7 @@ def _verdict(plan: RunPlan) -> str:
     if not plan.fits:
         words, colour = "does not fit", "red"
     has = f"a device has {human_size(plan.memory_bytes)} ({share:.0%})"
-    return f"{click.style(words, fg=colour, bold=True)}: {need}; {has}"
+    return f"{click.style(words, fg=colour)}: {need}; {has}"
 
 
 def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:
