@@ -101,10 +101,9 @@ def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -
         if any(sizes):
             rows.append((part.name, *map(size, sizes), _PARTS[part.name]))
     fullest = plan.estimate.fullest
+    marked = fullest if len(shown) > 1 else None
     totals = [
-        click.style(
-            size(rank.memory.total), **({"fg": "yellow"} if rank is fullest and len(shown) > 1 else {"bold": True})
-        )
+        click.style(size(rank.memory.total), bold=rank is not marked, fg="yellow" if rank is marked else None)
         for rank in shown
     ]
     rows.append((click.style("total", bold=True), *totals, "at the fullest moment of a step"))
