@@ -27,6 +27,11 @@ def errors_pages() -> Iterator[tuple[str, str]]:
     yield "reference/errors.md", "\n".join(_index([(code, _cell(each.cause)) for code, each in found.items()]))
     for letter, title in FAMILIES.items():
         lines = [f"# Errors {letter}: {title.lower()}", ""]
+        lines += [
+            f"This page explains each error whose code begins with `NXDT-{letter}`: cause, message and fix. A name in",
+            "‹angle quotes› stands for a value of your run.",
+            "",
+        ]
         for code, each in found.items():
             if _letter(code) == letter:
                 lines += _section(each)
@@ -35,9 +40,9 @@ def errors_pages() -> Iterator[tuple[str, str]]:
 
 def _index(codes: list[tuple[str, str]]) -> Iterator[str]:
     yield from ("# Error codes", "")
-    yield "An error that you can fix has a code and two sentences: what was found, what to do. The exit status is 2,"
-    yield "or 1 where a process died. Each code has a section with its cause, its message, and a fix."
-    yield "`nxdt explain NXDT-C016` prints the same without a network."
+    yield "Look up the code of an error message here. Each code has a section with its cause, its message and a fix."
+    yield "`nxdt explain NXDT-C016` prints the same without a network. The exit status of an error that you can fix"
+    yield "is 2, or 1 if a process died."
     for letter, title in FAMILIES.items():
         yield from ("", f"## {title}", "", "| Code | Cause |", "|---|---|")
         for code, cause in codes:
@@ -51,11 +56,11 @@ def _letter(code: str) -> str:
 
 def _section(each: Explanation) -> Iterator[str]:
     yield from (f"## {each.code} {{ #{each.code} }}", "", _cell(each.cause), "")
-    yield from (f"Message: {_cell(each.message)}", "")
+    yield from (f"**Message:** {_cell(each.message)}", "")
     depends = " The second sentence of the message is more exact." if each.depends else ""
-    yield from (f"Fix: {_cell(each.fix)}{depends}", "")
+    yield from (f"**Fix:** {_cell(each.fix)}{depends}", "")
     for found, fix in each.examples:
-        yield f"- Example: {_cell(found)}.{' Fix: ' + _cell(fix) if fix else ''}"
+        yield f"- **Example:** {_cell(found)}.{' **Fix:** ' + _cell(fix) if fix else ''}"
     yield ""
 
 

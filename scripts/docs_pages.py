@@ -20,7 +20,9 @@ from nxdt_core.kernel import Kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import docs_api
 import docs_errors
+import docs_gallery
 import docs_kinds
 import docs_mutants
 import docs_reference
@@ -44,6 +46,8 @@ GROUPS = {
     "Configuration keys": "reference/config/",
     "Components": "reference/components/",
     "Plugins": "reference/plugins/",
+    "Recipe gallery": "reference/recipes/",
+    "Python API": "reference/api/",
 }
 """Entry of the navigation → folder whose generated pages it lists."""
 
@@ -57,6 +61,8 @@ def on_config(config: Any) -> Any:
             *docs_reference.section_pages(),
             *docs_reference.component_pages(kernel),
             *docs_reference.plugin_pages(kernel),
+            *docs_gallery.gallery_pages(kernel),
+            *docs_api.api_pages(),
         ]
         for path, text in pages:
             PAGES[path] = lambda text=text: text
@@ -82,7 +88,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-WEIGHTS = {"how-to/": 4.0, "tutorials/": 2.0, "reference/plugins/": 2.0, "reference/components/": 0.5}
+WEIGHTS = {
+    "how-to/": 4.0,
+    "tutorials/": 2.0,
+    "reference/plugins/": 2.0,
+    "reference/components/": 0.5,
+    "reference/api/": 0.3,
+}
 """Beginning of a page's path → factor on its place in the results of the site's search."""
 HIDDEN = ("decisions.md", "defects.md", "reference/schema.md")
 """Pages for contributors, which the site's search leaves out."""

@@ -196,13 +196,24 @@ def _plugin_page(dist: str) -> str | None:
 
 
 def _moved_links(markdown: str, folder: Path) -> str:
-    """Return a README whose relative links lead to the repository, since the page is elsewhere."""
+    """Return a README whose relative links lead to pages of the site, or else to the repository."""
 
     def moved(found: re.Match[str]) -> str:
         target, _, anchor = found[1].partition("#")
         if "://" in target or not target:
             return found[0]
         path = posixpath.normpath(posixpath.join(folder.as_posix(), target))
-        return f"]({SITE}/{path}{'#' + anchor if anchor else ''})"
+        place = _page_of(path) or f"{SITE}/{path}"
+        return f"]({place}{'#' + anchor if anchor else ''})"
 
     return re.sub(r"\]\(([^)\s]+)\)", moved, markdown)
+
+
+def _page_of(path: str) -> str | None:
+    """The page of the site for a file of the repository, relative to the pages of plugins."""
+    if path == "README.md":
+        return "../../index.md"
+    if path.startswith("docs/"):
+        return f"../../{path.removeprefix('docs/')}"
+    folder = Path(path).parent
+    return f"{folder.name}.md" if folder in _projects() and Path(path).name == "README.md" else None

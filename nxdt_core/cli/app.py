@@ -32,22 +32,26 @@ COMMANDS = {
     "launch": LazyCommand(
         target="nxdt_core.cli.launch:launch", summary="Write the job of a run for a cluster, and submit it."
     ),
-    "plan": LazyCommand(target="nxdt_core.cli.plan:plan", summary="Say what a run would need, without its devices."),
+    "plan": LazyCommand(
+        target="nxdt_core.cli.plan:plan",
+        summary="Estimate the memory, traffic and time of a run, without its devices.",
+    ),
     "env": LazyCommand(
         target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
     ),
     "plot": LazyCommand(target="nxdt_core.cli.plot:plot", summary="Plot loss, validation and learning rate of runs."),
     "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
     "evaluate": LazyCommand(
-        target="nxdt_core.cli.evaluate:evaluate", summary="Judge a checkpoint by held-out records and tasks."
+        target="nxdt_core.cli.evaluate:evaluate", summary="Evaluate a checkpoint on held-out records and tasks."
     ),
     "report": LazyCommand(
-        target="nxdt_core.cli.report.commands:report", summary="Write a page with the curves and configuration of runs."
+        target="nxdt_core.cli.report.commands:report",
+        summary="Write an HTML report with the metrics and configuration of runs.",
     ),
     "watch": LazyCommand(
-        target="nxdt_core.cli.report.commands:watch", summary="Serve that page on this machine while runs grow."
+        target="nxdt_core.cli.report.commands:watch", summary="Serve the report of runs while they train."
     ),
-    "data": LazyCommand(target="nxdt_core.cli.data:data", summary="Look at training data, and prepare them."),
+    "data": LazyCommand(target="nxdt_core.cli.data:data", summary="Preview and prepare training data."),
     "config": LazyCommand(
         target="nxdt_core.cli.config.commands:config", summary="Check, show and describe configurations."
     ),
@@ -87,7 +91,7 @@ root = Root(
     name="nxdt",
     lazy=COMMANDS,
     examples=_EXAMPLES,
-    help="Train large language models from parts that anyone can swap.",
+    help="Train large language models with exchangeable plugins.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 click.version_option(__version__, prog_name="nxdt", message="%(prog)s %(version)s")(root)

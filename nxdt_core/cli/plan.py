@@ -17,7 +17,7 @@ _GIB = 2**30
 
 @click.command(
     cls=Verb,
-    short_help="Say what a run would need, without its devices.",
+    short_help="Estimate the memory, traffic and time of a run, without its devices.",
     examples=(
         "nxdt plan recipe:llama3-70b --world-size 512",
         "nxdt plan my_run.yaml --memory-gib 80",

@@ -101,8 +101,9 @@ def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -
         if any(sizes):
             rows.append((part.name, *map(size, sizes), _PARTS[part.name]))
     fullest = plan.estimate.fullest
+    marked = fullest if len(shown) > 1 else None
     totals = [
-        click.style(size(rank.memory.total), bold=True, fg="yellow" if rank is fullest and len(shown) > 1 else None)
+        click.style(size(rank.memory.total), bold=rank is not marked, fg="yellow" if rank is marked else None)
         for rank in shown
     ]
     rows.append((click.style("total", bold=True), *totals, "at the fullest moment of a step"))
@@ -150,7 +151,7 @@ def _verdict(plan: RunPlan) -> str:
     if not plan.fits:
         words, colour = "does not fit", "red"
     has = f"a device has {human_size(plan.memory_bytes)} ({share:.0%})"
-    return f"{click.style(words, fg=colour, bold=True)}: {need}; {has}"
+    return f"{click.style(words, fg=colour)}: {need}; {has}"
 
 
 def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:

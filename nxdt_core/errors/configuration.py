@@ -137,7 +137,7 @@ class DuplicateKey(ConfigProblem):
     """A key that is given twice in one mapping; YAML libraries keep the last one silently."""
 
     code = "NXDT-C005"
-    happened = "the key stands twice; first at {first}."
+    happened = "the key occurs twice; first at {first}."
     remedy = "Remove one of them."
     first: str
 

@@ -69,7 +69,8 @@ class UnknownComponent(NxdtError):
     """Distribution that is known to offer it and is not installed."""
 
     def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "bad": _unusable(self.unusable), "advice": self._advice()}
+        kind = self.kind.replace("_", " ")
+        return {**super()._view(), "kind": kind, "bad": _unusable(self.unusable), "advice": self._advice()}
 
     def _advice(self) -> str:
         ways = []

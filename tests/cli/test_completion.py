@@ -1,4 +1,4 @@
-"""Completion in a real bash on a terminal; the scripts of other shells where those are installed; the manual page."""
+"""Completion in real shells on a terminal, zsh and fish where they are installed; the manual page."""
 
 import os
 import pty
@@ -14,17 +14,27 @@ import pytest
 
 from nxdt_core.cli.app import COMMANDS
 
+SHELLS = {
+    "bash": (["bash", "--norc", "--noprofile", "-i"], "source <(nxdt completion bash)"),
+    "zsh": (["zsh", "-f", "-i"], "nxdt completion zsh > _nxdt; fpath=($PWD $fpath); autoload -U compinit; compinit -u"),
+    "fish": (["fish", "--no-config", "-i"], "nxdt completion fish | source"),
+}
+"""Shell → its command, and the line that loads the script."""
+
 
 @pytest.fixture
-def bash(work):
-    """An interactive bash that has sourced the script: ``bash(typed, wanted)`` types, and waits for ``wanted``."""
+def shell(work, request):
+    """An interactive shell that has loaded the script: ``shell(typed, wanted)`` types, and waits for ``wanted``."""
+    command, load = SHELLS[request.param]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed, in which its script would complete")
     (work / "nxdt").write_text(f'#!/bin/sh\nexec {sys.executable} -m nxdt_core "$@"\n')
     (work / "nxdt").chmod(0o755)
     environment = {"PATH": f"{work}:{os.environ['PATH']}", "PS1": "> ", "TERM": "dumb", "HOME": str(work)}
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(work)
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
+        os.execvpe(command[0], command, environment)
     seen = [""]
 
     def wait_for(wanted, seconds=120.0):
@@ -39,22 +49,23 @@ def bash(work):
         os.write(terminal, text.encode())
         wait_for(wanted)
         seen[0] = ""
-        os.write(terminal, b"\x15\recho done$((1+1))\r")  # Ctrl-U empties the line
-        wait_for("done2")
+        os.write(terminal, b"\x15\recho done-$(echo 2)\r")  # Ctrl-U empties the line
+        wait_for("done-2")
 
-    typed("source <(nxdt completion bash); echo sourced$((1+1))\r", "sourced2")
+    typed(f"{load}; echo sourced-$(echo 2)\r", "sourced-2")
     yield typed
     os.write(terminal, b"\x15exit\r")
     os.waitpid(child, 0)
     os.close(terminal)
 
 
-def test_bash_completes_commands_recipes_keys_and_components(bash):
-    bash("nxdt tra\t", "nxdt train ")
-    bash("nxdt train recipe:mixtral-ti\t", "recipe:mixtral-tiny ")
-    bash("nxdt train recipe:llama-tiny trainer.max_st\t", "trainer.max_steps=")
-    bash("nxdt train recipe:llama-tiny model.optim.name=adamw_\t", "model.optim.name=adamw_fp32OptState ")
-    bash("nxdt recipes show mixtral-ti\t", "mixtral-tiny ")
+@pytest.mark.parametrize("shell", SHELLS, indirect=True)
+def test_shells_complete_commands_recipes_keys_and_components(shell):
+    shell("nxdt tra\t", "train ")
+    shell("nxdt train recipe:mixtral-ti\t", "recipe:mixtral-tiny ")
+    shell("nxdt train recipe:llama-tiny trainer.max_st\t", "trainer.max_steps=")
+    shell("nxdt train recipe:llama-tiny model.optim.name=adamw_\t", "model.optim.name=adamw_fp32OptState ")
+    shell("nxdt recipes show mixtral-ti\t", "mixtral-tiny ")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 def test_tasks_without_a_suite_name_the_distribution_to_install(nxdt):
     done = nxdt("evaluate", "nowhere", "--task", "hellaswag", uninstalled=("nxdt-plugin-evaluate",))
     assert done.returncode == 2
-    assert "No task_suite is called 'lm-eval' (nxdt evaluate --suite)" in done.stderr
+    assert "No task suite is called 'lm-eval' (nxdt evaluate --suite)" in done.stderr
     assert "pip install nxdt-plugin-evaluate" in done.stderr
 
 

@@ -46,7 +46,7 @@ def test_broken_yaml_is_one_row_with_its_line(report, text, row):
 
 def test_a_key_that_stands_twice_is_told_with_both_lines(report, good):
     assert report(good + "name: again\n") == [
-        "run.yaml:13: name: the key stands twice; first at run.yaml:1. Remove one of them. [NXDT-C005]"
+        "run.yaml:13: name: the key occurs twice; first at run.yaml:1. Remove one of them. [NXDT-C005]"
     ]
 
 

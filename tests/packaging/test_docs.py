@@ -1,6 +1,7 @@
 """The site builds without a warning, and its generated pages know every hook, command and component."""
 
 import ast
+import csv
 import html
 import http.server
 import json
@@ -12,7 +13,6 @@ import sys
 import threading
 import tomllib
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -22,10 +22,16 @@ from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.resolve.select import usable_class
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.node import Place
+from nxdt_core.config.sources.recipes import list_recipes
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import PHASES
+from tests.packaging.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import docs_api
+import gallery
+import public_api
+
 HOOKS = [hook for phase in PHASES for hook in phase.__all__]
 
 
@@ -139,6 +145,47 @@ def test_variables_of_nxdt_in_the_environment_are_documented():
     assert [name for name in read - {"NXDT_SIGNING_KEY"} if name not in page] == [], "the key is an example of oc.env"
 
 
+def test_every_stable_name_has_a_section_in_the_python_api(site):
+    stable = public_api.rooms("Stable modules")
+    modules = [(name, path) for name, path in public_api.modules().items() if public_api.is_public(name, stable)]
+    text = "".join(path.read_text() for path in site.glob("reference/api/*/index.html"))
+    places, names = set(re.findall(r'id="([^"]+)"', text)), set(re.findall(r"<td><code>(\w+)</code></td>", text))
+    public = {f"{name}.{each}" for name, path in modules for each in docs_api.public_names(ast.parse(path.read_text()))}
+    assert len(public) > 700
+    described = {each for each in public if each in places or each.rpartition(".")[2] in names}
+    assert public - described == set()
+
+
+def test_the_gallery_has_every_recipe_with_a_plan_of_its_present_configuration(site):
+    plans, runs = json.loads(gallery.PLANS.read_text()), json.loads(gallery.RUNS.read_text())
+    recipes = {each.name: each for each in list_recipes(Kernel.start()) if each.path.is_relative_to(ROOT / "plugins")}
+    assert plans.keys() == recipes.keys()
+    old = [name for name, plan in plans.items() if plan["configuration"] != gallery.fingerprint(name)]
+    assert old == [], "python scripts/gallery.py plans"
+    for name, recipe in recipes.items():
+        page = (site / f"reference/recipes/{recipe.plugin}/index.html").read_text()
+        section = page.partition(f'<h2 id="{name}">')[2].partition("<h2 ")[0]
+        assert "per rank, checkpoint" in section, name
+        assert ("<svg" in section) is ("Not run by us" not in section) is (name in runs), name
+
+
+def test_the_gallery_s_curves_are_those_of_whole_runs():
+    plans, runs = json.loads(gallery.PLANS.read_text()), json.loads(gallery.RUNS.read_text())
+    assert runs.keys() <= gallery.STEPS.keys()
+    for name, run in runs.items():
+        with (gallery.DATA / f"{name}.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert int(rows[-1]["step"]) == plans[name]["steps"], name
+        assert f"nxdt train recipe:{name}" in run["commands"][-1]
+        assert [row["step"] for row in rows if not (row["loss"] or row["validation_loss"])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny", "llama-tiny-lora", "llama3-8b-trn2"])
+def test_a_plan_of_the_gallery_is_what_nxdt_plan_computes_now(name):
+    assert gallery.facts(name) == json.loads(gallery.PLANS.read_text())[name], "python scripts/gallery.py plans"
+
+
 QUERIES = {
     "install": ["how-to/install/"],
     "mixtral": ["reference/plugins/mixtral/"],
@@ -152,6 +199,9 @@ QUERIES = {
     "S3 credentials": ["how-to/s3/"],
     "out of memory": ["how-to/out-of-memory/"],
     "LoRA": ["how-to/lora/"],
+    "FSx": ["how-to/fsx/"],
+    "recipe gallery": ["reference/recipes/"],
+    "docker": ["how-to/install/"],
     "write a plugin": ["plugins/"],
 }
 
@@ -185,7 +235,16 @@ def test_the_search_leaves_out_pages_for_contributors(search):
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-VIEWED = ("", "how-to/resume/", "reference/config/trainer/", "reference/errors/C/", "parallel/")
+VIEWED = (
+    "",
+    "how-to/resume/",
+    "reference/config/trainer/",
+    "reference/errors/C/",
+    "parallel/",
+    "reference/recipes/",
+    "reference/recipes/llama/",
+    "reference/api/nxdt_core.protocols/",
+)
 FRAMES = """<body style="margin:0"><script>
 const pages = PAGES, widths = [390, 1400], found = {};
 for (const page of pages) for (const width of widths) {
@@ -231,7 +290,7 @@ def test_pages_fit_a_phone_and_a_desktop_and_log_no_error(served, tmp_path):
         "--disable-gpu",
         "--enable-logging=stderr",
         f"--user-data-dir={tmp_path / 'profile'}",
-        "--window-size=1860,4600",
+        "--window-size=1860,7400",
         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
         "--virtual-time-budget=20000",
     ]
@@ -249,4 +308,4 @@ def test_pages_fit_a_phone_and_a_desktop_and_log_no_error(served, tmp_path):
     assert [line for line in lines if "api.github.com" not in line] == [], (
         "the theme asks there for stars, offline in vain"
     )
-    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1860, 4600)
+    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1860, 7400)

@@ -29,7 +29,10 @@ class SaveReport:
 
     def __str__(self) -> str:
         size = self.manifest.size_bytes
-        shown = f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
-        rate = self.gigabytes_per_s
-        speed = f"{rate:.2g} GB/s" if rate >= 1 else f"{1000 * rate:.3g} MB/s"
-        return f"{shown} in {self.seconds:.1f} s, {speed}, training waited {self.blocked_s:.2f} s"
+        speed = f"{_shown(size / max(self.seconds, 1e-9))}/s"
+        return f"{_shown(size)} in {self.seconds:.1f} s, {speed}, training waited {self.blocked_s:.2f} s"
+
+
+def _shown(size_bytes: float) -> str:
+    gib, mib = size_bytes / 2**30, size_bytes / 2**20
+    return f"{gib:.3g} GiB" if gib >= 1 else f"{mib:.3g} MiB"

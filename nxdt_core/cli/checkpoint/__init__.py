@@ -14,7 +14,9 @@ VERBS = {
         target="nxdt_core.cli.checkpoint.list:list_",
         summary="List the checkpoints at URI, and whether they are committed.",
     ),
-    "inspect": LazyCommand(target="nxdt_core.cli.checkpoint.inspect:inspect", summary="Say what is in a checkpoint."),
+    "inspect": LazyCommand(
+        target="nxdt_core.cli.checkpoint.inspect:inspect", summary="Show what a checkpoint contains."
+    ),
     "verify": LazyCommand(target="nxdt_core.cli.checkpoint.verify:verify", summary="Check that checkpoints are whole."),
     "diff": LazyCommand(target="nxdt_core.cli.checkpoint.diff:diff", summary="Compare two checkpoints."),
     "copy": LazyCommand(target="nxdt_core.cli.checkpoint.copy:copy", summary="Copy checkpoints to another store."),
@@ -25,7 +27,7 @@ VERBS = {
     ),
     "import": LazyCommand(
         target="nxdt_core.cli.checkpoint.import_:import_",
-        summary="Make a checkpoint of a model that another program has saved.",
+        summary="Import a model that another program has saved.",
     ),
 }
 """The verbs, in the order of the help text."""

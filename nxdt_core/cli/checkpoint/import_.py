@@ -20,7 +20,7 @@ __all__ = ["import_"]
 @click.command(
     "import",
     cls=Verb,
-    short_help="Make a checkpoint of a model that another program has saved.",
+    short_help="Import a model that another program has saved.",
     examples=(
         "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b",
         "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b --config my_run.yaml",

@@ -23,7 +23,7 @@ __all__ = ["inspect"]
 
 @click.command(
     cls=Verb,
-    short_help="Say what is in a checkpoint.",
+    short_help="Show what a checkpoint contains.",
     examples=(
         f"nxdt checkpoint inspect {EXAMPLE_URI}",
         f"nxdt checkpoint inspect {EXAMPLE_URI}/step-00000040 --tensors",

@@ -18,7 +18,7 @@ __all__ = ["migrate"]
 
 @click.command(
     cls=Verb,
-    short_help="Rewrite a configuration of another program for nxdt.",
+    short_help="Convert a configuration of another program.",
     examples=(
         "nxdt config migrate hf_llama3_8B_config.yaml --from nxdt -o my_run.yaml",
         "nxdt config migrate megatron_gpt_config.yaml --from nemo -o my_run.yaml --report my_run.md",

@@ -20,8 +20,8 @@ VERBS = {
 @click.group(
     cls=LazyGroup,
     lazy=VERBS,
-    short_help="Look at training data, and prepare them.",
+    short_help="Preview and prepare training data.",
     examples=("nxdt data preview recipe:llama-tiny", "nxdt data preview my_run.yaml -n 1 --ids"),
 )
 def data() -> None:
-    """Look at training data, and prepare them."""
+    """Preview and prepare training data."""

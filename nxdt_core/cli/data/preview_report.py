@@ -59,7 +59,7 @@ def _print_sample(sample: ShownSample, ids: bool, coloured: bool) -> None:
     click.secho(f"sample {sample.index}{row}: {filled:,} of {sample.length:,} positions filled", bold=True)
     for number, document in enumerate(sample.documents):
         count = document.count
-        click.secho(f"── document {number}: {count.tokens:,} tokens, {count.trained:,} trained ──", fg="cyan")
+        click.secho(f"── document {number}: {count.tokens:,} tokens, {count.trained:,} trained ──", bold=True)
         click.echo(_text(document, ids, coloured))
     click.echo()
 
@@ -79,16 +79,14 @@ def _with_ids(part: Part, coloured: bool) -> str:
 
 
 def _shaded(text: str, trained: bool, coloured: bool) -> str:
-    """Line ends of trained text show: they are tokens that are learnt."""
-    if not coloured:
+    """Trained text, green and underlined; its line ends show, since they are tokens with a loss."""
+    if not coloured or not trained:
         return text
-    if trained:
-        return click.style(text.replace("\n", "↵\n"), fg="green", bold=True)
-    return click.style(text, fg="bright_black")
+    return click.style(text.replace("\n", "↵\n"), fg="green", underline=True)
 
 
 def _small(text: str, coloured: bool) -> str:
-    return click.style(text, fg="blue") if coloured else text
+    return click.style(text, fg="magenta") if coloured else text
 
 
 def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:

@@ -42,7 +42,7 @@ _nxdt_completion() {
     (( ${#open} )) && compadd -S '' -- "${open[@]}"
     [[ -n $files ]] && _files
 }
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+if [[ $funcstack[1] == _nxdt ]]; then  # called by compinit as a file of fpath; else sourced
     _nxdt_completion "$@"
 else
     compdef _nxdt_completion nxdt

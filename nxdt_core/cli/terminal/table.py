@@ -23,6 +23,8 @@ __all__ = ["human_size", "print_facts", "print_table", "shade", "wrap"]
 _GAP = "  "
 _NARROWEST = 12
 """Columns that text keeps, however narrow the terminal."""
+_READABLE = 32
+"""Columns that the last column gets before optional ones are printed."""
 _STYLED = re.compile(r"((?:\x1b\[[0-9;]*m)+)([^\x1b]*)\x1b\[0m")
 """A cell that has one style from its start to its end."""
 _SPLITS = re.compile(r"[^/,=._-]*[/,=._-]*")
@@ -61,7 +63,7 @@ def print_table(
     filled = [column for column in range(len(header)) if any(cells[column] for cells in rows)]
     columns = {header[column]: [cells[column] for cells in rows] for column in filled}
     for title in optional:
-        if title in columns and len(columns) > 1 and _narrowest(columns) > _columns():
+        if title in columns and len(columns) > 1 and (_narrowest(columns) > _columns() or _squeezed(columns, optional)):
             del columns[title]
     widths = _fitted(columns)
     titles = [click.style(title, bold=True) for title in columns]
@@ -160,6 +162,12 @@ def _longest_word(title: str, cells: Sequence[str]) -> int:
 def _narrowest(columns: Mapping[str, Sequence[str]]) -> int:
     """Width of the table whose columns are as wide as their longest words."""
     return sum(_longest_word(*each) for each in columns.items()) + len(_GAP) * (len(columns) - 1)
+
+
+def _squeezed(columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> bool:
+    """Whether the last column, which is not optional, has less room than its text needs to be readable."""
+    last = list(columns)[-1]
+    return last not in optional and _fitted(columns)[-1] < min(_READABLE, _natural(last, columns[last]))
 
 
 def _fitted(columns: Mapping[str, Sequence[str]]) -> list[int]:

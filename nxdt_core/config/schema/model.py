@@ -21,7 +21,7 @@ class SchedConfig:
     name: str = "constant"
     """Component of kind ``lr_scheduler``."""
     max_steps: Annotated[PositiveInt, DefaultsTo("trainer.max_steps")]
-    """Steps after which the curve has ended; ``trainer.max_steps`` where it is not set."""
+    """Steps after which the schedule has ended; ``trainer.max_steps`` where it is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class OptimConfig:
     param_groups: tuple[ParamGroupConfig, ...] = ()
     """Rates and decays by pattern; the last entry that matches a parameter counts, and each must match some."""
     sched: SchedConfig
-    """The learning rate's curve."""
+    """The learning-rate schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """YAML text to nodes that know their lines. Nothing but plain data is ever constructed.
 
-What differs from PyYAML's own constructors: a key that stands twice is a problem, ``1e-4`` is a number, dates and
+What differs from PyYAML's own constructors: a key that occurs twice is a problem, ``1e-4`` is a number, dates and
 ``1:30`` stay text, and a tag such as ``!!python/object`` is a problem.
 """
 

@@ -39,8 +39,8 @@ def find_overfull_curve(checked: Checked, instances: Mapping[str, object]) -> It
         said = " and ".join(f"{path.rpartition('.')[2]} {count}" for path, count in parts.items())
         yield ImpossibleCombination(
             **checked.place(*reversed(parts), _HORIZON),
-            reason=f"{said} {'are' if len(parts) > 1 else 'is'} more than the {horizon[0]} steps of the curve",
-            advice=f"Shorten them, or set {_HORIZON} to at least {total}: a run may end before its curve does.",
+            reason=f"{said} {'are' if len(parts) > 1 else 'is'} more than the {horizon[0]} steps of the schedule",
+            advice=f"Shorten them, or set {_HORIZON} to at least {total}: a run may end before its schedule does.",
         )
 
 

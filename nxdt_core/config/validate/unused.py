@@ -124,11 +124,11 @@ def _other_end(checked: Checked) -> Iterator[str]:
         return
     horizon, last = steps
     if horizon > last:
-        yield f"{_HORIZON}: the curve ends at step {horizon}, and the run before that, as {_LAST} is {last}"
+        yield f"{_HORIZON}: the schedule ends at step {horizon}, but the run ends earlier: {_LAST} is {last}"
         return
     floor = checked.numbers(f"{_SCHEDULE}.min_lr")
     rate = "" if floor is None else f"; the learning rate then stays at min_lr, {floor[0]:g}"
-    yield f"{_HORIZON}: the curve ends at step {horizon}, and the run later, as {_LAST} is {last}{rate}"
+    yield f"{_HORIZON}: the schedule ends at step {horizon}, but the run ends later: {_LAST} is {last}{rate}"
 
 
 def _endless(checked: Checked) -> Iterator[str]:

@@ -27,7 +27,7 @@ class ResumeNotes(pl.Callback):
             return
         before, now = pl_module.resumed_horizon, pl_module.session.horizon.max_steps
         if before != now:
-            self._console.say(f"the learning rate's curve now ends at step {now}, it ended at {before}")
+            self._console.say(f"the learning-rate schedule now ends at step {now} instead of {before}")
         if pl_module.resumed.facts.plugin_fingerprint not in ("", pl_module.config.kernel.fingerprint()):
             self._console.say("the installed plugins are not those that wrote the checkpoint")
         averages = pl_module.session.average is not None

@@ -72,7 +72,7 @@ def test_a_value_that_cannot_work_is_named(report, good, overrides, key):
 @pytest.mark.parametrize("record", SCHEDULES, ids=lambda record: record.name)
 def test_a_curve_longer_than_the_run_is_told(load, good, record):
     told = (
-        "model.optim.sched.max_steps: the curve ends at step 101, and the run before that, as trainer.max_steps is 100"
+        "model.optim.sched.max_steps: the schedule ends at step 101, but the run ends earlier: trainer.max_steps is 100"
     )
     extra = f", {REQUIRED[record.name]}" if record.name in REQUIRED else ""
 
@@ -91,7 +91,7 @@ def test_a_schedule_shorter_than_the_run_is_noted_with_the_rate_that_remains(loa
     extra = f", {REQUIRED[record.name]}" if record.name in REQUIRED else ""
     config = load(good, f"model.optim.sched={{name: {record.name}, max_steps: 60, min_lr: 1e-4{extra}}}")
     noted = (
-        "model.optim.sched.max_steps: the curve ends at step 60, and the run later, as trainer.max_steps is 100; "
+        "model.optim.sched.max_steps: the schedule ends at step 60, but the run ends later: trainer.max_steps is 100; "
         "the learning rate then stays at min_lr, 0.0001"
     )
     assert noted in config.notes
@@ -133,7 +133,7 @@ def test_parts_that_are_more_than_their_curve_are_refused(load, good, report, se
     assert row.startswith(f"command line: model.optim.sched.{key}: ")
     assert f"{key} {41 - warmup}" in row
     assert ("warmup_steps 30 and " in row) == bool(warmup)
-    assert "more than the 40 steps of the curve" in row
+    assert "more than the 40 steps of the schedule" in row
     assert "set model.optim.sched.max_steps to at least 41" in row
     assert row.endswith("[NXDT-C016]")
 

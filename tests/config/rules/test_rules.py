@@ -159,8 +159,8 @@ def test_the_default_of_such_a_key_is_not_noted(load, good):
             [
                 "model.optim.sched.warmup_steps: the rate only rises, since model.optim.sched.max_steps is 40"
                 " and warm-up takes 50 steps",
-                "model.optim.sched.max_steps: the curve ends at step 40, and the run later, as trainer.max_steps is"
-                " 100; the learning rate then stays at min_lr, 0",
+                "model.optim.sched.max_steps: the schedule ends at step 40, but the run ends later: "
+                "trainer.max_steps is 100; the learning rate then stays at min_lr, 0",
             ],
         ),
         (["model.optim.sched={name: CosineAnnealing, warmup_steps: 99}"], []),

@@ -137,7 +137,7 @@ def test_a_finished_run_has_nothing_to_do(small_run, metric_rows, capsys):
 def test_a_resume_with_another_horizon_says_so(small_run, capsys):
     train(small_run("trainer.max_steps=2"))
     train(small_run("trainer.max_steps=3", "model.optim.sched.max_steps=50"))
-    assert "learning rate's curve now ends at step 50, it ended at 40" in capsys.readouterr().err
+    assert "learning-rate schedule now ends at step 50 instead of 40" in capsys.readouterr().err
 
 
 def linear(done, end):

@@ -59,6 +59,6 @@ def nxdt_cli() -> list[CliCommand]:
         CliCommand(
             name="data inspect",
             target="nxdt_plugin_megatron_data.inspect:inspect",
-            summary="Check a pair of .bin/.idx files and say what it holds.",
+            summary="Check a pair of .bin/.idx files and show its contents.",
         ),
     ]

@@ -21,7 +21,7 @@ _QUANTILES = (0, 25, 50, 75, 95, 100)
 
 @click.command(
     cls=Verb,
-    short_help="Check a pair of .bin/.idx files and say what it holds.",
+    short_help="Check a pair of .bin/.idx files and show its contents.",
     examples=("nxdt data inspect data/corpus", "nxdt data inspect data/corpus --json"),
 )
 @click.argument("prefix", type=click.Path(path_type=Path))

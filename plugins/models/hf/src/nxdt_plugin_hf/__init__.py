@@ -25,5 +25,5 @@ def nxdt_model_builders() -> list[ModelComponent]:
 @hookimpl
 def nxdt_cli() -> list[CliCommand]:
     """Declare the command that measures a plan."""
-    summary = "Say what tensor parallelism cuts of a model of transformers."
+    summary = "Show how tensor parallelism shards a model of transformers."
     return [CliCommand(name="sharding", target="nxdt_plugin_hf.command:sharding", summary=summary)]

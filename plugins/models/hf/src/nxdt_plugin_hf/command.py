@@ -13,7 +13,7 @@ __all__ = ["sharding"]
 
 @click.command(
     cls=Verb,
-    short_help="Say what tensor parallelism cuts of a model of transformers.",
+    short_help="Show how tensor parallelism shards a model of transformers.",
     examples=(
         "nxdt sharding recipe:hf-tiny distributed_strategy.tensor_model_parallel_size=2",
         "nxdt sharding recipe:hf-tiny distributed_strategy.tensor_model_parallel_size=2 --json",
