@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.nn.patterns import matches
+from nxdt_core.parallel.gathers import gather_narrow, product_weights
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
@@ -82,6 +83,7 @@ def apply_data_parallel(
     keep = mesh.sizes.zero_stage < 3
     policy = _policy(precision)
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
+    narrow = frozenset() if precision.autocast is None else product_weights(module, plan)
     parts = [(name, _mesh(mesh, expert=True)) for name in experts] + [(name, _mesh(mesh)) for name in layers]
     for name, where in [*parts, ("", _mesh(mesh))]:
         sharded = fully_shard(
@@ -95,6 +97,9 @@ def apply_data_parallel(
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
+        if precision.autocast is not None:
+            weights = [parameter for path, parameter in module.named_parameters() if path in narrow]
+            gather_narrow(sharded, weights, getattr(torch, precision.autocast))
 
 
 def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last: bool) -> None:

@@ -40,6 +40,11 @@ class Storage:
         return _BYTES[self.policy.parameters]
 
     @property
+    def product_bytes(self) -> int:
+        """Return the bytes per element of what matrix products compute with."""
+        return _BYTES[self.policy.autocast or self.policy.parameters]
+
+    @property
     def stored_bytes(self) -> int:
         """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
@@ -102,6 +107,8 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
             communication = largest * storage.gradient_bytes
         if storage.zero_stage == 3:
             communication += largest * storage.compute_bytes
+            # What travels in autocast's dtype is kept in it until it is unpacked.
+            communication += largest * storage.product_bytes * counts.narrow // max(counts.local, 1)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
 
 
