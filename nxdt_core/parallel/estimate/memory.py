@@ -99,7 +99,9 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
     gradients, communication = counts.trained * storage.gradient_bytes, 0
     if storage.sharded:
         # ZeRO-3 holds the root, the layer at work and the one that is fetched ahead.
-        gathered = counts.local if storage.zero_stage < 3 else counts.root + sum(counts.groups[:2])
+        gathered = counts.root + sum(counts.groups[:2])
+        if storage.zero_stage < 3:
+            gathered = counts.local - counts.experts_kept
         weights += gathered * storage.compute_bytes
         if storage.gradient_use == "sharded":
             # The head's gradient is the first there is and is reduced last, with the rest of the root.

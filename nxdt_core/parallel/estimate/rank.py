@@ -16,6 +16,7 @@ from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
 from nxdt_core.nn.patterns import matches
+from nxdt_core.parallel.data import keeps_experts
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.memory import Storage
 from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
@@ -64,6 +65,7 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
                 sharded=storage.sharded,
                 partial=laid.tensor_partial,
                 narrow=() if work.precision.autocast is None else product_weights(module, laid.plan),
+                keeps=storage.sharded and keeps_experts(work.sizes, work.precision),
             )
             layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
             with name_shape_errors([module], laid.plan, sizes):

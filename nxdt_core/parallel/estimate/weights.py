@@ -42,6 +42,8 @@ class ParameterCounts:
     """The part of ``local`` that travels in autocast's dtype when it is gathered."""
     experts: int = 0
     """The part of ``local`` that ``efsdp`` holds instead of ``fsdp``."""
+    experts_kept: int = 0
+    """The part of ``experts`` that no other rank has and FSDP2 leaves alone."""
     experts_narrow: int = 0
     """The part of ``experts`` that travels in autocast's dtype."""
     experts_trained: int = 0
@@ -62,6 +64,7 @@ class ParameterCounts:
             root=max(self.root, other.root),
             narrow=self.narrow + other.narrow,
             experts=self.experts + other.experts,
+            experts_kept=self.experts_kept + other.experts_kept,
             experts_narrow=self.experts_narrow + other.experts_narrow,
             experts_trained=self.experts_trained + other.experts_trained,
             partial=self.partial + other.partial,
@@ -83,6 +86,7 @@ def count_parameters(
     sharded: bool,
     partial: Iterable[str] = (),
     narrow: Collection[str] = (),
+    keeps: bool = False,
 ) -> ParameterCounts:
     """Count the parameters of ``stage``, tensor and expert parallelism applied and FSDP2 not.
 
@@ -93,6 +97,7 @@ def count_parameters(
         sharded: whether FSDP2 will hold the parameters.
         partial: names whose gradients are partial sums over ``tp``.
         narrow: names that FSDP2 gathers in autocast's dtype.
+        keeps: whether FSDP2 leaves experts alone.
     """
     tally, sums = _Tally(), frozenset(partial)
     trained: dict[str, tuple[int, int]] = {}
@@ -105,6 +110,7 @@ def count_parameters(
         tally.counts["stored"] += stored
         tally.counts["narrow"] += local.numel() * (name in narrow)
         tally.counts["experts"] += local.numel() * expert
+        tally.counts["experts_kept"] += local.numel() * (expert and keeps)
         tally.counts["experts_narrow"] += local.numel() * (expert and name in narrow)
         tally.counts["experts_trained"] += local.numel() * (expert and parameter.requires_grad)
         if parameter.requires_grad:
@@ -112,7 +118,7 @@ def count_parameters(
             tally.counts["trained"] += local.numel()
             tally.counts["trained_stored"] += stored
             tally.counts["partial"] += local.numel() * (name in sums)
-        tally.groups[_group_of(name, plan)] += local.numel()
+        tally.groups[_group_of(name, plan)] += local.numel() * (not (expert and keeps))
     root = tally.groups.pop("", 0)
     buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})
     return ParameterCounts(
