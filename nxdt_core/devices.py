@@ -84,6 +84,9 @@ class DeviceProfile:
     attention_kernel: Literal["composed", "masked_flash", "flash_or_efficient"] = "composed"
     """Attention with a log-sum-exp (:mod:`~nxdt_core.parallel.context.attention`), which context parallelism merges;
     ``composed`` is matrix products and runs anywhere."""
+    block_attention: tuple[str, ...] = ()
+    """Names of the dtypes in which attention to packed documents runs by blocks of keys
+    (:mod:`~nxdt_core.nn.attention.blocks`); in others it runs under a mask."""
     peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
     memory_gib: Mapping[str, float] = field(default_factory=dict)
@@ -124,6 +127,7 @@ CUDA = DeviceProfile(
     pinned_host_memory=True,
     broadcast_loads=True,
     attention_kernel="flash_or_efficient",
+    block_attention=("float32", "bfloat16", "float16"),
     peak_flops={
         "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},
         "H100": {"float32": 67 * _T, "bfloat16": 989.4 * _T},

@@ -15,6 +15,7 @@ from accelerator.bench import Bench
 from nxdt_core.devices import HOST, peak_flops, profile_of
 from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.nn.random.rounding import rounding_key
+from nxdt_core.parallel.layout import block_attention
 from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, backend_on
 from nxdt_core.parallel.rounding.updates import round_into
 from nxdt_core.protocols.optimizer import ParameterShard
@@ -77,6 +78,7 @@ def _attention(bench: Bench, what: str, sequence: int, repeats: int, *, packed: 
     )
     ids = (torch.arange(sequence, device=bench.device) // document).expand(batch, -1).contiguous() if packed else None
     core, gradient = CausalAttention(), torch.randn_like(query)
+    core.blocks = block_attention(profile_of(bench.device))
 
     def work() -> None:
         torch.autograd.grad(core(query, key, value, ids), (query, key, value), gradient)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdt_core.distributed.collectives import all_to_all, exchanged_rows
+from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.moe.dispatch import LocalDispatcher, Placement, collect, spread
 
 __all__ = ["ExchangingDispatcher"]
@@ -33,7 +34,8 @@ class ExchangingDispatcher(LocalDispatcher):
         sent = counts.view(self.group.size(), -1)  # [ranks, experts of one rank]
         received = exchanged_rows(sent, self.group)
         outgoing, incoming = _splits(sent, received, len(rows))
-        arrived = all_to_all(rows, incoming, outgoing, self.group)  # by rank of origin, then by expert
+        narrow = rows.to(compute_dtype(rows))  # which the experts would do
+        arrived = all_to_all(narrow, incoming, outgoing, self.group)  # by rank of origin, then by expert
         numbers = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
         placement = Placement.ordered(numbers.repeat_interleave(received.flatten(), output_size=sum(incoming)))
         outputs = experts(spread(arrived, placement), received.sum(0))
@@ -46,7 +48,8 @@ class ExchangingDispatcher(LocalDispatcher):
         ranks = self.group.size()
         capacity, hidden = rows.shape[1:]
         splits = [len(rows) // ranks * capacity] * ranks
-        arrived = all_to_all(rows.flatten(0, 1), splits, splits, self.group, equal=True)
+        narrow = rows.flatten(0, 1).to(compute_dtype(rows))
+        arrived = all_to_all(narrow, splits, splits, self.group, equal=True)
         by_expert = arrived.view(ranks, -1, capacity, hidden).transpose(0, 1)  # [experts here, ranks, capacity, hidden]
         outputs = experts(by_expert.flatten(1, 2)).view(by_expert.shape)
         returned = all_to_all(outputs.transpose(0, 1).flatten(0, 2), splits, splits, self.group, equal=True)

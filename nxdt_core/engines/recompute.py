@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.random.dropout_masks import same_draws
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["apply_recompute", "forward_within"]
+__all__ = ["apply_recompute", "defined_forward", "forward_within"]
 
 
 def apply_recompute(
@@ -81,6 +81,14 @@ def forward_within(module: nn.Module) -> str:
     """Return the name of the method that computes what ``module`` gives: the one that is run twice where it is
     recomputed."""
     return "computed" if hasattr(type(module), "computed") else "forward"
+
+
+def defined_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward that the author of ``module`` has written."""
+    kind: Any = type(module)
+    written = kind.__mro__[1] if forward_within(module) == "computed" else kind
+    forward: Callable[..., Any] = written.forward
+    return forward
 
 
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError
 
-from nxdt_core.engines.recompute import forward_within
+from nxdt_core.engines.recompute import defined_forward, forward_within
 from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
+from nxdt_core.nn.attention.documents import DocumentMasks, SeesDocuments, made_ahead
+from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.patterns import matches
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -69,9 +73,14 @@ class _CompiledForward:
         self._path, self._kind, self._in_pieces = path, type(layer), in_pieces
         self._whole = torch.compile(forward, fullgraph=True, **options)
         self._pieces = torch.compile(forward, **options)
+        self._documents = _Documents(layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer's own forward returns, from the compiled graph."""
+        with self._documents.made_for(args, kwargs):
+            return self._compiled(*args, **kwargs)
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         if self._kind in self._in_pieces:
             return self._pieces(*args, **kwargs)
         try:
@@ -83,6 +92,33 @@ class _CompiledForward:
             kind = TooManyGraphs if isinstance(error, FailOnRecompileLimitHit) else LayerNotWhole
             _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=_reason(error)))
             return output
+
+
+class _Documents:
+    """What a layer's attention needs of packed documents, made before its graph runs and shared by all layers."""
+
+    _ARGUMENT = "document_ids"
+    """Of layers and attention cores."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]
+        self._cores: list[SeesDocuments] = [core for core in cores if hasattr(core, "made")]
+        names = [*inspect.signature(defined_forward(layer)).parameters][1:]  # without self
+        self._position = names.index(self._ARGUMENT) if self._ARGUMENT in names else None
+
+    def made_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return the block in which the layer is called with these arguments."""
+        ids = kwargs.get(self._ARGUMENT)
+        if ids is None and self._position is not None and self._position < len(args):
+            ids = args[self._position]
+        if ids is None or not self._cores:
+            return nullcontext()
+        hidden = next(value for value in (*args, *kwargs.values()) if _is_floating(value))
+        return made_ahead(self._cores, ids, compute_dtype(hidden))
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _reason(error: Exception) -> str:

@@ -26,12 +26,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.nn.patterns import matches
+from nxdt_core.parallel.gathers import gather_narrow, product_weights
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["apply_data_parallel", "begin_micro_batch", "check_sums", "needs_sharding"]
+__all__ = ["apply_data_parallel", "begin_micro_batch", "check_sums", "keeps_experts", "needs_sharding"]
 
 
 def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
@@ -41,6 +42,12 @@ def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
     """
     mixed = precision.master_weights or precision.gradients != precision.parameters
     return mixed or (mesh.sizes.zero_stage > 0 and mesh.sizes.dp_replicate * mesh.sizes.fsdp > 1)
+
+
+def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
+    """Return whether each rank has experts of its own, which FSDP2 would gather from that rank alone, as a copy."""
+    mixed = precision.master_weights or precision.gradients != precision.parameters
+    return sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed
 
 
 def check_sums(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
@@ -76,12 +83,18 @@ def apply_data_parallel(
         plan: names the layers.
         mesh: of the run.
         precision: dtypes of computing, accumulating and reducing.
-        experts: names of modules whose parameters are sharded over ``ep``.
+        experts: names of modules whose parameters are sharded over ``ep``. Where no other rank has the same experts,
+            they are left as they are.
         compiled: gather experts with their layer, which is one graph, and not in its middle.
     """
     keep = mesh.sizes.zero_stage < 3
     policy = _policy(precision)
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
+    narrow = frozenset() if precision.autocast is None else product_weights(module, plan)
+    own: set[nn.Parameter] = set()
+    if keeps_experts(mesh.sizes, precision):
+        own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
+        experts = ()
     parts = [(name, _mesh(mesh, expert=True)) for name in experts] + [(name, _mesh(mesh)) for name in layers]
     for name, where in [*parts, ("", _mesh(mesh))]:
         sharded = fully_shard(
@@ -89,12 +102,16 @@ def apply_data_parallel(
             mesh=where,
             mp_policy=policy,
             reshard_after_forward=not keep,
+            ignored_params=own,
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
+        if precision.autocast is not None:
+            weights = [parameter for path, parameter in module.named_parameters() if path in narrow]
+            gather_narrow(sharded, weights, getattr(torch, precision.autocast))
 
 
 def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last: bool) -> None:

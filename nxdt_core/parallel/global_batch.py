@@ -45,7 +45,9 @@ class Numerics:
         """Of losses and norms."""
         self.hidden: torch.dtype = getattr(torch, precision.parameters)
         """Of hidden states between layers: autocast lets the residual stream keep the parameters' dtype."""
-        self._autocast = None if precision.autocast is None else getattr(torch, precision.autocast)
+        self._autocast: torch.dtype | None = None if precision.autocast is None else getattr(torch, precision.autocast)
+        self.sent = self._autocast or self.hidden
+        """Of hidden states on their way to another pipeline stage."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context for forward and the loss; backward runs outside of it."""

@@ -1,7 +1,8 @@
 """From a builder's plain module to this rank's pipeline stages in their layout, on the meta device.
 
 The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
-expert and context parallelism, chunked loss, recomputation, compilation, data parallel sharding. Materialising follows.
+expert and context parallelism, attention by blocks, chunked loss, recomputation, compilation, data parallel sharding.
+Materialising follows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.engines.stages import cut_stage, stages_of_rank
 from nxdt_core.engines.weights import allocate, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ShapesDependOnData
+from nxdt_core.nn.attention.blocks import BlockAttention
+from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
@@ -38,7 +41,7 @@ from nxdt_core.protocols.parallel.pipeline_schedules import check_whole_backward
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["LayoutOptions", "Stages", "lay_out", "materialise"]
+__all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,8 @@ class LayoutOptions:
     """None: run as it is written."""
     static_shapes: bool = False
     """Compile again for each shape."""
+    block_attention: BlockAttention | None = None
+    """How to attend to packed documents by blocks; None: under a mask."""
 
     @classmethod
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
@@ -73,6 +78,7 @@ class LayoutOptions:
             loss_chunk_tokens=run.model.loss_chunk_tokens,
             compile_backend=profile.compile_backend if run.model.compile else None,
             static_shapes=profile.static_shapes,
+            block_attention=block_attention(profile),
         )
 
 
@@ -163,6 +169,12 @@ def lay_out(
     )
 
 
+def block_attention(profile: DeviceProfile) -> BlockAttention | None:
+    """Return how a device type attends to packed documents by blocks; None where it does so under a mask."""
+    dtypes = frozenset(getattr(torch, name) for name in profile.block_attention)
+    return BlockAttention(dtypes, backend=profile.compile_backend) if dtypes else None
+
+
 def _names(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
 
@@ -205,6 +217,10 @@ def _apply_rest(
 ) -> None:
     if mesh.sizes.cp > 1:
         apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
+    if options.block_attention is not None:
+        for part in module.modules():
+            if isinstance(part, CausalAttention):
+                part.blocks = options.block_attention
     if options.loss_chunk_tokens is not None:
         chunk_loss(module, plan, tokens=options.loss_chunk_tokens)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)

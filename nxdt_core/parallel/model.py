@@ -90,6 +90,7 @@ class TorchModel:
                 hidden_like=self._hidden_like,
                 device=numerics.device,
                 forward_context=numerics.autocast,
+                sent=numerics.sent,
             )
 
     @property

@@ -1,14 +1,44 @@
-"""The attention masks of packed documents and of windows: causal, block-diagonal, banded."""
+"""What attention needs to know of packed documents and windows: masks (causal, block-diagonal, banded) or blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["DocumentMasks", "document_mask", "window_mask"]
+from nxdt_core.nn.attention.blocks import document_blocks
+from nxdt_core.nn.scoped import Scoped
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["DocumentMasks", "SeesDocuments", "document_mask", "made_ahead", "window_mask"]
+
+Made = TypeVar("Made")
+
+_AHEAD: Scoped[Mapping[str, Any] | None] = Scoped(None)
+"""What :func:`made_ahead` has made, by the names that :class:`DocumentMasks` gives it."""
+
+
+class SeesDocuments(Protocol):
+    """An attention core that asks :class:`DocumentMasks`."""
+
+    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
+        """Return what the core will ask for when it is called with ``document_ids`` and queries of ``dtype``, and the
+        name of it in :class:`DocumentMasks`."""
+        ...
+
+
+def made_ahead(
+    cores: Iterable[SeesDocuments], document_ids: torch.Tensor, dtype: torch.dtype
+) -> AbstractContextManager[None]:
+    """Let ``cores`` be given, within the block, what they need of ``document_ids``, as an input of the graph in which
+    they are. A graph that makes it does so in each layer, and keeps it for backward."""
+    return _AHEAD.set(dict(core.made(document_ids, dtype) for core in cores))
 
 
 def document_mask(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -45,7 +75,7 @@ def window_mask(
 
 
 class DocumentMasks:
-    """Builds each batch's mask once, however many layers ask for it.
+    """Builds each batch's mask, or its lists of blocks, once, however many layers ask for it.
 
     The mask is remembered with the very tensor of ids (not with its values) and lives as long as that does; of windows
     without documents, the last one is. Additive rather than boolean, since the kernel would turn a boolean one into
@@ -53,12 +83,12 @@ class DocumentMasks:
     """
 
     def __init__(self) -> None:
-        self._masks: MutableMapping[torch.Tensor, tuple[int, dict[object, torch.Tensor]]] = WeakTensorKeyDictionary()
+        self._masks: MutableMapping[torch.Tensor, tuple[int, dict[object, Any]]] = WeakTensorKeyDictionary()
         self._window: tuple[object, torch.Tensor] | None = None
 
     def __call__(self, document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The mask of ``document_ids`` [batch, seq], as :func:`document_mask` makes it."""
-        return self._of_batch(document_ids, dtype, lambda: document_mask(document_ids, dtype))
+        return self._of_batch(document_ids, self.MASK, dtype, lambda: document_mask(document_ids, dtype))
 
     def windowed(
         self, window: int, rows: int, dtype: torch.dtype, device: torch.device, document_ids: torch.Tensor | None
@@ -66,23 +96,49 @@ class DocumentMasks:
         """Return :func:`window_mask`, computed once per micro-batch."""
         key = (window, rows, dtype, device)
         if document_ids is not None:
-            return self._of_batch(document_ids, key, lambda: window_mask(*key, document_ids))
+            name = self.windowed_name(window)
+            return self._of_batch(document_ids, name, dtype, lambda: window_mask(*key, document_ids))
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # whose tensors no backward may use
             return window_mask(*key)
         if self._window is None or self._window[0] != key:
             self._window = key, window_mask(*key)
         return self._window[1]
 
-    def _of_batch(self, document_ids: torch.Tensor, key: object, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def blocks(self, document_ids: torch.Tensor, window: int | None = None) -> BlockMask:
+        """Return :func:`~nxdt_core.nn.attention.blocks.document_blocks`, computed once per micro-batch."""
+        name = self.blocks_name(window)
+        return self._of_batch(document_ids, name, None, lambda: document_blocks(document_ids, window))
+
+    MASK = "mask"
+    """Name of what a call returns."""
+
+    @staticmethod
+    def windowed_name(window: int) -> str:
+        """Return the name of what :meth:`windowed` returns for documents."""
+        return f"window {window}"
+
+    @staticmethod
+    def blocks_name(window: int | None) -> str:
+        """Return the name of what :meth:`blocks` returns."""
+        return f"blocks {window}"
+
+    def _of_batch(
+        self, document_ids: torch.Tensor, name: str, dtype: torch.dtype | None, make: Callable[[], Made]
+    ) -> Made:
+        ahead = _AHEAD.value
+        if ahead is not None and name in ahead and (dtype is None or ahead[name].dtype == dtype):
+            given: Made = ahead[name]
+            return given
         if torch.compiler.is_compiling() or document_ids.is_inference():  # neither tells us of changes in place
             return make()
         version, masks = self._masks.get(document_ids, (None, {}))
         if version != document_ids._version:
             masks = {}
             self._masks[document_ids] = document_ids._version, masks
-        if key not in masks:
-            masks[key] = make()
-        return masks[key]
+        if (name, dtype) not in masks:
+            masks[name, dtype] = make()
+        made: Made = masks[name, dtype]
+        return made
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.nn.attention.blocks import BlockAttention
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.window import block_rows, windowed_attention
 from nxdt_core.nn.rotary import rotate
@@ -45,6 +47,8 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.masks = masks if masks is not None else DocumentMasks()
         self.window = window
+        self.blocks: BlockAttention | None = None
+        """A slot: how to attend to packed documents by blocks; None: under a mask."""
 
     def semantics(self) -> AttentionSemantics:
         """Return what ``forward`` computes; a subclass that overrides one of the two overrides the other as well."""
@@ -69,6 +73,8 @@ class CausalAttention(nn.Module):
         Returns:
             [batch, heads, seq, head_dim]
         """
+        if document_ids is not None and self.blocks is not None and self.blocks.takes(query, value):
+            return self.blocks(query, key, value, self.masks.blocks(document_ids, self.window))
         if self.window is not None and self.window < query.shape[2]:
             rows = block_rows(self.window)
             masks = self.masks.windowed(self.window, rows, query.dtype, query.device, document_ids)
@@ -78,6 +84,17 @@ class CausalAttention(nn.Module):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
+
+    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
+        """Return what :meth:`forward` will ask of :attr:`masks`; see
+        :class:`~nxdt_core.nn.attention.documents.SeesDocuments`."""
+        masks, window = self.masks, self.window
+        if self.blocks is not None and dtype in self.blocks.dtypes:
+            return masks.blocks_name(window), masks.blocks(document_ids, window)
+        if window is not None and window < document_ids.shape[1]:
+            masked = masks.windowed(window, block_rows(window), dtype, document_ids.device, document_ids)
+            return masks.windowed_name(window), masked
+        return masks.MASK, masks(document_ids, dtype)
 
 
 class GroupedQueryAttention(nn.Module):

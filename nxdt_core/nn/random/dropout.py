@@ -109,6 +109,12 @@ class CausalAttentionWithDropout(CausalAttention):
         attended: torch.Tensor = _seeded_attention(_salted(self._salt), query, key, value, mask, self.p)
         return attended
 
+    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
+        """Return what :meth:`forward` will ask of the masks: there is no dropout by blocks."""
+        if not self.training:
+            return super().made(document_ids, dtype)
+        return self.masks.MASK, self.masks(document_ids, dtype)
+
 
 def causal_attention(p: float, masks: DocumentMasks | None = None) -> CausalAttention:
     """Return the core with dropout of probability ``p``; at 0 the one that context parallelism can replace."""

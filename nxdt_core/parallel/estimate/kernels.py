@@ -14,6 +14,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from nxdt_core.nn.autocast import planned_autocast
+
 __all__ = ["AcceleratorKernels"]
 
 
@@ -31,6 +33,17 @@ class AcceleratorKernels(TorchFunctionMode):
         self._autocast = autocast
         self._views = {id(tensor) for tensor in views}
         self._casts: dict[int, torch.Tensor] | None = {}
+        self._planned = planned_autocast.set(autocast)
+
+    def __enter__(self) -> Any:
+        """Enter the block."""
+        self._planned.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        """Leave the block."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._planned.__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func`` or its replacement."""

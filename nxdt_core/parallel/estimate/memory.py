@@ -40,6 +40,11 @@ class Storage:
         return _BYTES[self.policy.parameters]
 
     @property
+    def product_bytes(self) -> int:
+        """Return the bytes per element of what matrix products compute with."""
+        return _BYTES[self.policy.autocast or self.policy.parameters]
+
+    @property
     def stored_bytes(self) -> int:
         """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
@@ -94,7 +99,9 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
     gradients, communication = counts.trained * storage.gradient_bytes, 0
     if storage.sharded:
         # ZeRO-3 holds the root, the layer at work and the one that is fetched ahead.
-        gathered = counts.local if storage.zero_stage < 3 else counts.root + sum(counts.groups[:2])
+        gathered = counts.root + sum(counts.groups[:2])
+        if storage.zero_stage < 3:
+            gathered = counts.local - counts.experts_kept
         weights += gathered * storage.compute_bytes
         if storage.gradient_use == "sharded":
             # The head's gradient is the first there is and is reduced last, with the rest of the root.
@@ -102,6 +109,8 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
             communication = largest * storage.gradient_bytes
         if storage.zero_stage == 3:
             communication += largest * storage.compute_bytes
+            # What travels in autocast's dtype is kept in it until it is unpacked.
+            communication += largest * storage.product_bytes * counts.narrow // max(counts.local, 1)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
 
 

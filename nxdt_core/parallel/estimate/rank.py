@@ -16,17 +16,19 @@ from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
 from nxdt_core.nn.patterns import matches
+from nxdt_core.parallel.data import keeps_experts
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.memory import Storage
 from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.parallel.estimate.weights import ParameterCounts, count_parameters
 from nxdt_core.parallel.estimate.workload import Workload
+from nxdt_core.parallel.gathers import product_weights
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 
-__all__ = ["MeasuredRank", "measure_rank"]
+__all__ = ["MeasuredRank", "dimensions", "measure_rank"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,13 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
         hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
         for number, module in zip(laid.numbers, laid.modules, strict=True):
             counts += count_parameters(
-                module, laid.plan, work.sizes, sharded=storage.sharded, partial=laid.tensor_partial
+                module,
+                laid.plan,
+                work.sizes,
+                sharded=storage.sharded,
+                partial=laid.tensor_partial,
+                narrow=() if work.precision.autocast is None else product_weights(module, laid.plan),
+                keeps=storage.sharded and keeps_experts(work.sizes, work.precision),
             )
             layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
             with name_shape_errors([module], laid.plan, sizes):
@@ -87,13 +95,14 @@ def _trace(
                 first=batch.input_ids if number == 0 else work.hidden(hidden_size),
                 position_ids=batch.position_ids,
                 document_ids=batch.document_ids,
+                sent=work.sent if work.sizes.pp > 1 else None,
             ),
             loss=loss if number == work.sizes.stages - 1 else None,
             holds_output=work.sizes.pp > 1,
             gradients=storage.gradient_use,
             autocast=None if autocast is None else getattr(torch, autocast),
             views=views,
-            dimensions=_dimensions(mesh),
+            dimensions=dimensions(mesh),
         )
 
 
@@ -122,8 +131,9 @@ def _localise(module: nn.Module) -> list[nn.Parameter]:
     return replaced
 
 
-def _dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
-    """Mesh dimension by name of its process group; one that is known under two names counts under the narrower."""
+def dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
+    """Return the mesh dimension by name of its process group; one that is known under two names counts under the
+    narrower."""
     dims: tuple[Dimension, ...] = ("dp_replicate", "fsdp", "efsdp", "pp", "ep", "cp", "tp", "token_shuffle")
     groups = {dim: mesh.group(dim) for dim in dims}
     data = ("dp_replicate", "fsdp", "efsdp")

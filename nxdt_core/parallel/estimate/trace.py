@@ -31,9 +31,11 @@ class StageInput:
     """Meta tensors of one micro-batch."""
 
     first: torch.Tensor
-    """Token ids int64 [micro_batch, seq] of the first stage, hidden states of any other."""
+    """Token ids int64 [micro_batch, seq] of the first stage; of any other hidden states, in the dtype within stages."""
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
+    sent: torch.dtype | None = None
+    """Of hidden states on their way between stages; None: as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,11 @@ def trace_micro_batch(
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if gradients == "accumulated" else None
-    first = given.first.detach().requires_grad_(given.first.is_floating_point())
+    received = given.first.is_floating_point()
+    inner = given.first.dtype
+    first = given.first.detach()
+    if received:
+        first = first.to(given.sent or inner).requires_grad_()
     held = [first, given.position_ids, given.document_ids, *stage.parameters(), *stage.buffers()]
     held += [parameter.grad for parameter in parameters]
     live = LiveBytes(tensor for tensor in held if tensor is not None)
@@ -85,7 +91,9 @@ def trace_micro_batch(
             stack.callback(hook.remove)
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
-        output = stage(first, given.position_ids, given.document_ids)
+        output = stage(first.to(inner), given.position_ids, given.document_ids)
+        if loss is None and given.sent is not None:
+            output = output.to(given.sent)
         kernels.end_forward()
         kept = live.total
         held_back = [output] if holds_output else []

@@ -43,15 +43,18 @@ def _hops(stage: int, sizes: MeshSizes) -> int:
 
 def _data(counts: ParameterCounts, sizes: MeshSizes, storage: Storage, micro_batches: int) -> Iterator[float]:
     """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
-    gradients, ranks = counts.trained * storage.gradient_bytes, sizes.fsdp
-    if not storage.sharded:
-        yield 2 * _share(ranks * sizes.dp_replicate) * gradients
-        return
-    each_time = storage.zero_stage >= 2
-    gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
-    yield _share(ranks) * counts.local * storage.compute_bytes * gathers
-    yield _share(ranks) * gradients * (micro_batches if each_time else 1)
-    yield 2 * _share(sizes.dp_replicate) * gradients / ranks
+    experts = (counts.experts, counts.experts_narrow, counts.experts_trained)
+    dense = (counts.local - experts[0], counts.narrow - experts[1], counts.trained - experts[2])
+    for (local, narrow, trained), ranks in ((dense, sizes.fsdp), (experts, sizes.efsdp)):
+        gradients = trained * storage.gradient_bytes
+        if not storage.sharded:
+            yield 2 * _share(ranks * sizes.dp_replicate) * gradients
+            continue
+        each_time = storage.zero_stage >= 2
+        gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
+        yield _share(ranks) * gathers * ((local - narrow) * storage.compute_bytes + narrow * storage.product_bytes)
+        yield _share(ranks) * gradients * (micro_batches if each_time else 1)
+        yield 2 * _share(sizes.dp_replicate) * gradients / ranks
 
 
 def _share(ranks: int) -> float:

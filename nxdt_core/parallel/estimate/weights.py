@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,16 @@ class ParameterCounts:
     """``local`` by what FSDP2 gathers at a time, the largest first; without the root's."""
     root: int = 0
     """Elements outside of all layers, which FSDP2 gathers first and frees last."""
+    narrow: int = 0
+    """The part of ``local`` that travels in autocast's dtype when it is gathered."""
+    experts: int = 0
+    """The part of ``local`` that ``efsdp`` holds instead of ``fsdp``."""
+    experts_kept: int = 0
+    """The part of ``experts`` that no other rank has and FSDP2 leaves alone."""
+    experts_narrow: int = 0
+    """The part of ``experts`` that travels in autocast's dtype."""
+    experts_trained: int = 0
+    """The part of ``experts`` that has gradients."""
     partial: int = 0
     """Elements whose gradients tensor parallel ranks still have to sum."""
     bucket: int = 0
@@ -52,6 +62,11 @@ class ParameterCounts:
             trained_stored=self.trained_stored + other.trained_stored,
             groups=tuple(sorted((*self.groups, *other.groups), reverse=True)),
             root=max(self.root, other.root),
+            narrow=self.narrow + other.narrow,
+            experts=self.experts + other.experts,
+            experts_kept=self.experts_kept + other.experts_kept,
+            experts_narrow=self.experts_narrow + other.experts_narrow,
+            experts_trained=self.experts_trained + other.experts_trained,
             partial=self.partial + other.partial,
             bucket=max(self.bucket, other.bucket),
         )
@@ -64,7 +79,14 @@ class _Tally:
 
 
 def count_parameters(
-    stage: nn.Module, plan: ParallelPlan, sizes: MeshSizes, *, sharded: bool, partial: Iterable[str] = ()
+    stage: nn.Module,
+    plan: ParallelPlan,
+    sizes: MeshSizes,
+    *,
+    sharded: bool,
+    partial: Iterable[str] = (),
+    narrow: Collection[str] = (),
+    keeps: bool = False,
 ) -> ParameterCounts:
     """Count the parameters of ``stage``, tensor and expert parallelism applied and FSDP2 not.
 
@@ -74,21 +96,29 @@ def count_parameters(
         sizes: of the mesh.
         sharded: whether FSDP2 will hold the parameters.
         partial: names whose gradients are partial sums over ``tp``.
+        narrow: names that FSDP2 gathers in autocast's dtype.
+        keeps: whether FSDP2 leaves experts alone.
     """
     tally, sums = _Tally(), frozenset(partial)
     trained: dict[str, tuple[int, int]] = {}
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
-        ranks = sizes.efsdp if "ep" in sharded_over(parameter) else sizes.fsdp
+        expert = "ep" in sharded_over(parameter)
+        ranks = sizes.efsdp if expert else sizes.fsdp
         stored = _shard(tuple(local.shape), ranks) if sharded else local.numel()
         tally.counts["local"] += local.numel()
         tally.counts["stored"] += stored
+        tally.counts["narrow"] += local.numel() * (name in narrow)
+        tally.counts["experts"] += local.numel() * expert
+        tally.counts["experts_kept"] += local.numel() * (expert and keeps)
+        tally.counts["experts_narrow"] += local.numel() * (expert and name in narrow)
+        tally.counts["experts_trained"] += local.numel() * (expert and parameter.requires_grad)
         if parameter.requires_grad:
             trained[name] = parameter.numel(), stored
             tally.counts["trained"] += local.numel()
             tally.counts["trained_stored"] += stored
             tally.counts["partial"] += local.numel() * (name in sums)
-        tally.groups[_group_of(name, plan)] += local.numel()
+        tally.groups[_group_of(name, plan)] += local.numel() * (not (expert and keeps))
     root = tally.groups.pop("", 0)
     buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})
     return ParameterCounts(

@@ -69,7 +69,7 @@ class Workload:
         )
 
     def hidden(self, size: int) -> torch.Tensor:
-        """Hidden states of a micro-batch as they travel between pipeline stages, of width ``size``."""
+        """Hidden states of a micro-batch within pipeline stages, of width ``size``."""
         sequence = self.seq_length // self.sizes.cp
         if self.options.sequence_parallel:
             sequence //= self.sizes.tp
@@ -77,5 +77,11 @@ class Workload:
         return torch.empty(self.rows, sequence, size, dtype=dtype, device="meta")
 
     def hidden_bytes(self, size: int) -> int:
-        """Return the bytes of :meth:`hidden`; 0 where nothing travels."""
-        return self.hidden(size).nbytes if self.sizes.pp > 1 else 0
+        """Return the bytes of :meth:`hidden` on their way to another stage; 0 where nothing travels."""
+        return self.hidden(size).to(self.sent).nbytes if self.sizes.pp > 1 else 0
+
+    @property
+    def sent(self) -> torch.dtype:
+        """Return the dtype in which hidden states travel between pipeline stages."""
+        dtype: torch.dtype = getattr(torch, self.precision.autocast or self.precision.parameters)
+        return dtype

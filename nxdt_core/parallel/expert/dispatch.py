@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.engines.expert_dispatch import ExchangingDispatcher
+from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.parallel.tensor.layers import sum_over_ranks
 
 __all__ = ["AllToAllDispatcher"]
@@ -29,4 +30,7 @@ class AllToAllDispatcher(ExchangingDispatcher):
 
     def finish(self, mixed: torch.Tensor) -> torch.Tensor:
         """Return the sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
-        return sum_over_ranks(mixed, self.tensor_group, sequence_parallel=self.sequence_parallel)
+        if self.tensor_group is None:
+            return mixed
+        narrow = mixed.to(compute_dtype(mixed))  # as the product of a matrix that the ranks share
+        return sum_over_ranks(narrow, self.tensor_group, sequence_parallel=self.sequence_parallel).to(mixed.dtype)

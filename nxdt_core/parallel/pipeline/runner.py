@@ -46,6 +46,7 @@ class PipelineRunner:
         hidden_like: Callable[[Batch], HiddenLike],
         device: torch.device,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        sent: torch.dtype | None = None,
     ) -> None:
         """Check that the schedule can run; nothing is sent yet.
 
@@ -56,9 +57,11 @@ class PipelineRunner:
                 the last micro-batch, from 2 after each one's backward.
             schedule: order of micro-batches.
             micro_batches: of a training step; a step may have another number that the schedule allows.
-            hidden_like: shape and dtype of the hidden states of a host micro-batch between stages, on this rank.
+            hidden_like: shape of the hidden states of a host micro-batch between stages, on this rank, and their dtype
+                within stages.
             device: of the stages.
             forward_context: entered around each stage's forward and around the loss (autocast).
+            sent: dtype in which hidden states and their gradients travel; None: that of ``hidden_like``.
 
         Raises:
             MicroBatchesDoNotFit: the schedule cannot be filled.
@@ -70,7 +73,7 @@ class PipelineRunner:
         """This rank's modules by stage number."""
         self._schedule = schedule
         self._pp, self._group = mesh.size("pp"), group
-        self._stream = MicroBatchStream(device, hidden_like)
+        self._stream = MicroBatchStream(device, hidden_like, sent)
         self._settings = StageSettings(
             stages=self._pp * len(self.stages),
             group=group,

@@ -55,7 +55,7 @@ class StreamedStage(StockStage):
 
     def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, drops: bool) -> None:
         """``drops``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
-        shape, dtype = settings.stream.hidden_like(0)
+        shape, dtype = settings.stream.sent_like(0)
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         # Shapes are given, so that no stage infers them by running; the ends' are never used.
         super().__init__(
@@ -69,6 +69,8 @@ class StreamedStage(StockStage):
         )
         self._settings = settings
         self._drops = drops
+        self._running = 0
+        """Micro-batch whose forward runs."""
         self._sends: deque[dist.Work] = deque()
         self._reduces_each = isinstance(module, FSDPModule) and settings.zero_stage >= 2
 
@@ -79,21 +81,28 @@ class StreamedStage(StockStage):
         stream = self._settings.stream
         args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
         batch = stream[fwd_chunk_id]
+        self._running = fwd_chunk_id
         with token_labels(batch.labels), rows_of_batch(batch.first_row, batch.input_ids):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
-        if not self.is_last:
-            shape, dtype = stream.hidden_like(fwd_chunk_id)
-            if output.shape != torch.Size(shape) or output.dtype != dtype:
-                found = f"{tuple(output.shape)} {output.dtype}"
-                raise TypeError(f"stage {self.stage_index} gave {found}, the next one expects {tuple(shape)} {dtype}")
         if self._drops:
             stream.drop(fwd_chunk_id)
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's forward, in the context that the run wants around it (autocast)."""
+        """Return the module's forward, in the context that the run wants around it (autocast); hidden states from and
+        for other stages are in the dtype in which they travel."""
+        stream, index = self._settings.stream, self._running
+        shape, dtype = stream.hidden_like(index)
+        if not self.is_first:
+            args = (args[0].to(dtype), *args[1:])
         with self._settings.forward_context():
-            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+            output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.is_last:
+            return output
+        if output.shape != torch.Size(shape) or output.dtype != dtype:
+            found = f"{tuple(output.shape)} {output.dtype}"
+            raise TypeError(f"stage {self.stage_index} gave {found}, the next one expects {tuple(shape)} {dtype}")
+        return output.to(stream.sent_like(index)[1])
 
     # Buffers
 

@@ -91,11 +91,11 @@ def forward_stages(
             for index in indices:
                 args, kwargs = stream.inputs(index, first=stage == 0)
                 if stage > 0:
-                    args = (inputs.pop(index)(),)
+                    args = (inputs.pop(index)().to(stream.hidden_like(index)[1]),)
                 with forward_context(), token_labels(stream[index].labels):
                     output = module(*args, **kwargs)
                 if stage < stages - 1:
-                    links.send(output, stage, index)
+                    links.send(output.to(stream.sent_like(index)[1]), stage, index)
                 else:
                     results.append(consume(output, stream[index]))
                 if stage == top:

@@ -16,7 +16,8 @@ ForwardArguments = Callable[[Batch], Mapping[str, Any]]
 """Keyword arguments of a stage's forward from the micro-batch on the device: positions and documents."""
 
 HiddenLike = tuple[torch.Size | tuple[int, ...], torch.dtype]
-"""Shape and dtype of the hidden states that travel between two stages for one micro-batch, on this rank."""
+"""Shape of the hidden states that travel between two stages for one micro-batch, on this rank, and the dtype that they
+have within stages."""
 
 
 @final
@@ -24,9 +25,12 @@ class MicroBatchStream:
     """Micro-batches that move to the device when a stage first asks for them, and go when the rank's last stage is
     done with their forward: what backward needs of them, the graph holds until that backward."""
 
-    def __init__(self, device: torch.device, hidden_like: Callable[[Batch], HiddenLike]) -> None:
+    def __init__(
+        self, device: torch.device, hidden_like: Callable[[Batch], HiddenLike], sent: torch.dtype | None = None
+    ) -> None:
+        """``sent``: dtype in which hidden states travel; None: as they are."""
         self.on_device: dict[int, Batch] = {}
-        self._device, self._hidden_like = device, hidden_like
+        self._device, self._hidden_like, self._sent = device, hidden_like, sent
         self._host: Sequence[Batch] = ()
         self._arguments: ForwardArguments = lambda batch: {}
 
@@ -57,12 +61,17 @@ class MicroBatchStream:
         return ((batch.input_ids,) if first else ()), dict(self._arguments(batch))
 
     def hidden_like(self, index: int) -> HiddenLike:
-        """Return the hidden states between stages for micro-batch ``index``."""
+        """Return the hidden states between stages for micro-batch ``index``, as stages compute with them."""
         return self._hidden_like(self._host[index])
 
-    def buffer(self, index: int) -> torch.Tensor:
-        """Return the memory for those hidden states."""
+    def sent_like(self, index: int) -> HiddenLike:
+        """Return the same as they travel."""
         shape, dtype = self.hidden_like(index)
+        return shape, self._sent or dtype
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Return the memory into which those hidden states are received."""
+        shape, dtype = self.sent_like(index)
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def drop(self, index: int) -> None:

@@ -73,9 +73,11 @@ def apply_tensor_parallel(
         replacement = sharder.replacement(path, module.get_submodule(path), style)
         if replacement is not None:
             module.set_submodule(path, replacement)
-    entry = BlockEntry(group, sequence_parallel=sequence_parallel)
+    routers = [path for path, _ in module.named_modules() if matches_any((*plan.expert_routers, *plan.experts), path)]
     for block in blocks:
         if styles.get(block) != "row":  # whose inputs are its own part of the features
+            routes = any(_inside(path, block) for path in routers)
+            entry = BlockEntry(group, sequence_parallel=sequence_parallel, routes=routes)
             module.get_submodule(block).register_forward_pre_hook(entry)
 
 

@@ -24,6 +24,7 @@ from nxdt_core.distributed.collectives import (
     reduce_from_group,
     scatter_sum_along,
 )
+from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.updates import updated_linear
 from nxdt_core.parallel.tensor.padding import PaddedDim
 
@@ -48,9 +49,12 @@ SEQUENCE_DIM = 1
 class BlockEntry:
     """Forward pre-hook of a tensor block: makes its first argument whole and its gradient a sum over the ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool, routes: bool = False) -> None:
+        """``routes``: whether a router of experts is in the block, whose scores are computed in float32. The matrices
+        of other blocks are multiplied in autocast's dtype, so that nothing wider is sent to them."""
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.routes = routes
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """``args[0]`` is [batch, seq, hidden], or under sequence parallelism this rank's part along seq.
@@ -61,6 +65,8 @@ class BlockEntry:
         if not args:
             raise TypeError(f"{type(module).__name__} is a tensor block: give it its hidden states by position")
         hidden, *rest = args
+        if not self.routes:
+            hidden = hidden.to(compute_dtype(hidden))
         if self.sequence_parallel:
             return gather_along(hidden, SEQUENCE_DIM, self.group), *rest
         return copy_to_group(hidden, self.group), *rest

@@ -51,6 +51,11 @@ class Shares:
                 shares[user if owner in shares else owner] = self._share(owner, self.shapes[owner])
         return shares
 
+    def alone(self, name: str) -> bool:
+        """Whether a parameter is of experts that no other rank has."""
+        expert = matches_any(self.plan.experts, name.rpartition(".")[0])
+        return expert and self.layout.ep > 1 and self.layout.fsdp == self.layout.ep and self.layout.replicas == 1
+
     def width(self, module: str) -> int | None:
         """Output features on one rank of a module that tensor parallelism shards by them, else None."""
         styles = [style for pattern, style in self.plan.tensor.items() if matches(pattern, module)]
@@ -109,7 +114,9 @@ def complaints(shares: Shares, rank: int, held: Held, *, item: int, state: int) 
     else:
         yield from _above("gradients", sum(held.gradients.values()), compute)
     yield from _above("optimizer state", held.optimizer, state * shard)
-    gathered = compute if zero in (1, 2) and shares.layout.fsdp > 1 else 0  # forward's copy may stay
+    gathered = 0
+    if zero in (1, 2) and shares.layout.fsdp > 1:  # forward's copy may stay, but of experts that no other rank has
+        gathered = sum(part.compute for name, part in own.items() if not shares.alone(name)) * item
     masks = MICRO_BATCHES * ROWS * SEQ * SEQ * item if shares.layout.packed else 0  # live as long as their batches
     yield from _above("everything alive", held.live, shard * (1 + state) + gathered + masks + SLACK)
     if zero == 3:

@@ -165,6 +165,10 @@ class CappedAttention(nn.Module):
         attended: torch.Tensor = weights.to(query.dtype) @ value.unsqueeze(2)
         return attended.view(batch, heads, seq, -1)
 
+    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
+        """Return what :meth:`forward` will ask of the masks."""
+        return self.masks.MASK, self.masks(document_ids, dtype)
+
     def _mask(self, query: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
         """Additive [batch or 1, 1, seq, seq]."""
         seq = query.shape[2]

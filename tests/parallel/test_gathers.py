@@ -1,0 +1,74 @@
+"""Weights that travel in autocast's dtype arrive as products would cast them, all others as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.nn.updates import UpdatedLinear
+from nxdt_core.parallel.gathers import gather_narrow, product_weights
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.testing.ranks import process_group
+from tests.parallel.test_traffic import STRATEGY, configured, trained
+
+PLAN = ParallelPlan(
+    tensor={"table": "vocab_embedding", "first": "column", "second": "row", "adapted": "column", "head": "vocab_head"},
+    tensor_blocks=("first",),
+    tied=(("table.weight", "head.weight"),),
+)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.norm = RMSNorm(5)
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 5)
+        self.adapted, self.gate = UpdatedLinear(nn.Linear(5, 5), nn.Identity()), nn.Linear(5, 2)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.table.weight
+
+
+def test_only_what_a_matrix_product_alone_reads_is_narrow():
+    assert product_weights(Small(), PLAN) == {"first.weight", "second.weight"}
+
+
+def gathered(asynchronous: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What parameters are on this rank before sharding, and once they are gathered."""
+    torch.manual_seed(0)
+    module = Small()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    whole = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    with process_group():
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        weights = [p for name, p in module.named_parameters() if name in product_weights(module, PLAN)]
+        gather_narrow(module, weights, torch.bfloat16)
+        handle = module.unshard(async_op=asynchronous)
+        if handle is not None:
+            handle.wait()
+        return whole, {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_gathered_is_what_autocast_makes_of_it(ranks, asynchronous):
+    for whole, found in ranks(2).run(gathered, asynchronous):
+        for name, value in whole.items():
+            narrow = name in ("first.weight", "second.weight")
+            assert torch.equal(found[name], value.bfloat16().float() if narrow else value), name
+
+
+def losses(zero_stage: int) -> list[float]:
+    strategy = f"{STRATEGY}zero_stage={zero_stage}" if zero_stage else f"{STRATEGY}zero1=false"
+    return trained(configured("llama-tiny", "autocast", 2, strategy), steps=4)
+
+
+def test_losses_are_those_without_gathering(ranks):
+    expected, found = (ranks(2).run(losses, stage, timeout_s=240) for stage in (0, 3))
+    for one, other in zip(expected, found, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)

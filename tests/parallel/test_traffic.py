@@ -1,0 +1,139 @@
+"""Bytes that a rank sends in a step, counted on real processes: those of the compute dtype, and those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.parallel.estimate.live import WireBytes
+from nxdt_core.parallel.estimate.rank import dimensions
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.training import build, primitives
+from nxdt_core.training.plan import plan
+from nxdt_core.training.state import TrainState
+from tests.sampling import slow
+
+STRATEGY = "distributed_strategy."
+TP2 = (f"{STRATEGY}tensor_model_parallel_size=2",)
+SP2 = (*TP2, f"{STRATEGY}sequence_parallel=true")
+PP2 = (f"{STRATEGY}pipeline_model_parallel_size=2",)
+ROWS, SEQ, HIDDEN, LAYERS, MICRO_BATCHES = 2, 16, 32, 2, 4
+SUMS = 16
+"""Bytes of the loss, its weight and the gradient norm, over a group of all ranks."""
+STATES = ROWS * SEQ * HIDDEN * MICRO_BATCHES
+"""Elements of hidden states in a step on one data parallel rank."""
+
+
+def configured(recipe: str, precision: str, world: int, *overrides: str) -> ResolvedConfig:
+    return load(
+        f"recipe:{recipe}",
+        [
+            "trainer.accelerator=cpu",
+            f"trainer.devices={world}",
+            f"precision.type={precision}",
+            f"model.num_layers={LAYERS}",
+            f"model.hidden_size={HIDDEN}",
+            "model.ffn_hidden_size=64",
+            "model.num_attention_heads=4",
+            "model.num_kv_heads=2",
+            f"data.seq_length={SEQ}",
+            f"data.micro_batch_size={ROWS}",
+            f"data.global_batch_size={ROWS * MICRO_BATCHES}",
+            "data.reset_attention_mask=false",
+            *overrides,
+        ],
+    )
+
+
+@contextmanager
+def running(config: ResolvedConfig) -> Iterator[tuple[Any, Callable[[], Any]]]:
+    """The engine of this rank, and a function that trains a step on a batch that is always the same."""
+    engine = build.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine)
+    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    ids = torch.randint(200, (ROWS, SEQ), generator=torch.Generator().manual_seed(engine.rank_info.dp_rank))
+    batches = [Batch(input_ids=ids, labels=ids)] * (MICRO_BATCHES // engine.rank_info.dp_size)
+    parts = (model, optimizer, batches, build.objective(config), build.schedule(config), TrainState())
+    try:
+        yield engine, lambda: primitives.train_step(*parts)
+    finally:
+        engine.shutdown()
+
+
+def trained(config: ResolvedConfig, *, steps: int) -> list[float]:
+    """The losses of this rank."""
+    with running(config) as (_, step):
+        return [float(step().loss.loss) for _ in range(steps)]
+
+
+def sent_in_a_step(recipe: str, precision: str, world: int, *overrides: str) -> dict[str, int]:
+    """Of this rank, by dimension."""
+    with running(configured(recipe, precision, world, *overrides)) as (engine, step):
+        step()
+        with WireBytes(dimensions(engine.mesh)) as wire:
+            step()
+    return dict(wire.sent)
+
+
+def planned(recipe: str, precision: str, world: int, *overrides: str) -> list[dict[str, int]]:
+    return [dict(rank.sent) for rank in plan(configured(recipe, precision, world, *overrides)).estimate.ranks]
+
+
+@pytest.fixture
+def counted(ranks):
+    """Return the bytes that every rank sends over a dimension; those of the plan are the same."""
+
+    def count(dimension: str, precision: str, *overrides: str, recipe: str = "llama-tiny") -> int:
+        found = ranks(2).run(sent_in_a_step, recipe, precision, 2, *overrides, timeout_s=240)
+        sizes = {sent[dimension] - SUMS for sent in found}
+        assert sizes == {sent[dimension] for sent in planned(recipe, precision, 2, *overrides)}
+        return sizes.pop()
+
+    return count
+
+
+BLOCKS = STATES // 2 * 4 * 2 * LAYERS
+"""Elements of hidden states that a rank sends for tensor blocks: attention and feed-forward, at entry and exit, forward
+and back. An all-reduce at one of both ends is as much as a gather and a reduce-scatter at each."""
+HEAD = EMBEDDING = STATES // 2 * 2
+
+
+@pytest.mark.parametrize("layout", [slow(TP2), SP2], ids=["tp", "tp-sp"])
+def test_tensor_parallel_traffic_is_in_the_compute_dtype(counted, layout):
+    """But for the embedding's sums, of which one term is not zero: the residual stream begins in float32."""
+    wide, narrow = counted("tp", "fp32", *layout), counted("tp", "autocast", *layout)
+    rest = wide - 4 * (BLOCKS + HEAD + EMBEDDING)  # of the loss, and of gradients: float32
+    assert narrow == 2 * (BLOCKS + HEAD) + 4 * EMBEDDING + rest
+    assert rest < narrow / 40
+
+
+def test_pipeline_traffic_is_in_the_compute_dtype(counted):
+    assert counted("pp", "autocast", *PP2) == 2 * STATES  # one rank sends hidden states, the other their gradients
+
+
+def test_dispatched_tokens_are_in_the_compute_dtype(ranks):
+    sizes = ("model.moe.capacity_factor=1.0", "model.moe.dropless=false")
+    layout = (f"{STRATEGY}expert_model_parallel_size=2", f"{STRATEGY}zero1=false", *sizes)
+    wide, narrow = (
+        [sent["ep"] for sent in ranks(2).run(sent_in_a_step, "mixtral-tiny", precision, 2, *layout, timeout_s=240)]
+        for precision in ("fp32", "autocast")
+    )
+    trips, rows = 4 * LAYERS * MICRO_BATCHES // 2, 2 * ROWS * SEQ  # each token goes to two experts
+    dispatched = trips * rows * HIDDEN * 2 // 2  # half of them to the other rank, in two bytes
+    assert planned("mixtral-tiny", "autocast", 2, *layout)[0]["ep"] == dispatched
+    # The group also sums gradients, in float32 either way.
+    assert [one - other for one, other in zip(wide, narrow, strict=True)] == [dispatched, dispatched]
+
+
+@pytest.mark.parametrize("stage", [1, slow(3)])
+def test_weights_of_matrix_products_are_gathered_in_the_compute_dtype(counted, stage):
+    wide, narrow = (counted("dp", precision, f"{STRATEGY}zero_stage={stage}") for precision in ("fp32", "autocast"))
+    products = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2 + 3 * 64) + 272 * HIDDEN
+    gathers = 1 if stage == 1 else 2 * MICRO_BATCHES // 2
+    assert wide - narrow == 2 * products * gathers // 2
