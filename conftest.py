@@ -36,8 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork the processes of :mod:`tests.processes`, unless all cases are taken."""
-    if not takes_all(config):
+    """Fork the processes of :mod:`tests.processes`, unless all cases are taken.
+
+    A run within a run, as of a contract over mutants, keeps the server: another one would make all imports again.
+    """
+    if not takes_all(config) and not processes.enabled():
         processes.use(processes.start_server)
 
 

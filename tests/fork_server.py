@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def main() -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise SystemExit(f"fork_server: {threads} threads after the imports; a fork would lose all but one")
+    _leave_out_of_the_end()
     gc.collect()
     gc.freeze()  # what is imported: else each full collection writes to all of its pages, which are shared until then
     task = _serve(connection, processes)
@@ -66,6 +68,17 @@ def main() -> None:
     sys.argv[:] = ["-c" if program[0] == "-c" else program[-1], *arguments]
     sys.orig_argv[:] = task["words"]
     _run(program)
+
+
+def _leave_out_of_the_end() -> None:
+    """Let a fork end without undoing the imports, 0.04 of the 0.06 CPU-seconds that one takes which does nothing.
+
+    These are finalizers of libraries' registrations and temporary directories, which all forks share, and a report
+    that torch writes only under ``TORCH_LOGS``, a variable that forks do without.
+    """
+    for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
 
 
 def _run(program: tuple[str, ...]) -> None:

@@ -49,7 +49,9 @@ def shortened(config: pytest.Config, steps: int) -> int:
     return steps if takes_all(config) else min(steps, 4)
 
 
-def sampled(config: pytest.Config, cases: Iterable[Case], count: int, *, of: str = "") -> list[Case]:
+def sampled(
+    config: pytest.Config, cases: Iterable[Case], count: int, *, of: str = "", default: Iterable[Case] = ()
+) -> list[Case]:
     """Return all cases under ``--samples=all``, else at most ``count`` of them.
 
     Args:
@@ -57,8 +59,12 @@ def sampled(config: pytest.Config, cases: Iterable[Case], count: int, *, of: str
         cases: what can be taken.
         count: how many to take.
         of: name of the test, where tests that share cases should take different ones.
+        default: cases that the default seed takes, where chance would take expensive ones or leave a property out.
     """
     known = [*cases]
     if takes_all(config):
         return known
+    if config.getoption("samples") == DEFAULT and (chosen := [*default]):
+        assert all(case in known for case in chosen)
+        return chosen
     return random.Random(f"{config.getoption('samples')} {of}").sample(known, min(count, len(known)))

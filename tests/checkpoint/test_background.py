@@ -29,6 +29,7 @@ from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
+from tests.sampling import slow
 
 
 def committed(storage: Any) -> list[int]:
@@ -248,7 +249,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_counts_too() -> None:
         second.wait()
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, tp=2)], ids=["dp2", "dp2 tp2"])
+@pytest.mark.parametrize("layout", [Layout(dp=2), slow(Layout(dp=2, tp=2))], ids=["dp2", "dp2 tp2"])
 def test_ranks_save_their_shares_in_the_background(tmp_path: Path, layout: Layout) -> None:
     told = RankPool(layout.world).run(background.save_sharded, layout, str(tmp_path))
     assert told == [[STEP, STEP + 1]] * layout.world

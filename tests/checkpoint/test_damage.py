@@ -31,6 +31,7 @@ from nxdt_core.checkpoint.format.digests import BLOCK_BYTES, BlockDigests, diges
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew, StorageError
+from tests.sampling import takes_all
 
 FILES = (
     "manifest.json",
@@ -68,13 +69,15 @@ def flip(data: bytes, bit: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_anywhere_is_found_and_the_file_named(store: LocalStorage, save: Any, name: str) -> None:
+def test_a_flipped_bit_anywhere_is_found_and_the_file_named(
+    store: LocalStorage, save: Any, name: str, pytestconfig: pytest.Config
+) -> None:
     save(store, 1)
     manifest = save(store, 2)
     path = path_of(store, manifest, name)
     good = path.read_bytes()
     last = len(good) * 8 - 1
-    for bit in {0, 5, last, *random.Random(name).sample(range(last), 60)}:
+    for bit in {0, 5, last, *random.Random(name).sample(range(last), 60 if takes_all(pytestconfig) else 15)}:
         path.write_bytes(flip(good, bit))
         problems = verify(store, 2)
         assert problems, f"bit {bit} of {name} flips unnoticed"
@@ -89,7 +92,9 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_named(store: LocalStorage,
     assert verify(store, 2) == []
 
 
-def test_loading_finds_a_flipped_bit_in_every_region(store: LocalStorage, save: Any) -> None:
+def test_loading_finds_a_flipped_bit_in_every_region(
+    store: LocalStorage, save: Any, pytestconfig: pytest.Config
+) -> None:
     """A length, a header, its padding, tensors of two blocks, digests, JSON: whatever is drawn."""
     manifest = save(store, 1, model={"big": torch.randn(BLOCK_BYTES // 4 + 3), "é": torch.ones(3, dtype=torch.bool)})
     paths = [path_of(store, manifest, name) for name in FILES]
@@ -107,7 +112,7 @@ def test_loading_finds_a_flipped_bit_in_every_region(store: LocalStorage, save: 
             flip_in_place(path, bit)
 
     @seed(20261121)
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=150 if takes_all(pytestconfig) else 50, deadline=None, database=None)
     @given(st.data())
     def drawn(data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(paths))

@@ -52,7 +52,7 @@ def nxdt(work: Path, site: Path) -> Run:
         (site / "usercustomize.py").write_text("")
         hidden = _UNINSTALLED.format(dists=uninstalled) if uninstalled else ""
         (site / "sitecustomize.py").write_text(_NO_TORCH.format(names=without) + hidden)
-        run_it = subprocess.run if without or uninstalled or not fork else processes.run
+        run_it = subprocess.run if without or not fork else processes.run
         return run_it(
             [sys.executable, "-m", "nxdt_core", *args],
             cwd=work,

@@ -5,8 +5,10 @@ import json
 import pytest
 import yaml
 
+from tests.sampling import slow
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
+
+@pytest.mark.parametrize("encoding", [slow("latin-1"), "ascii", slow("cp1252")])
 def test_files_and_pipes_get_utf_8(nxdt, encoding):
     """The schema's texts have characters that none of these encodings has."""
     done = nxdt("config", "schema", PYTHONIOENCODING=encoding)

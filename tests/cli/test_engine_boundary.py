@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import slow_except
+
 pytest.importorskip("nxdt_plugin_llama", reason="nxdt-plugin-llama is not installed")
 pytest.importorskip("nxdt_plugin_lora", reason="nxdt-plugin-lora is not installed")
 
@@ -17,10 +19,14 @@ ASKED = {
     "stochastic_rounding": ("precision.type=bf16SR",),
     "adapters": ("adapter.name=lora",),
 }
+CASES = [(capability, verb) for capability in ASKED for verb in (("config", "check"), ("plan",), ("train",))]
 
 
-@pytest.mark.parametrize("verb", [("config", "check"), ("plan",), ("train",)], ids=" ".join)
-@pytest.mark.parametrize("capability", ASKED)
+@pytest.mark.parametrize(
+    ("capability", "verb"),
+    slow_except(CASES, [case for case in CASES if case[0] == "tp" or case[1] == ("train",)]),
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
 def test_what_an_engine_does_not_declare_is_refused_by_every_verb(nxdt, tmp_path, verb, capability):
     done = nxdt(*verb, *SOLO, *ASKED[capability], without=("torch",))
     assert done.returncode == 2

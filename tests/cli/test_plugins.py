@@ -113,8 +113,8 @@ def test_a_plugin_that_imports_and_changes_torch_is_named_by_list_show_and_check
     ]
     rows = {row["name"]: row for row in json.loads(nxdt("plugins", "list", "--json", fork=False).stdout)}
     assert (rows["acme"]["state"], rows["acme"]["note"], rows["bolt"]["note"]) == ("ok", note, "")
-    assert "it replaces torch.nn.functional.dropout" in nxdt("plugins", "show", "acme", fork=False).stdout
-    checked = nxdt("config", "check", "recipe:llama-tiny", fork=False)
+    assert "it replaces torch.nn.functional.dropout" in nxdt("plugins", "show", "acme").stdout
+    checked = nxdt("config", "check", "recipe:llama-tiny")
     assert checked.stderr.count("it replaces torch.nn.functional.dropout") == 1
 
 

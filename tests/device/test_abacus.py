@@ -22,6 +22,7 @@ from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession
 from tests import processes
 from tests.device.building import CACHE
+from tests.sampling import slow, slow_except
 
 PLUGIN = f"plugins.local=[{Path(__file__).with_name('abacus_plugin.py')}]"
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def train_on_both(recipe: str, *overrides: str) -> dict[str, Any]:
     return {"losses": losses, "host": steps(host)[0], "waited": waited, "types": types, "compiled": compiled}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_except(MODELS, ("llama", "compiled", "rounded")))
 def test_it_trains_as_on_the_host_and_no_step_waits(abacus_cache: str, model: str) -> None:
     found = RankPool(1).run(train_on_both, *MODELS[model], environment={CACHE: abacus_cache})[0]
     assert found["types"] == {"abacus"}
@@ -135,7 +136,7 @@ def reject_steps(optimizer: str) -> tuple[bool, bool, int, list[float], list[flo
     return same_weights, same_state, int(run.optimizer.skipped_steps), losses, steps(plain)[0]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", slow("novograd"), slow("muon")])
 def test_a_step_that_is_not_finite_leaves_weights_and_state(abacus_cache: str, optimizer: str) -> None:
     """The device alone knows that it is not."""
     found = RankPool(1).run(reject_steps, optimizer, environment={CACHE: abacus_cache})[0]
@@ -174,9 +175,7 @@ def train_on_host(recipe: str, *overrides: str) -> list[float]:
     return steps(session(recipe, *overrides, accelerator="cpu"))[0]
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("dp2, zero 3", "cp2"))) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("tp2",)))
 def test_two_ranks_train_as_one_process_does(abacus_cache: str, layout: str) -> None:
     """Each on a device of its own, with collectives of the device alone: no all-to-all, no sends."""
     environment = {CACHE: abacus_cache}

@@ -5,6 +5,7 @@ import torch
 
 from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.nn.random.dropout import CausalAttentionWithDropout, Dropout, causal_attention
+from tests.sampling import slow
 
 
 def test_it_zeroes_its_part_and_scales_the_rest():
@@ -47,7 +48,7 @@ def test_a_generator_that_is_set_back_repeats_the_masks():
     assert all(torch.equal(dropout(torch.ones(8)), wanted) for wanted in expected)
 
 
-@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 0, 1, 1, 1]])], ids=["one", "packed"])
+@pytest.mark.parametrize("documents", [slow(None), torch.tensor([[0, 0, 0, 1, 1, 1]])], ids=["one", "packed"])
 def test_attention_drops_probabilities_and_is_right_on_average(documents):
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.rand(1, 2, 6, 8)

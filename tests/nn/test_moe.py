@@ -13,6 +13,7 @@ from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.moe.layer import MixtureOfExperts
 from nxdt_core.nn.moe.router import TopKRouter
+from tests.sampling import slow
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -246,8 +247,10 @@ def test_no_gradient_without_grad_mode():
         assert not module(torch.randn(1, 4, 8, dtype=torch.float64)).requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+@pytest.mark.parametrize(
+    ("capacity_factor", "dtype"),
+    [(None, torch.float32), slow(None, torch.bfloat16), slow(1.0, torch.float32), (1.0, torch.bfloat16)],
+)
 def test_a_traced_mixture_computes_the_same(capacity_factor, dtype):
     module = mixture(
         hidden=16, ffn=16, dtype=dtype, capacity_factor=capacity_factor, balance_coefficient=0.3, z_coefficient=0.05

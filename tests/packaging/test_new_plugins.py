@@ -17,13 +17,14 @@ from tests.packaging.conftest import ROOT
 from tests.sampling import sampled, takes_all
 
 OTHERS = sorted({kind.name for kind in KINDS} - {"model_builder"})
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 QUICK = "not (in_a_layout or shards_are or layouts_agree or ranks)"
 
 
 def _python(*words, cwd, path):
     environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return processes.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
 def _chosen(config):
@@ -54,7 +55,7 @@ def test_a_new_repository_passes_its_own_tests(site, kind, pytestconfig):
     some = () if takes_all(pytestconfig) else ("-k", QUICK)
     for each in chosen:
         options = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib")
-        done = _python("-m", "pytest", *options, written[each] / "tests", *some, cwd=written[each], path=path)
+        done = _python("-c", PYTEST, *options, written[each] / "tests", *some, cwd=written[each], path=path)
         assert done.returncode == 0, f"{each}: {done.stdout}{done.stderr}"
         assert " passed" in done.stdout
 

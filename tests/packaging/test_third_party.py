@@ -74,8 +74,8 @@ def test_one_component_of_each_of_the_seven_kinds_and_two_more_models_are_regist
 def test_its_own_tests_and_the_contract_of_engines_pass_with_the_kits_of_the_wheel(
     clean, outside, engine, tmp_path, pytestconfig
 ):
-    """Of the tests on ranks, only one that shards the values of heads, unless all samples are taken."""
-    some = () if takes_all(pytestconfig) else ("-k", "not (in_a_layout or shards_are) or (TestAlibi and tp and not sp)")
+    """Without those on ranks, unless all samples are taken."""
+    some = () if takes_all(pytestconfig) else ("-k", "not (in_a_layout or shards_are)")
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib")
     done = clean.run("python", *words, outside / "tests", engine / "tests", *some, cwd=tmp_path)
     assert done.returncode == 0, done.stdout

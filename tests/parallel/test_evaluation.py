@@ -58,7 +58,7 @@ def train(overrides, evaluate, inference_mode):
     return losses
 
 
-@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("dp2-zero3", "tp2-sp", "pp2")))
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("dp2-zero3", "pp2")))
 def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks, layout):
     (alone, _) = ranks(2).run(train, LAYOUTS[layout], False, False)
     for inference_mode in (False, True):

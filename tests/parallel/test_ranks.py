@@ -129,7 +129,8 @@ def test_a_hung_collective_ends_with_the_stacks_of_every_rank(ranks):
     assert ranks(2).run(world)[0][0] == 1
 
 
-def test_a_dead_rank_is_noticed(ranks):
+def test_a_dead_rank_is_noticed(ranks, monkeypatch):
+    monkeypatch.setattr("nxdt_core.testing.ranks._GRACE_S", 1.0)
     with pytest.raises(RanksFailed, match="rank 1 died with exit code -9") as caught:
         ranks(2).run(one_dies)
     assert "in wait_for_nothing" in caught.value.accounts[0]

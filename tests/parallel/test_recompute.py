@@ -22,6 +22,7 @@ from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
+from tests.sampling import slow
 
 PLAN = ParallelPlan(
     recompute={"Block": ("layers.*",), "MLP": ("layers.*.mlp",), "Activation": ("layers.*.mlp.activation",)}
@@ -189,7 +190,7 @@ def gradients_under_fully_shard(reshard: bool) -> dict[str, tuple[torch.Tensor, 
     return {name: (value, found[1][name]) for name, value in found[0].items()}
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["zero 3", "zero 2"])
+@pytest.mark.parametrize("reshard", [True, slow(False)], ids=["zero 3", "zero 2"])
 def test_it_composes_with_fully_shard(ranks, reshard):
     for found in ranks(2).run(gradients_under_fully_shard, reshard):
         assert len(found) == 12
@@ -221,7 +222,7 @@ def gradients_under_sequence_parallelism(names: tuple[str, ...]) -> dict[str, tu
     return {name: (value, found[1][name]) for name, value in found[0].items()}
 
 
-@pytest.mark.parametrize("names", [("MLP",), ("Block",), ("Activation", "MLP")], ids=" in ".join)
+@pytest.mark.parametrize("names", [slow(("MLP",)), ("Block",), slow(("Activation", "MLP"))], ids=" in ".join)
 def test_it_composes_with_tensor_and_sequence_parallelism(ranks, names):
     for found in ranks(2).run(gradients_under_sequence_parallelism, names):
         assert len(found) == 13

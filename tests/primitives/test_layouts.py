@@ -44,7 +44,7 @@ def assert_equal(outcomes, reference, *, mean_loss=False):
     assert {name for *_, own in outcomes for name in own} == weights.keys() - {"places"}
 
 
-DEFAULT = {"tp2-tied", "pp2-virtual", "tp2-sp", "recompute", "tp2-pp2-zero1"}
+DEFAULT = {"pp2-virtual", "tp2-sp", "recompute", "tp2-pp2-zero1"}
 
 
 @pytest.mark.parametrize("name", slow_except(LAYOUTS, DEFAULT))

@@ -10,6 +10,7 @@ from nxdt_core.primitives.parallel_layers import parallel_cross_entropy
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build
 from tests.primitives.loops import whole
+from tests.sampling import slow
 from tests.training.small import SMALL
 
 STEPS, LR = 3, 1e-3
@@ -102,7 +103,7 @@ def sample(path, zero):
 BETAS = (0.9, 0.95)
 
 
-@pytest.mark.parametrize(("ranks", "zero"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("ranks", "zero"), [slow(1, False), (2, True)])
 def test_the_sample_program_equals_the_run_in_yaml(tmp_path, ranks, zero):
     for expected, losses, again in RankPool(ranks).run(sample, str(tmp_path), zero):
         assert losses == pytest.approx(expected, abs=2e-6)

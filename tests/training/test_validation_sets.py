@@ -12,6 +12,7 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.training import build
 from nxdt_core.training.run.train import train
+from tests.sampling import slow
 from tests.training.small import SMALL
 
 TEXTS = {"digits": [f"{number} and {number + 1}" for number in range(60)], "words": ["In the beginning was"] * 160}
@@ -64,7 +65,7 @@ def validated(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("source", [indexed, saved, streamed])
+@pytest.mark.parametrize("source", [indexed, slow(saved), streamed])
 def test_each_source_has_the_figures_that_it_has_alone_and_all_have_one_loss(validated, source):
     row, tags, kept = validated(source, "digits", "words")
     sets = row["sets"]
@@ -80,7 +81,7 @@ def test_each_source_has_the_figures_that_it_has_alone_and_all_have_one_loss(val
     assert (alone["tokens"], kept["val_loss"]) == (sets["digits"]["tokens"], pytest.approx(alone["loss"], rel=1e-6))
 
 
-@pytest.mark.parametrize(("source", "dealt"), [(indexed, [8, 8]), (saved, [2, 14]), (streamed, [16, 16])])
+@pytest.mark.parametrize(("source", "dealt"), [(indexed, [8, 8]), (saved, [2, 14]), slow(streamed, [16, 16])])
 def test_a_limit_is_of_all_sources_together_unless_they_are_streams(validated, source, dealt):
     row, _, _ = validated(source, "digits", "words", limit=2)
     assert [part["tokens"] / 32 for part in row["sets"].values()] == dealt

@@ -12,6 +12,7 @@ from nxdt_core.config import load
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, train
 from nxdt_core.training.plan import plan
+from tests.sampling import slow, slow_except
 from tests.training.ema_run import averaged_run
 from tests.training.small import SMALL
 
@@ -22,11 +23,12 @@ STRATEGY = "distributed_strategy"
 LAYOUTS = {
     "zero3": (2, f"{STRATEGY}.zero_stage=3"),
     "tp of padded heads": (
-        4,
-        f"{STRATEGY}.tensor_model_parallel_size=4",
+        2,
+        f"{STRATEGY}.tensor_model_parallel_size=2",
         f"{STRATEGY}.pad_heads=true",
-        "model.num_attention_heads=2",
-        "model.num_kv_heads=2",
+        "model.num_attention_heads=3",
+        "model.num_kv_heads=3",
+        "model.head_dim=8",
     ),
     "pp of tied weights": (
         2,
@@ -61,7 +63,7 @@ def assert_equal(found, expected):
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", slow_except(PRECISIONS, ("mixed_precision", "bf16SR")))
 def test_it_is_the_formula_in_float32_whatever_the_weights_are_in(small_run, tmp_path, precision):
     train(small_run("trainer.max_steps=4", *ON, *ALL, f"precision.type={precision}"))
     weights, averages = states(tmp_path, 4)
@@ -119,21 +121,21 @@ def test_a_resume_says_where_an_average_begins_or_ends(small_run, tmp_path, caps
     assert states(tmp_path, 5)[1] == {}
 
 
-@pytest.mark.parametrize("layout", [(1,), (2, f"{STRATEGY}.zero_stage=3")])
+@pytest.mark.parametrize("layout", [(1,), slow((2, f"{STRATEGY}.zero_stage=3"))])
 def test_validation_sees_the_average_and_training_does_not(tmp_path, metric_rows, layout):
     """The loss under the average of step 4 is that of a run which starts from it."""
     devices, *strategy = layout
     runs = {}
     for name in ("weights", "average"):
         instead = f"{EMA}.evaluate_ema_weights_instead={str(name == 'average').lower()}"
-        more = (f"trainer.devices={devices}", "trainer.max_steps=6", "trainer.val_check_interval=2", *ALL, *ON)
+        more = (f"trainer.devices={devices}", "trainer.max_steps=4", "trainer.val_check_interval=2", *ALL, *ON)
         RankPool(devices).run(averaged_run, str(tmp_path / name), *more, *strategy, instead, timeout_s=120)
         runs[name] = tmp_path / name
     losses = {name: [row["loss"] for row in metric_rows(run / "run").values()] for name, run in runs.items()}
     assert losses["average"] == losses["weights"]
     validated = {name: metric_rows(run / "run", "validation.jsonl") for name, run in runs.items()}
-    assert_equal(states(runs["average"], 6)[0], states(runs["weights"], 6)[0])
-    for step in (2, 4, 6):
+    assert_equal(states(runs["average"], 4)[0], states(runs["weights"], 4)[0])
+    for step in (2, 4):
         expected = evaluated(states(runs["weights"], step)[1])
         assert validated["average"][step]["loss"] == pytest.approx(expected, rel=1e-5)
         assert not math.isclose(validated["weights"][step]["loss"], expected, rel_tol=1e-5)

@@ -10,6 +10,7 @@ import csv
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, distributions
 from pathlib import Path, PurePosixPath
@@ -77,14 +78,17 @@ def _digest_files(module: str) -> str:
         return _hex(Path(spec.origin or "").read_bytes())
     digest = hashlib.sha256()
     for root in spec.submodule_search_locations:
-        for path in _files(Path(root)):
-            digest.update(f"{path.relative_to(root).as_posix()}\0{_hex(path.read_bytes())}\n".encode())
+        for parts in sorted(_files(root)):
+            with open(os.path.join(root, *parts), "rb") as file:
+                digest.update(f"{'/'.join(parts)}\0{_hex(file.read())}\n".encode())
     return digest.hexdigest()[:32]
 
 
-def _files(root: Path) -> Iterator[Path]:
-    """Files under ``root`` in a fixed order, without byte code and hidden files."""
-    for path in sorted(root.rglob("*")):
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(root).parts)
-        if not hidden and path.is_file():
-            yield path
+def _files(root: str) -> Iterator[tuple[str, ...]]:
+    """Parts of the paths of all files under ``root``, without byte code and hidden files."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        below = Path(folder).relative_to(root).parts
+        for name in files:
+            if not name.startswith(".") and name != "__pycache__" and os.path.isfile(os.path.join(folder, name)):
+                yield (*below, name)

@@ -9,14 +9,19 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from contextlib import suppress
+from importlib import metadata
 
 import nxdt_core
+from nxdt_core.api import ENTRY_POINT_GROUP
+from nxdt_core.config.fields.keys import section_paths
+from nxdt_core.config.schema.run import RunConfig
 
 __all__: list[str] = []
 
 _THIRD_PARTY = (
     "boto3",  # where it is installed
     "omegaconf",
+    "pytest",  # by the files whose functions ranks run
     "pytorch_lightning",  # 5 CPU-seconds, more than torch
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
@@ -35,4 +40,18 @@ def _import_all() -> None:
             importlib.import_module(name)
 
 
+def _prepare_configurations() -> None:
+    """Import the entry modules of first-party plugins, which import the API alone, and read the annotations of keys.
+
+    Plugins of others are imported by each process, since their entry modules may do anything.
+    """
+    for dist in metadata.distributions():
+        if (dist.name or "").startswith("nxdt-plugin-"):
+            for entry in dist.entry_points:
+                if entry.group == ENTRY_POINT_GROUP:
+                    importlib.import_module(entry.module)
+    section_paths(RunConfig)
+
+
 _import_all()
+_prepare_configurations()

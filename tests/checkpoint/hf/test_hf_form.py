@@ -22,6 +22,7 @@ from nxdt_core.training.weights import hf_form
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.hf_form import HFForm
 from tests.checkpoint.hf.exchange import llama
+from tests.sampling import slow
 
 LAYOUT = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
 
@@ -51,7 +52,9 @@ def carried(uri: str, step: int) -> dict[str, bytes]:
     return {name.removeprefix("hf/"): Path(uri, manifest.prefix, name).read_bytes() for name in names}
 
 
-@pytest.mark.parametrize(("ranks", "overrides", "asynchronous"), [(1, (), True), (2, LAYOUT, True), (2, LAYOUT, False)])
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "asynchronous"), [(1, (), True), (2, LAYOUT, True), slow(2, LAYOUT, False)]
+)
 def test_every_second_save_carries_what_an_export_writes(tmp_path, ranks, overrides, asynchronous):
     uri = str(tmp_path / "store")
     RankPool(ranks).run(save_thrice, uri, overrides, asynchronous)

@@ -17,6 +17,7 @@ from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
 from tests.checkpoint.hf.exchange import newest, write_tokenizer
 from tests.checkpoint.hf.test_import import write_model
+from tests.sampling import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to import")
 
@@ -102,7 +103,7 @@ def test_a_generation_ends_at_each_stop_token(tmp_path, chat):
     assert set(load_model(uri).stop_ids) == set(STOPS)
 
 
-@pytest.mark.parametrize("begin", ["directory", "checkpoint"])
+@pytest.mark.parametrize("begin", [slow("directory"), "checkpoint"])
 def test_a_run_that_begins_with_them_keeps_them(tmp_path, chat, monkeypatch, begin):
     monkeypatch.chdir(tmp_path)
     source = str(chat)

@@ -30,8 +30,8 @@ from tests.sampling import slow
     [
         (Layout(tp=2), Layout(dp=2)),
         slow(Layout(dp=2), Layout(tp=2)),
-        (Layout(dp=2, tp=2), Layout(dp=4)),
-        (Layout(dp=3), Layout(dp=2, tp=2)),
+        slow(Layout(dp=2, tp=2), Layout(dp=4)),
+        slow(Layout(dp=3), Layout(dp=2, tp=2)),
         slow(Layout(), Layout(dp=2, tp=2)),
         (Layout(dp=2, tp=2), Layout()),
     ],

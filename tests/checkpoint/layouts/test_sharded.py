@@ -27,6 +27,7 @@ from nxdt_core.protocols.parallel.piece import Box, Held
 from nxdt_core.testing.ranks import RankPool
 from tests.checkpoint.layouts import sharded
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
+from tests.sampling import slow
 
 LAYOUTS = {
     "one": Layout(),
@@ -198,7 +199,12 @@ def test_what_does_not_fit_over_all_ranks_is_told_alike_on_each(saved):
 
 @pytest.mark.parametrize(
     ("sizes", "names"),
-    [((4,), ("dp",)), ((2, 2), ("dp", "tp")), ((2, 1, 2), ("pp", "dp", "tp")), ((1, 2, 1, 2), ("a", "b", "c", "d"))],
+    [
+        slow((4,), ("dp",)),
+        slow((2, 2), ("dp", "tp")),
+        slow((2, 1, 2), ("pp", "dp", "tp")),
+        ((1, 2, 1, 2), ("a", "b", "c", "d")),
+    ],
     ids=["1-D", "2-D", "3-D", "4-D"],
 )
 def test_a_box_says_where_the_elements_of_a_shard_belong(sizes, names):

@@ -17,6 +17,7 @@ from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
+from tests.sampling import slow
 
 PLAN = ParallelPlan(recompute={"Layer": ("layers.*",), "First": ("layers.*.first",)})
 
@@ -72,7 +73,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("backend", "granularity"),
-    [("eager", None), ("eager", "full"), ("aot_eager", None), ("aot_eager", "full"), ("inductor", "full")],
+    [("eager", None), ("eager", "full"), ("aot_eager", None), ("aot_eager", "full"), slow("inductor", "full")],
 )
 def test_compiled_layers_compute_the_same(plain, backend, granularity):
     compiled = copy.deepcopy(plain)

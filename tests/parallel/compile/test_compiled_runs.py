@@ -15,7 +15,7 @@ TIMEOUT_S = 300
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("tp2",)))
 
 
 def test_a_run_has_its_graphs_after_the_first_step_and_computes_the_same(ranks, case):

@@ -1,5 +1,6 @@
 """torch.compile traces a tensor parallel layer whole: its hooks, local parts of DTensors and collectives."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -35,5 +36,6 @@ def step(layer: nn.Module, hidden: torch.Tensor, rotary) -> list[torch.Tensor]:
     return [output.detach(), *(local_of(parameter.grad) for parameter in layer.parameters())]
 
 
+@pytest.mark.slow
 def test_compiled_layer_computes_the_same(ranks) -> None:
     assert max(ranks(2).run(largest_difference, timeout_s=120)) < 1e-12

@@ -29,6 +29,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 from nxdt_core.testing.ranks import process_group
+from tests.sampling import slow
 
 VOCAB, SEQ = 32, 16
 CONFIG = LlamaConfig(
@@ -221,7 +222,7 @@ def train_on_ranks() -> list[list[dict[str, torch.Tensor]]]:
         return [train(mesh, method, dtype, packed=packed) for method, dtype, packed in CASES]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, slow(4)])
 def test_a_model_trains_as_in_one_process(ranks, size):
     found = ranks(size).run(train_on_ranks)
     for number, (method, dtype, packed) in enumerate(CASES):

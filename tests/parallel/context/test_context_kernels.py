@@ -10,6 +10,7 @@ from nxdt_core.parallel.context.attention.block import _KERNELS, Block, Gradient
 from nxdt_core.parallel.context.attention.composed import ComposedKernel
 from nxdt_core.parallel.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
 from nxdt_core.parallel.context.attention.kernel import Scoring, dense_heads
+from tests.sampling import slow
 
 ROWS, KEYS, WIDTH, SCALE = 12, 20, 8, 0.3
 
@@ -137,7 +138,7 @@ def test_parts_are_merged_by_their_weight_and_rows_that_see_nothing_of_a_part_ha
         torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("value_width", [WIDTH, 5], ids=["fused", "composed"])
+@pytest.mark.parametrize("value_width", [WIDTH, slow(5)], ids=["fused", "composed"])
 def test_long_blocks_are_cut_into_rows(value_width):
     length = 2200  # more than 2^22 scores
     query, key, value, grad = tensors(torch.float32, 4, rows=length, keys=length, value_width=value_width)

@@ -97,6 +97,7 @@ def test_each_part_is_that_of_torchs_memory_tracker(run, hosts_loss):
     assert memory.total == pytest.approx(found["Total"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_several_micro_batches_add_whole_gradients(run, hosts_loss):
     memory = memory_of("data.global_batch_size=4")
     run.model.run_train([run.batch()], run.objective)

@@ -233,7 +233,7 @@ LAYOUTS = [
 ]
 
 
-KEPT = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], LAYOUTS[7], LAYOUTS[8])
+KEPT = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4])
 """Experts over data and context parallel ranks, with sequence parallelism and without."""
 
 

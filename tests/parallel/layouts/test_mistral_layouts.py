@@ -39,7 +39,7 @@ SAMPLE = 2
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        layouts = sampled(metafunc.config, LAYOUTS, SAMPLE)
+        layouts = sampled(metafunc.config, LAYOUTS, SAMPLE, default=LAYOUTS[1:2])
         metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
 
 

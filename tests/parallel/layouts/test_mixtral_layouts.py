@@ -94,7 +94,7 @@ FIGURES = {"expert_load_max", "expert_load_layer_max", "expert_load_min", "dropp
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("dropless-ep2",)))
 
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):

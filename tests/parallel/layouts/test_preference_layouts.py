@@ -48,12 +48,12 @@ SAMPLE = 2
 
 def pytest_generate_tests(metafunc):
     if "of_experts" in metafunc.fixturenames:
-        cases = sampled(metafunc.config, product(EXPERTS, ("dpo", "orpo")), SAMPLE)
+        cases = sampled(metafunc.config, product(EXPERTS, ("dpo", "orpo")), SAMPLE, default=[("ep2", "dpo")])
         metafunc.parametrize(("of_experts", "objective"), cases)
     if "adapted" in metafunc.fixturenames:
-        metafunc.parametrize("adapted", sampled(metafunc.config, LAYOUTS, SAMPLE))
+        metafunc.parametrize("adapted", sampled(metafunc.config, LAYOUTS, SAMPLE, default=("tp2-sp",)))
     if "layout" in metafunc.fixturenames:
-        cases = sampled(metafunc.config, product(LAYOUTS, ("dpo", "orpo")), SAMPLE)
+        cases = sampled(metafunc.config, product(LAYOUTS, ("dpo", "orpo")), SAMPLE, default=[("cp2", "orpo")])
         metafunc.parametrize(("layout", "objective"), cases)
 
 
@@ -85,7 +85,7 @@ def test_before_the_first_step_no_pair_is_preferred_to_its_reference(alone):
     assert later[-1]["rewards/margins"] > 0.01
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+@pytest.mark.parametrize("objective", ["dpo", slow("orpo")])
 @pytest.mark.parametrize("micro", [slow(1), 2, slow(4)])
 def test_packed_pairs_train_as_padded_ones_do(ranks, padded, objective, micro):
     (found,) = ranks(1).run(follow, objective, 1, (*TOGETHER, "data.packing=true", f"data.micro_batch_size={micro}"))

@@ -31,26 +31,37 @@ def weights_of(weighted: bool) -> torch.Tensor | None:
     return torch.rand(ROWS, generator=torch.Generator().manual_seed(3)) if weighted else None
 
 
-def sharded_loss(dtype: torch.dtype, weighted: bool, chunk_rows: int | None):
+CASES = [(dtype, *case) for case in ((False, None), (True, 4)) for dtype in DTYPES]
+
+
+def sharded_losses():
+    """Of all cases, one after the other in the same processes."""
     with process_group():
-        if chunk_rows is not None:
-            logit_rows._CHUNK_ELEMENTS_IN_CACHE = chunk_rows * VOCAB // 2
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
-        logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
-        with vocabulary_loss(vocabulary_parallel_cross_entropies):
-            loss_sum, weight = cross_entropy_sum(logits, labels_of(), weights_of(weighted))
-        (loss_sum / 3).backward()
-        return loss_sum.detach(), weight, part.grad
+        found = {}
+        for dtype, weighted, chunk_rows in CASES:
+            if chunk_rows is not None:
+                logit_rows._CHUNK_ELEMENTS_IN_CACHE = chunk_rows * VOCAB // 2
+            part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
+            logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
+            with vocabulary_loss(vocabulary_parallel_cross_entropies):
+                loss_sum, weight = cross_entropy_sum(logits, labels_of(), weights_of(weighted))
+            (loss_sum / 3).backward()
+            found[dtype, weighted, chunk_rows] = loss_sum.detach(), weight, part.grad
+        return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("weighted", "chunk_rows"), [(False, None), (True, 4)])
-def test_equals_the_loss_of_whole_logits(ranks, dtype: torch.dtype, weighted: bool, chunk_rows: int | None) -> None:
+@pytest.fixture(scope="module")
+def by_rank(ranks):
+    return ranks(2).run(sharded_losses)
+
+
+@pytest.mark.parametrize(("dtype", "weighted", "chunk_rows"), CASES, ids=str)
+def test_equals_the_loss_of_whole_logits(by_rank, dtype: torch.dtype, weighted: bool, chunk_rows: int | None) -> None:
     whole = logits_of(dtype).requires_grad_()
     loss_sum, weight = cross_entropy_sum(whole, labels_of(), weights_of(weighted))
     (loss_sum / 3).backward()
-    outcomes = ranks(2).run(sharded_loss, dtype, weighted, chunk_rows)
+    outcomes = [found[dtype, weighted, chunk_rows] for found in by_rank]
     for rank, (rank_loss, rank_weight, grad) in enumerate(outcomes):
         torch.testing.assert_close(rank_loss, loss_sum.detach(), rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
         assert torch.equal(rank_weight, weight)

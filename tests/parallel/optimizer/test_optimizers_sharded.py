@@ -17,13 +17,14 @@ EP2 = f"{STRATEGY}expert_model_parallel_size=2"
 OF_WHOLES = ("adafactor", "muon", "novograd")
 LAYOUTS = {
     "dp2": (2, (), NAMES, False),
+    "tp2-padded": (2, PADDED, OF_WHOLES, False),
     "dp2-tp2-padded": (4, PADDED, (*OF_WHOLES, "adamw"), False),
     "dp2-ep2": (2, (EP2,), OF_WHOLES, True),
     "dp2-ep2-tp2": (4, (EP2, TP2), OF_WHOLES, True),
 }
 """ZeRO-1 throughout. Ranks, overrides, optimizers, and whether the model has experts."""
 EACH = [(layout, name) for layout, (_, _, names, _) in LAYOUTS.items() for name in names]
-CASES = slow_except(EACH, [case for case in EACH if case[0] != "dp2-ep2-tp2"])
+CASES = slow_except(EACH, [case for case in EACH if LAYOUTS[case[0]][0] == 2])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,8 @@ def trained(ranks, tmp_path_factory):
     @cache
     def run(world, overrides, names, experts):
         directory = tmp_path_factory.mktemp("run")
-        return ranks(world).run(train, directory, (f"trainer.devices={world}", *overrides), names, experts), directory
+        more = (f"trainer.devices={world}", *overrides)
+        return ranks(world).run(train, directory, more, names, experts, timeout_s=240), directory
 
     return run
 

@@ -29,7 +29,7 @@ from tests.parallel.pipeline.cases import (
     pipeline,
     whole,
 )
-from tests.sampling import slow_except
+from tests.sampling import slow, slow_except
 
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 MIXED = PrecisionPolicy(name="mixed", parameters="bfloat16", master_weights=True)
@@ -145,7 +145,7 @@ def gradients_of(case, counts_and_lengths):
         return found
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
 def test_steps_may_differ_in_number_and_length_of_micro_batches(ranks, schedule):
     case = Case(schedule=schedule)
     steps = [(12, 12, 12, 12), (9, 16, 11, 12, 12, 7), (16, 16, 16, 16)]
@@ -175,7 +175,7 @@ def forward_everywhere(case, shapes):
         return [run.runner.broadcast_from_last(value) for value in rows]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("interleaved",)))
 @pytest.mark.parametrize("shapes", [[(1, 7)], [(2, 12), (1, 5), (3, 9), (1, 1), (2, 16)]], ids=len)
 def test_forward_takes_any_number_and_shape_of_micro_batches(ranks, schedule, shapes):
     case = Case(schedule=schedule)
@@ -272,7 +272,7 @@ def test_zero_3_gathers_a_layer_when_it_runs(ranks, schedule):
         assert gathered_1 == (1 if schedule == "1f1b" else 2)  # looped schedules gather their stage of two layers ahead
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "zbv"])
 def test_gradients_of_bfloat16_weights_add_up_in_float32(ranks, schedule):
     """In the pipeline as in one process whose gradients of each micro-batch are added in float32. (Sums of two of them
     in bfloat16 would be off by up to 0.4 %.)"""
@@ -298,7 +298,7 @@ def too_long(module, args):
     raise SequenceTooLongForModel(sequence=12, longest=4)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("1f1b",)))
 def test_an_error_within_a_stage_keeps_its_name_and_words(ranks, schedule):
     with pytest.raises(RanksFailed, match=r"\[NXDT-M052\] Sequences have 12 tokens") as failed:
         ranks(2).run(step_with_an_error, Case(schedule=schedule))

@@ -58,7 +58,7 @@ def both(ranks):
     [
         slow(("precision.type=mixed_precision", f"{STRATEGY}zero_stage=1")),
         ("precision.type=mixed_precision", f"{STRATEGY}zero_stage=3"),
-        ("precision.type=mixed_precision", PIPELINE),
+        slow(("precision.type=mixed_precision", PIPELINE)),
         (WIDE, f"{STRATEGY}zero1=false"),
         slow((WIDE, f"{STRATEGY}zero_stage=1")),
     ],
@@ -68,7 +68,7 @@ def test_sums_in_float32_lose_nothing(both, overrides):
         assert torch.equal(few, many)
 
 
-@pytest.mark.parametrize("overrides", [(NARROW, f"{STRATEGY}zero1=false"), ("precision.type=bf16SR",)])
+@pytest.mark.parametrize("overrides", [(NARROW, f"{STRATEGY}zero1=false"), slow(("precision.type=bf16SR",))])
 def test_sums_in_bfloat16_do(both, overrides):
     assert not all(torch.equal(few, many) for few, many in both(*overrides))
 

@@ -63,7 +63,7 @@ def saved(directory):
 
 @pytest.mark.parametrize(
     ("precision", "layout"),
-    [("mixed_precision", "dp2-zero1"), ("mixed_precisionSR", "tp2-padded"), slow("fp32", "tp2-padded")],
+    [("mixed_precision", "dp2-zero1"), slow("mixed_precisionSR", "tp2-padded"), slow("fp32", "tp2-padded")],
 )
 def test_a_resume_from_a_model_in_bfloat16_is_the_uninterrupted_run(run, tmp_path, precision, layout):
     world, overrides = LAYOUTS[layout]

@@ -86,7 +86,7 @@ def counting_bytes():
 
 @pytest.mark.parametrize(
     ("name", "state"),
-    [slow("matrix", "float32"), slow("matrix", "bfloat16"), slow("cut", "float32"), ("cut", "bfloat16")],
+    [slow("matrix", "float32"), slow("matrix", "bfloat16"), slow("cut", "float32"), slow("cut", "bfloat16")],
 )
 def test_a_step_of_adam_is_one_kernel_that_touches_each_element_once(state, name):
     with counting_bytes() as counted:

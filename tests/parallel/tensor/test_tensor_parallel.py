@@ -7,6 +7,7 @@ import pytest
 from nxdt_core.testing.ranks import RankPool
 from tests.parallel.tensor.cases import Case, Outcome, built, differences, on_ranks
 from tests.parallel.tensor.models import HEAD, HIDDEN
+from tests.sampling import slow_except
 
 LAYOUTS = {
     "tp2": Case(),
@@ -53,6 +54,8 @@ WRONG = {
     "zeros take part": set(),
 }
 """What must differ at the least."""
+ON_TWO = [case for case in (*LAYOUTS.values(), *MUTANTS.values()) if case.world_size == 2]
+"""Copies of heads and padded ones among them."""
 
 
 @cache
@@ -63,14 +66,14 @@ def outcomes(world_size: int) -> dict[Case, list[Outcome]]:
     return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
-@pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("case", slow_except(LAYOUTS.values(), ON_TWO), ids=LAYOUTS.keys())
 def test_layout_follows_one_process(case: Case) -> None:
     ranks = outcomes(case.world_size)[case]
     assert differences(case, ranks) == {}
     assert [outcome.odd for outcome in ranks] == [[]] * len(ranks)
 
 
-@pytest.mark.parametrize("case", MUTANTS.values(), ids=MUTANTS.keys())
+@pytest.mark.parametrize("case", slow_except(MUTANTS.values(), ON_TWO), ids=MUTANTS.keys())
 def test_wrong_implementation_is_seen(case: Case) -> None:
     ranks = outcomes(case.world_size)[case]
     wrong = differences(case, ranks)
@@ -90,6 +93,7 @@ def test_each_rank_holds_its_share(name: str) -> None:
             assert outcome.elements[parameter] == whole.numel() // (2 if shared else 1), parameter
 
 
+@pytest.mark.slow
 def test_copies_of_heads_are_whole_heads() -> None:
     for outcome in outcomes(4)[LAYOUTS["tp4 copies of kv heads"]]:
         assert outcome.elements["layers.0.attention.k_proj.weight"] == HEAD * HIDDEN

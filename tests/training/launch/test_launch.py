@@ -14,6 +14,7 @@ from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.training import build, train
 from tests import processes
+from tests.sampling import slow
 from tests.training.launch.launching import environment, faulty, finish, gone, ranks_of, start, wait_for_rows, words
 
 BANNER = r"(?:model|devices|precision|data|steps|run|checkpoints) +|building the model"
@@ -33,7 +34,7 @@ def one_process(tmp_path_factory, metric_rows):
 def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tmp_path, metric_rows, one_process):
     arguments = words(tmp_path, "trainer.max_steps=4", "trainer.devices=2", "name=two")
     if launcher == "nxdt":
-        process = start(arguments, popen=subprocess.Popen)  # new interpreters, launcher and ranks
+        process = start(arguments)
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*torchrun, "-m", "nxdt_core", "train", *arguments]
@@ -77,7 +78,7 @@ def test_a_mistake_that_all_ranks_make_is_told_once_without_names(tmp_path):
     assert "Rank " not in err
 
 
-@pytest.mark.parametrize(("number", "to"), [(signal.SIGINT, "launcher"), (signal.SIGTERM, "rank 1")])
+@pytest.mark.parametrize(("number", "to"), [slow(signal.SIGINT, "launcher"), (signal.SIGTERM, "rank 1")])
 def test_all_ranks_stop_and_save_at_one_step_wherever_the_signal_goes(tmp_path, metric_rows, number, to):
     saving = ("name=stopped", "exp_manager.create_checkpoint_callback=true")
     process = start(words(tmp_path, *saving, "trainer.devices=2", "trainer.max_steps=100000"))

@@ -171,7 +171,7 @@ def failing(pool, function, *arguments):
     return "".join(accounts.values()), codes
 
 
-@pytest.mark.parametrize("function", [train, train_under_slurm])
+@pytest.mark.parametrize("function", [slow(train), train_under_slurm])
 def test_joined_ranks_train_as_one_process_does(pool, function, tmp_path, metric_rows, one_process):
     assert pool.run(function, command(tmp_path, "name=joined"), timeout_s=90) == [0, 0]
     losses = {step: row["loss"] for step, row in metric_rows(tmp_path / "joined").items()}
@@ -240,7 +240,7 @@ def break_one(pool, where, rank, fault):
     return failing(pool, train_with_plugin, str(where), arguments)
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [0, slow(1)])
 def test_a_rank_that_is_killed_takes_the_other_down_and_is_told_once(pool, tmp_path, broken):
     written, codes = break_one(pool, tmp_path, broken, "os.kill(os.getpid(), signal.SIGKILL)")
     assert codes == {broken: str(-signal.SIGKILL), 1 - broken: "1"}
@@ -259,7 +259,8 @@ def test_a_bug_of_one_rank_takes_the_other_down_and_is_told_once(pool, tmp_path,
     assert written.count("Slow: a made-up bug") == 1
 
 
-def test_a_rank_that_never_comes_is_named(pool, tmp_path):
+def test_a_rank_that_never_comes_is_named(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr("nxdt_core.testing.ranks._GRACE_S", 1.0)  # it sleeps for longer than anybody waits
     with pytest.raises(RanksFailed) as failed:
         pool.run(train_or_stay_away, command(tmp_path), timeout_s=20)
     assert "Of 2 ranks, 1 did not come within 3 s: rank 1." in failed.value.accounts[0]

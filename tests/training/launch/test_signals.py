@@ -9,10 +9,11 @@ import pytest
 from nxdt_core import checkpoint
 from nxdt_core.training import build, train
 from tests import processes
+from tests.sampling import slow
 from tests.training.launch.launching import wait_for_rows
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_a_signal_saves_and_stops_at_a_step_boundary(small_run, tmp_path, metric_rows, number):
     config = small_run("trainer.max_steps=100000")
     (tmp_path / "run.yaml").write_text(__import__("yaml").safe_dump(config.to_dict()))

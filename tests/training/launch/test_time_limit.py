@@ -21,7 +21,7 @@ KEYS = ("trainer.max_time", "exp_manager.max_time", "exp_manager.max_time_per_ru
 
 @pytest.mark.parametrize("key", slow_except(KEYS, KEYS[:1]))
 def test_a_run_stops_saved_when_its_time_is_over_and_the_next_start_goes_on(small_run, capsys, metric_rows, key):
-    limited = small_run("trainer.max_steps=100000", f"{key}=00:00:00:02")
+    limited = small_run("trainer.max_steps=100000", f"{key}=00:00:00:01")
     summary = train(limited)
     assert summary.exit_status == 143
     assert 0 < summary.step < 100000
@@ -35,7 +35,7 @@ def test_ranks_of_one_command_stop_at_one_step(small_run, tmp_path):
     command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *SMALL, "name=run"]
     more = (f"exp_manager.exp_dir={tmp_path}", "trainer.devices=2", "trainer.max_steps=100000")
     done = processes.run(
-        [*command, *more, "trainer.max_time={seconds: 2}"],
+        [*command, *more, "trainer.max_time={seconds: 1}"],
         capture_output=True,
         text=True,
         timeout=120,

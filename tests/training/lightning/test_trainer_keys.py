@@ -8,6 +8,7 @@ from nxdt_core import checkpoint
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import LengthUnknown
 from nxdt_core.training import build, train
+from tests.sampling import slow
 
 SAVING = "exp_manager.checkpoint_callback_params"
 SMALL_DATA = "trainer.limit_train_batches=3"
@@ -129,7 +130,7 @@ def test_few_batches_are_learnt_by_heart_and_validated(small_run, metric_rows):
     assert validated[60]["loss"] == pytest.approx(metric_rows(config.run_dir)[60]["loss"], rel=0.2)
 
 
-@pytest.mark.parametrize(("wanted", "steps"), [("true", 1), ("2", 2)])
+@pytest.mark.parametrize(("wanted", "steps"), [slow("true", 1), ("2", 2)])
 def test_a_trial_leaves_the_run_alone(small_run, tmp_path, metric_rows, wanted, steps):
     train(small_run("trainer.max_steps=4"))
     before = sorted(path for path in (tmp_path / "run").rglob("*"))
@@ -153,7 +154,7 @@ def test_a_profile_is_written_to_the_run(small_run):
     assert "aten::scaled_dot_product_attention" in names or "aten::mm" in names
 
 
-@pytest.mark.parametrize("kind", ["simple", "advanced"])
+@pytest.mark.parametrize("kind", [slow("simple"), "advanced"])
 def test_a_table_of_times_is_written_to_the_run(small_run, kind):
     config = small_run("trainer.max_steps=2", f"trainer.profiler={kind}")
     train(config)

@@ -12,6 +12,7 @@ from pytorch_lightning.demos.boring_classes import BoringModel
 from nxdt_core.errors.training import NotOurBatch, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
+from tests.sampling import slow
 from tests.training.small import SMALL
 
 PAGE = Path(__file__).parents[3] / "docs" / "lightning.md"
@@ -71,7 +72,7 @@ def test_every_entry_point_works_after_every_other(alone):
 
 @pytest.mark.parametrize(
     "layout",
-    [(), ("distributed_strategy.tensor_model_parallel_size=2",), ("distributed_strategy.zero_stage=3",)],
+    [slow(()), slow(("distributed_strategy.tensor_model_parallel_size=2",)), ("distributed_strategy.zero_stage=3",)],
     ids=["data parallel", "tensor parallel", "sharded"],
 )
 def test_two_ranks_find_what_one_finds(alone, tmp_path, layout):

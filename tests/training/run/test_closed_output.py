@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from tests import processes
+from tests.sampling import slow
 from tests.training.small import SMALL
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, slow(2)])
 def test_a_run_goes_to_its_end_without_a_reader(tmp_path, metric_rows, ranks):
     words = [*SMALL, f"exp_manager.exp_dir={tmp_path}", "name=run", f"trainer.devices={ranks}", "trainer.max_steps=6"]
     process = processes.Popen(

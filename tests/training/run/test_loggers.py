@@ -9,6 +9,7 @@ import pytest
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
+from tests.sampling import slow
 from tests.training.ema_run import averaged_run
 
 WANDB = ("exp_manager.create_wandb_logger=true", "exp_manager.create_tensorboard_logger=false")
@@ -62,7 +63,7 @@ def wandb_history(directory):
     return found, run
 
 
-@pytest.mark.parametrize("offline", ["by key", "by variable"])
+@pytest.mark.parametrize("offline", ["by key", slow("by variable")])
 def test_wandb_has_the_figures_and_the_configuration(small_run, metric_rows, monkeypatch, offline):
     kwargs = "{project: tests, name: small, tags: [a, b], offline: %s}" % str(offline == "by key").lower()  # noqa: UP031
     if offline == "by variable":
@@ -87,7 +88,7 @@ def test_two_trainings_of_a_process_are_two_wandb_runs(small_run, monkeypatch):
         assert list(history["train/loss"]) == [1]
 
 
-@pytest.mark.parametrize("store", ["the run's own", "by variable"])
+@pytest.mark.parametrize("store", ["the run's own", slow("by variable")])
 def test_mlflow_has_the_figures_and_the_configuration(small_run, metric_rows, tmp_path, monkeypatch, store):
     from mlflow.tracking import MlflowClient
 

@@ -19,6 +19,7 @@ from nxdt_core.errors.training import (
     StepNotFinite,
 )
 from nxdt_core.training import build, train
+from tests.sampling import slow
 
 KEYS = {
     "step",
@@ -66,6 +67,7 @@ def test_a_run_writes_one_row_a_logged_step_with_the_promised_keys(small_run, me
     assert yaml.safe_load((config.run_dir / "config.yaml").read_text())["trainer"]["max_steps"] == 6
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_same_figures(small_run, metric_rows):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -110,7 +112,7 @@ def test_the_logged_rate_is_the_schedules(small_run, metric_rows):
         assert row["lr"] == pytest.approx(optim.lr * factor)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [slow(0), 2])
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(small_run, metric_rows, weights, workers):
     more = (f"data.num_workers={workers}",)
     whole = small_run("trainer.max_steps=8", *more, name="whole")
@@ -134,6 +136,7 @@ def test_a_finished_run_has_nothing_to_do(small_run, metric_rows, capsys):
     assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_horizon_says_so(small_run, capsys):
     train(small_run("trainer.max_steps=2"))
     train(small_run("trainer.max_steps=3", "model.optim.sched.max_steps=50"))
@@ -152,13 +155,13 @@ def stable_then_linear(done, end):
 @pytest.mark.parametrize(
     ("section", "factor"),
     [
-        ("name: LinearAnnealingWithWarmUp, warmup_steps: 2", linear),
+        slow("name: LinearAnnealingWithWarmUp, warmup_steps: 2", linear),
         ("name: WSD, warmup_steps: 2, decay_steps: 4", stable_then_linear),
     ],
 )
 @pytest.mark.parametrize(
     ("end", "later"),
-    [("'${trainer.max_steps}'",) * 2, ("7", "11"), ("9", "9")],
+    [("'${trainer.max_steps}'",) * 2, slow("7", "11"), ("9", "9")],
     ids=["follows the run", "written anew", "stays"],
 )
 def test_rates_after_a_resume_are_those_of_the_horizon_that_then_is(
@@ -193,7 +196,7 @@ def test_validation_runs_at_its_interval_and_leaves_training_alone(small_run, me
     ]
 
 
-@pytest.mark.parametrize(("limit", "batches"), [("0.5", 28), ("1", 1), ("0", 0), ("null", 55)])
+@pytest.mark.parametrize(("limit", "batches"), [("0.5", 28), slow("1", 1), ("0", 0), slow("null", 55)])
 def test_a_validation_takes_the_share_or_the_count_that_it_is_told(small_run, metric_rows, limit, batches):
     config = small_run("trainer.max_steps=1", "trainer.val_check_interval=1", f"trainer.limit_val_batches={limit}")
     train(config)
@@ -258,6 +261,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(small_run, metric_rows,
     assert list(metric_rows(config.run_dir)) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_bf16_autocast_trains_close_to_fp32(small_run, metric_rows):
     rows = {}
     for kind in ("fp32", "autocast"):

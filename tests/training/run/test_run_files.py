@@ -12,6 +12,7 @@ from nxdt_core.errors.training import CannotCopyFile, StepNotFinite
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
 from tests import processes
+from tests.sampling import slow
 from tests.training.ema_run import averaged_run
 from tests.training.small import SMALL
 
@@ -69,7 +70,7 @@ def test_what_ends_a_run_is_in_its_logs(small_run):
     [
         ("name=run", {"globalrank-0_localrank-0.txt", "globalrank-1_localrank-1.txt"}),
         ("exp_manager.log_local_rank_0_only=true", {"globalrank-0_localrank-0.txt"}),
-        ("exp_manager.log_global_rank_0_only=true", {"globalrank-0_localrank-0.txt"}),
+        slow("exp_manager.log_global_rank_0_only=true", {"globalrank-0_localrank-0.txt"}),
     ],
 )
 def test_which_ranks_keep_a_log(tmp_path, override, kept):

@@ -21,6 +21,7 @@ from nxdt_core.inference.generate import generate
 from nxdt_core.training.run.train import train
 from tests import processes
 from tests.checkpoint.signed import load_trusted, write_key
+from tests.sampling import slow
 
 RUN = {
     "name": "tuned",
@@ -98,7 +99,7 @@ def test_an_adapter_s_checkpoint_holds_what_trains_and_nothing_else(run):
 
 @pytest.mark.parametrize(
     "more",
-    [(), ("adapter.save_lora_base=true",), ("adapter.use_dora=true", "adapter.modules_to_save=[lm_head]")],
+    [slow(()), slow(("adapter.save_lora_base=true",)), ("adapter.use_dora=true", "adapter.modules_to_save=[lm_head]")],
     ids=["alone", "with-base", "dora"],
 )
 def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(run, more):
@@ -180,7 +181,7 @@ def test_an_adapter_of_another_base_is_refused(run):
         run("other", *load_it, "seed=77")
 
 
-@pytest.mark.parametrize("key", ["lora_alpha=64", "lora_rank=4", "use_rslora=true", "use_dora=true"])
+@pytest.mark.parametrize("key", [slow("lora_alpha=64"), "lora_rank=4", "use_rslora=true", slow("use_dora=true")])
 def test_a_run_does_not_go_on_under_options_that_give_its_adapter_another_meaning(run, key):
     run("tuned", "trainer.max_steps=2")
     with pytest.raises(AdapterDiffers, match="NXDT-L005") as raised:
@@ -207,7 +208,10 @@ def test_a_run_starts_from_a_saved_adapter(run):
 
 @pytest.mark.parametrize(
     "more",
-    [("adapter.target_modules=[all-linear,embed_tokens,lm_head]",), ("adapter.use_dora=true", "adapter.lora_bias=all")],
+    [
+        slow(("adapter.target_modules=[all-linear,embed_tokens,lm_head]",)),
+        ("adapter.use_dora=true", "adapter.lora_bias=all"),
+    ],
     ids=["everywhere", "dora"],
 )
 def test_a_merged_model_says_what_the_run_says(run, command, tmp_path, more):
@@ -263,7 +267,7 @@ def test_a_run_that_goes_on_leaves_the_merged_model_of_its_last_step(run, comman
 @pytest.mark.parametrize(
     "more",
     [
-        ("trainer.max_steps=100000", "trainer.max_time={seconds: 2}", "checkpoint.every_n_train_steps=100000"),
+        slow(("trainer.max_steps=100000", "trainer.max_time={seconds: 2}", "checkpoint.every_n_train_steps=100000")),
         (
             "trainer.max_steps=50",
             "trainer.val_check_interval=1",

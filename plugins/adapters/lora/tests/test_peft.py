@@ -22,6 +22,7 @@ from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.training import TrainSession
 from nxdt_core.training.state import TrainState
 from nxdt_core.training.weights.frozen import base_digest
+from tests.sampling import slow_except
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
@@ -55,7 +56,14 @@ UNTIED = ("tied", "tied-dora", "fused")
 """Those with an update of one use of a tied matrix."""
 
 
-@pytest.fixture(params=KINDS, ids=KINDS)
+KEPT = {
+    *("linear", "dora", "vocabulary-dora", "whole-mixed", "tied", "fused"),
+    *("some-biases", "experts", "hf-all", "hf-shared"),
+}
+"""Each model and each option once; the others repeat them in other combinations."""
+
+
+@pytest.fixture(params=slow_except(KINDS, KEPT), ids=[*KINDS])
 def run(request, start):
     made = start(*KINDS[request.param])
     made.shake()

@@ -24,6 +24,7 @@ from nxdt_core.errors.signing import CheckpointNotSigned
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from tests import processes
 from tests.checkpoint.signed import load_trusted, make_key
+from tests.sampling import slow
 
 STEP = 7
 ELEMENTS = 6 * 2**20
@@ -73,7 +74,7 @@ def test_a_damaged_source_never_becomes_an_object(local: LocalStorage, storage: 
     assert [status.state for status in list_checkpoints(storage)] in ([], ["unfinished"])
 
 
-@pytest.mark.parametrize("objects", [0, 2])
+@pytest.mark.parametrize("objects", [slow(0), 2])
 def test_a_killed_command_is_finished_by_the_same_command(
     local: LocalStorage, storage: S3Storage, s3_server: S3Server, s3_uri: str, objects: int
 ) -> None:

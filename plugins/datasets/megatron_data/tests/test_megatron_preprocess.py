@@ -31,6 +31,7 @@ from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.testing.processes.terminal import on_terminal
 from tests.processes import Popen, run
+from tests.sampling import slow
 
 KJV = resolve_path("package://nxdt_plugin_text/data/kjv.txt").read_text()
 DOCUMENTS = [text for text in KJV.split("\n\n") if text.strip()]
@@ -142,7 +143,7 @@ def of_sentencepiece(carried):
     return path, (), library.SentencePieceProcessor(model_file=str(path)).encode, 2
 
 
-@pytest.mark.parametrize("kind", ["of_sentencepiece", "of_llama3", "of_gpt2", "gpt2_by_name"])
+@pytest.mark.parametrize("kind", ["of_sentencepiece", "of_llama3", slow("of_gpt2"), "gpt2_by_name"])
 def test_tokens_are_those_of_the_library_that_the_tokenizer_comes_from(request, tmp_path, kind):
     """Bytes and a tokenizer.json are above and below."""
     path, options, encode, end = request.getfixturevalue("of_gpt2" if kind == "gpt2_by_name" else kind)

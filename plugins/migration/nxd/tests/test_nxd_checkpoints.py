@@ -26,6 +26,7 @@ from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import ModelBuilder
 from plugins.migration.nxd.tests.nxd_writer import Written
+from tests.sampling import slow_except
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 llama = pytest.importorskip("nxdt_plugin_llama.builder", reason="nxdt-plugin-llama is not installed")
@@ -81,7 +82,9 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{cut.tp}x{cut.pp}-{cut.qkv}-{cut.copies}-{cut.xser}")
+@pytest.mark.parametrize(
+    "cut", slow_except(CUTS, CUTS[1::2]), ids=lambda cut: f"{cut.tp}x{cut.pp}-{cut.qkv}-{cut.copies}-{cut.xser}"
+)
 def test_every_way_of_cutting_gives_the_same_model_and_state(cut: Written, tmp_path: Path) -> None:
     model = theirs(cut.kv_heads)
     state, builder = model.state_dict(), builder_of(model)

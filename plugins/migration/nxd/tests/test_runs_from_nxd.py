@@ -7,6 +7,7 @@ from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.training import build, train
 from nxdt_core.training.weights.importing import import_checkpoint
 from plugins.migration.nxd.tests.nxd_writer import Written
+from tests.sampling import slow
 from tests.training.small import SMALL
 
 SIZES = ("model.num_layers=2", "model.num_attention_heads=4", "model.num_kv_heads=2")
@@ -36,7 +37,7 @@ def imported(saved, tmp_path):
     return address
 
 
-@pytest.mark.parametrize("directly", [False, True])
+@pytest.mark.parametrize("directly", [slow(False), True])
 def test_a_run_begins_with_the_weights(small_run, saved, imported, expected, weights, directly):
     start = (f"checkpoint.resume_from={saved if directly else imported}", "checkpoint.weight_init_only=true")
     config = small_run(*SIZES, *STILL, *start, "trainer.max_steps=1")

@@ -12,6 +12,7 @@ from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
 from nxdt_core.testing.distributions import write_distribution
 from nxdt_core.training.run.train import train
+from tests.sampling import slow
 
 HINGE = """
 from nxdt_core.api import ObjectiveComponent, hookimpl
@@ -71,7 +72,7 @@ def rows(config, file="metrics.jsonl"):
     return {row["step"]: {key: row.get(key) for key in ("loss", "rewards/margins")} for row in found}
 
 
-@pytest.mark.parametrize("packing", [(), ("data.packing=true", "data.seq_length=128")], ids=["padded", "packed"])
+@pytest.mark.parametrize("packing", [slow(()), ("data.packing=true", "data.seq_length=128")], ids=["padded", "packed"])
 def test_a_stopped_run_goes_on_with_the_reference_of_its_beginning(small, packing):
     whole = small(*packing, name="whole")
     train(whole)
@@ -99,7 +100,7 @@ def test_a_reference_is_kept_for_the_weights_that_it_is_of(small, caplog):
             (config.run_dir / "second").touch()
 
 
-@pytest.mark.parametrize("left", [100, 0], ids=["cut", "empty"])
+@pytest.mark.parametrize("left", [100, slow(0)], ids=["cut", "empty"])
 def test_a_damaged_reference_is_computed_again_where_its_weights_are_still_there(small, left):
     config = small("trainer.max_steps=1")
     train(config)

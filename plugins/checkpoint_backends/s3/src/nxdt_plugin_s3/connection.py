@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, final
 
-import boto3.session
+import botocore.session
 from botocore.config import Config
+from botocore.loaders import Loader, create_loader
 
 from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.checksums import Checksum, choose
@@ -19,7 +21,7 @@ from nxdt_plugin_s3.errors import S3ChecksumUnavailable
 from nxdt_plugin_s3.faults import FAILURES, Place
 from nxdt_plugin_s3.retry import Retrier
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "sdk_session"]
 
 _CALLERS = 32
 """Connections beyond those of parts and ranges, for threads that call the store at once."""
@@ -78,8 +80,23 @@ class Connection:
             self._spare.append(buffer)
 
 
+@cache
+def _descriptions(paths: str | None) -> Loader:
+    """Return the SDK's descriptions of its services below ``paths``, which all clients of a process share.
+
+    Reading them takes 0.08 CPU-seconds, six times as long as the rest of a client.
+    """
+    return create_loader(paths)
+
+
+def sdk_session(profile: str | None = None) -> Any:
+    """Return a new session of the SDK with credentials and settings of its own."""
+    session = botocore.session.Session(profile=profile)
+    session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+    return session
+
+
 def _client(config: S3StorageConfig) -> Any:
-    session = boto3.session.Session(profile_name=config.profile, region_name=config.region)
     settings = Config(
         connect_timeout=config.connect_timeout_s,
         read_timeout=config.read_timeout_s,
@@ -90,7 +107,8 @@ def _client(config: S3StorageConfig) -> Any:
         response_checksum_validation="when_required",  # digests of blocks are verified above the store
         s3={"addressing_style": config.addressing_style},
     )
-    return session.client("s3", endpoint_url=config.endpoint_url, config=settings)
+    session = sdk_session(config.profile)
+    return session.create_client("s3", region_name=config.region, endpoint_url=config.endpoint_url, config=settings)
 
 
 def _checksum(address: Address, config: S3StorageConfig) -> Checksum:

@@ -17,6 +17,7 @@ from nxdt_core.cli import main
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import template_names
+from tests.sampling import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 SHIPPED = Path(str(files("nxdt_plugin_sft_chat"))) / "data/tokenizer"
@@ -43,7 +44,7 @@ def test_without_a_template_the_end_of_text_is_all():
     assert stop_ids(ChatKeys(chat_template="chatml"), ByteTokenizer()) == (ByteTokenizer().eos_id,)
 
 
-@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("eos", [slow("<|im_end|>"), "<|endoftext|>"])
 def test_answers_end_with_the_turn(eos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("talk.jsonl").write_text(f"{json.dumps({'messages': TALK})}\n" * 4)

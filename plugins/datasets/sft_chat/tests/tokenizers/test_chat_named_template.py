@@ -11,12 +11,13 @@ import pytest
 
 from nxdt_core.cli import main
 from nxdt_core.data.chat.templates import shipped_template
+from tests.sampling import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 TALK = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This."}]
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["without-a-template", "with-another"])
+@pytest.mark.parametrize("own", [slow(False), True], ids=["without-a-template", "with-another"])
 def test_answers_and_the_export_have_the_named_template(own, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     without = shutil.ignore_patterns("*.jinja")

@@ -13,6 +13,7 @@ from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.tokenizer import ChatTokenizer
+from tests.sampling import slow
 
 pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
 mistral = pytest.importorskip("mistral_common.tokens.tokenizers.mistral", reason="mistral-common is not installed")
@@ -64,7 +65,7 @@ def test_conversations_have_the_ids_that_mistral_gives_them(ours, shipped, load,
         assert [id_ for id_ in labels if id_ != IGNORE_INDEX] == answers
 
 
-@pytest.mark.parametrize("name", ["mistral", "llama2", "chatml"])
+@pytest.mark.parametrize("name", ["mistral", slow("llama2"), "chatml"])
 def test_the_exported_tokenizer_makes_the_same_of_them_in_transformers(name, request, shipped, load, write, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizer = request.getfixturevalue("appended" if name == "chatml" else "ours")

@@ -73,15 +73,19 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def client(self, url: str | None = None) -> Any:
-        """Return a boto3 client with all rights that tries everything once, to look behind a store's back."""
-        import boto3.session
+        """Return a client of the SDK with all rights that tries everything once, to look behind a store's back."""
         from botocore.config import Config
 
-        return boto3.session.Session(
-            aws_access_key_id=ENVIRONMENT["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
+        from nxdt_plugin_s3.connection import sdk_session
+
+        session = sdk_session()
+        session.set_credentials(ENVIRONMENT["AWS_ACCESS_KEY_ID"], ENVIRONMENT["AWS_SECRET_ACCESS_KEY"])
+        return session.create_client(
+            "s3",
             region_name=ENVIRONMENT["AWS_DEFAULT_REGION"],
-        ).client("s3", endpoint_url=url or self.url, config=Config(retries={"total_max_attempts": 1}))
+            endpoint_url=url or self.url,
+            config=Config(retries={"total_max_attempts": 1}),
+        )
 
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
