@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -20,8 +21,7 @@ _TITLES = ("", "TP", "PP", "CP", "EP", "DP", "ZERO", "RECOMPUTES", "MEMORY", "S/
 
 def print_progress(number: int, count: int) -> None:
     """Show on a terminal which combination of sizes is being tried."""
-    stderr = click.get_text_stream("stderr")
-    if stderr.isatty():
+    if sys.stderr.isatty():
         click.echo("\r\x1b[K" if number == count else f"\rsizes {number} of {count}", err=True, nl=False)
 
 

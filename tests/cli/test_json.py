@@ -41,7 +41,7 @@ def has_shape(document, name):
 
 def test_every_documented_shape_is_tested():
     tested = Path(__file__).read_text()
-    for name in SHAPES.keys() - {"`plan --search`", "`launch NAME`"}:
+    for name in SHAPES.keys() - {"`plan --search`"}:
         command, _, part = name.replace("`", "").partition(", each of ")
         words = ", ".join(f'"{word}"' for word in command.split())
         assert words in tested, name
@@ -207,10 +207,6 @@ def test_adapters_and_evaluation(nxdt, work):
     shown(nxdt, "checkpoint", "export-lora", run["checkpoint"], "adapter")
     (work / "held-out.jsonl").write_text('{"input": "In the", "output": "beginning"}\n')
     shown(nxdt, "evaluate", run["checkpoint"], "held-out.jsonl", "--max-new-tokens", "2")
-
-
-def test_launch(nxdt):
-    shown(nxdt, "launch", "slurm", "recipe:llama-tiny", "--nodes", "2", shape="`launch NAME`")
 
 
 def test_token_files(nxdt, work):
