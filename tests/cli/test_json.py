@@ -51,7 +51,7 @@ def test_every_documented_shape_is_tested():
 def test_every_command_with_json_has_its_shape_documented():
     def walk(command, words):
         if any("--json" in parameter.opts for parameter in command.params):
-            yield "`launch NAME`" if words[0] == "launch" else f"`{' '.join(words)}`"
+            yield f"`{' '.join(words)}`"
         if isinstance(command, click.Group):
             context = click.Context(command)
             for name in command.list_commands(context):
