@@ -14,7 +14,7 @@ SHAPES = {
     command: (kind, re.findall(r"`(\w+)`", keys))
     for command, kind, keys in re.findall(r"^\| (`.*?) \| (object|list) \| (.*) \|$", PAGE, flags=re.MULTILINE)
 }
-GROUPS = ("checkpoint", "config", "data", "launch", "plugins", "recipes")
+GROUPS = ("checkpoint", "config", "data", "plugins", "recipes")
 SMALL = (
     "trainer.max_steps=2",
     "model.num_layers=1",
@@ -66,22 +66,6 @@ def test_config_check_of_a_good_configuration(nxdt):
     assert found["components"]["model"]["name"] == "llama"
     for each in found["components"].values():
         has_shape(each, "`config check`, each of `components`")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("launch", "slurm"),
-        ("launch", "kubernetes", "--image", "my/image:1"),
-        ("launch", "hyperpod"),
-        ("launch", "local"),
-        ("launch", "ray"),
-    ],
-)
-def test_launch(nxdt, words):
-    found = shown(nxdt, *words, "recipe:llama-tiny", "--nodes", "2")
-    assert (found["nodes"], found["devices"], found["submitted"], found["to_set"]) == (2, 1, False, [])
-    assert all(Path(file).is_file() for file in found["files"])
 
 
 def test_config_check_of_mistakes(nxdt, work):

@@ -6,10 +6,9 @@ Otherwise what a lost actor has started would train on, next to the next attempt
 from __future__ import annotations
 
 import ctypes
+import runpy
 import signal
 import sys
-
-from nxdt_core.cli import main
 
 _PARENT_DEATH_SIGNAL = 1
 """``PR_SET_PDEATHSIG`` of prctl(2)."""
@@ -17,4 +16,4 @@ _PARENT_DEATH_SIGNAL = 1
 if __name__ == "__main__":
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    sys.exit(main())
+    runpy.run_module("nxdt_core", run_name="__main__", alter_sys=True)
