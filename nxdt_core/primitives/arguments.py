@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -11,30 +12,47 @@ from nxdt_core.errors.primitives import ArgumentMeansNothing, CallDoesNotBind
 
 __all__ = ["TakenArguments", "binds", "expect"]
 
+_log = logging.getLogger(__name__)
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return ``function``, which refuses arguments that it does not have and misses none that it needs.
+def binds(
+    **no_effect: str,
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Return a decorator of functions that refuse arguments which they do not have, and miss none that they need.
+
+    Args:
+        no_effect: arguments that are accepted, each with the reason why it has no effect. The first call that gives
+            one another value than its default logs a warning.
 
     Raises:
-        CallDoesNotBind: when called: arguments that are missing, unknown or too many.
+        CallDoesNotBind: when the function is called: arguments that are missing, unknown or too many.
     """
-    signature = inspect.signature(function)
-    name = function.__qualname__.removesuffix(".__init__")
-    skipped = int(name != function.__qualname__)  # self
 
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            parameters = [*signature.parameters.values()][skipped:]
-            raise _unbound(name, parameters, len(args) - skipped, kwargs, error) from None
-        return function(*args, **kwargs)
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        signature = inspect.signature(function)
+        name = function.__qualname__.removesuffix(".__init__")
+        skipped = int("." in function.__qualname__)  # self
+        noted: set[str] = set()
 
-    return call
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                parameters = [*signature.parameters.values()][skipped:]
+                raise _unbound(name, parameters, len(args) - skipped, kwargs, error) from None
+            for argument in no_effect.keys() & given.keys() - noted:
+                if given[argument] != signature.parameters[argument].default:
+                    noted.add(argument)
+                    _log.warning("%s: %s has no effect: %s", name, argument, no_effect[argument])
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 @final

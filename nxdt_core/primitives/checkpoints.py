@@ -29,17 +29,15 @@ _log = logging.getLogger(__name__)
 
 _MANIFEST = re.compile(r"(?:(.+)/)?step-(\d+)/manifest\.json")
 _WORKERS = range(1, 33)
-_UNUSED = {
-    "num_workers": "each rank writes and reads its own share at once",
-    "use_xser": "tensors are written one by one always",
-    "zero1_optimizer": "each shard has its place in the whole",
-    "use_zero1_dcp": "each shard has its place in the whole",
-    "avoid_saving_lower_precision_weights": "each weight is saved once",
-}
-_noted: set[str] = set()
 
 
-@binds
+@binds(
+    num_workers="each rank writes its share at once",
+    use_xser="tensors are written one by one always",
+    zero1_optimizer="each shard has its place in the whole",
+    use_zero1_dcp="each shard has its place in the whole",
+    avoid_saving_lower_precision_weights="each weight is saved once",
+)
 def save_checkpoint(
     path: str,
     tag: str = "",
@@ -78,8 +76,6 @@ def save_checkpoint(
     _check_arguments(call, path, scheduler, num_workers)
     kept = num_kept_ckpts is None or type(num_kept_ckpts) is int
     expect(call, "num_kept_ckpts", num_kept_ckpts, "an integer, or None", when=kept)
-    _note(use_xser=use_xser, zero1_optimizer=zero1_optimizer, use_zero1_dcp=use_zero1_dcp,
-          avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)  # fmt: skip
     if num_kept_ckpts is not None and num_kept_ckpts < 1:
         raise _meaningless(call, "num_kept_ckpts", num_kept_ckpts, "keeps nothing", "Pass a number from 1, or None.")
     _check_tag(call, tag)
@@ -98,7 +94,7 @@ def save_checkpoint(
         finalize_checkpoint()
 
 
-@binds
+@binds(num_workers="each rank reads its share at once", use_zero1_dcp="each shard has its place in the whole")
 def load_checkpoint(
     path: str,
     tag: str | None = None,
@@ -280,13 +276,6 @@ def _check_arguments(call: str, path: Any, scheduler: Any, number: int) -> None:
     expect(call, "scheduler", scheduler, "a scheduler with state_dict and load_state_dict", when=stateful)
     if number not in _WORKERS:
         raise _meaningless(call, "num_workers", number, "is not from 1 to 32", "Leave it out: it has no effect here.")
-
-
-def _note(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value and name not in _noted:
-            _noted.add(name)
-            _log.warning("save_checkpoint: %s has no effect: %s", name, _UNUSED[name])
 
 
 def _meaningless(call: str, argument: str, value: Any, reason: str, advice: str) -> ArgumentMeansNothing:

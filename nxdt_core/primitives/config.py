@@ -89,7 +89,9 @@ def current_config() -> NxDConfig | None:
     return _CURRENT[-1] if _CURRENT else None
 
 
-@binds
+@binds(
+    sequential_move_factor="each rank builds its module at once", lnc_size="the engine takes the device that it finds"
+)
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,

@@ -53,7 +53,7 @@ class ColumnParallelLinear(nn.Linear):
         ArgumentMeansNothing: an argument asks for what this engine does not do.
     """
 
-    @binds
+    @binds(keep_master_weight="shards are cut from the whole weight")
     def __init__(
         self,
         input_size: int,
@@ -108,7 +108,7 @@ class RowParallelLinear(nn.Linear):
         ArgumentMeansNothing: an argument asks for what this engine does not do.
     """
 
-    @binds
+    @binds(keep_master_weight="shards are cut from the whole weight")
     def __init__(
         self,
         input_size: int,
@@ -163,7 +163,7 @@ class ParallelEmbedding(nn.Embedding):
         ArgumentMeansNothing: an argument asks for what this engine does not do.
     """
 
-    @binds
+    @binds()
     def __init__(
         self,
         num_embeddings: int,
@@ -229,7 +229,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         ArgumentMeansNothing: an argument asks for what this engine does not do.
     """
 
-    @binds
+    @binds(fuse_qkv="one input gather serves three matrices")
     def __init__(
         self,
         input_size: int,
@@ -281,7 +281,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         return self.q(hidden), self.k(hidden), self.v(hidden)
 
 
-@binds
+@binds()
 def parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
 ) -> torch.Tensor:
@@ -316,7 +316,7 @@ def parallel_cross_entropy(
     return model.label_losses(vocab_parallel_logits, target)
 
 
-@binds
+@binds()
 def clip_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
 ) -> torch.Tensor:

@@ -7,7 +7,6 @@ are those of a loop of the caller's own (:class:`nxdt_core.primitives.NxDModel`)
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -45,8 +44,6 @@ __all__ = [
     "NeuronXLAStrategy",
 ]
 
-_log = logging.getLogger(__name__)
-
 _NO_DECAY = ("bias", "norm")
 """Parts of the names of parameters that do not decay."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -76,7 +73,7 @@ class NeuronLTModule(pl.LightningModule):
         ArgumentMeansNothing: an argument of another type, or one that asks for what this engine does not do.
     """
 
-    @binds
+    @binds(log_rank0="the loss is the same on all ranks and rank 0 logs")
     def __init__(
         self,
         model_fn: Callable[..., Any] | None = None,
@@ -259,7 +256,7 @@ class NeuronXLAStrategy(NxdtStrategy):
 
     strategy_name = "neuron_xla"
 
-    @binds
+    @binds(save_load_xser="checkpoints are those of the core")
     def __init__(
         self,
         nxd_config: Any = None,
@@ -386,13 +383,9 @@ class NeuronXLAPrecisionPlugin(Precision):
         mixed_precision_enabled: no effect.
     """
 
-    @binds
+    @binds(mixed_precision_enabled="the dtype of the module decides")
     def __init__(self, mixed_precision_enabled: bool = False) -> None:
         super().__init__()
-        if mixed_precision_enabled:
-            _log.warning(
-                "NeuronXLAPrecisionPlugin: mixed_precision_enabled has no effect: the dtype of the module decides"
-            )
 
 
 class NeuronTQDMProgressBar(TQDMProgressBar):
@@ -408,7 +401,7 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
         kwargs: further arguments of Lightning's ``TensorBoardLogger``.
     """
 
-    @binds
+    @binds(log_rank0="the loss is the same on all ranks and rank 0 logs")
     def __init__(self, save_dir: Any, log_rank0: bool = False, **kwargs: Any) -> None:
         super().__init__(save_dir=save_dir, **kwargs)
         self.log_rank0 = log_rank0

@@ -70,7 +70,10 @@ class LoraConfig:
         return {"name": "lora", **values}
 
 
-LoraConfig.__init__ = binds(LoraConfig.__init__)  # type: ignore[method-assign]
+LoraConfig.__init__ = binds(  # type: ignore[method-assign]
+    save_lora_config_adapter="each checkpoint holds the options",
+    merge_sharded_lora="checkpoints are the same in every layout",
+)(LoraConfig.__init__)
 
 
 class LoRAModel(nn.Module):
@@ -88,7 +91,7 @@ class LoRAModel(nn.Module):
         NxdtError: the plugin ``lora`` is missing, or refuses an option.
     """
 
-    @binds
+    @binds()
     def __init__(self, module: nn.Module, config: LoraConfig) -> None:
         super().__init__()
         expect("LoRAModel", "module", module, "a torch.nn.Module", when=isinstance(module, nn.Module))

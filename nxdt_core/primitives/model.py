@@ -38,7 +38,7 @@ _DTYPES: Mapping[torch.dtype, DType] = {
 }
 
 
-@binds
+@binds(include_buffers="buffers are moved always")
 def initialize_parallel_model(
     nxd_config: NxDConfig,
     model_fn: Callable[..., nn.Module],

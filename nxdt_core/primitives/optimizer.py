@@ -20,7 +20,7 @@ __all__ = ["NxDOptimizer", "core_optimizer", "initialize_parallel_optimizer"]
 _CALL = "initialize_parallel_optimizer"
 
 
-@binds
+@binds()
 def initialize_parallel_optimizer(
     nxd_config: NxDConfig,
     optimizer_class: type[torch.optim.Optimizer],

@@ -54,7 +54,7 @@ def get_tensor_model_parallel_rank() -> int:
     return _mesh().rank("tp")
 
 
-@binds
+@binds()
 def get_tensor_model_parallel_group(as_list: bool = False) -> Group:
     """Return the process group of the ranks that share this rank's layers, or the ranks of all such groups.
 
@@ -82,7 +82,7 @@ def get_data_parallel_rank() -> int:
     return _mesh().rank("dp")
 
 
-@binds
+@binds()
 def get_data_parallel_group(as_list: bool = False) -> Group:
     """Return the process group of the ranks that hold this rank's parameters, or the ranks of all such groups.
 
@@ -106,7 +106,7 @@ def get_pipeline_model_parallel_rank() -> int:
     return _mesh().rank("pp")
 
 
-@binds
+@binds()
 def get_pipeline_model_parallel_group(as_list: bool = False) -> Group:
     """Return the process group of the ranks that share this rank's pipeline, or the ranks of all such groups.
 

@@ -49,7 +49,7 @@ _FILE = "checkpoint.pt"
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
 
 
-@binds
+@binds(save_serially="each rank writes a file of its own at once", save_xser="one file per rank holds its tensors")
 def save(
     state_dict: Mapping[str, Any],
     save_dir: str,
@@ -97,7 +97,7 @@ def save(
     on_all_ranks(config.engine.ranks, write, where=str(save_dir))
 
 
-@binds
+@binds(load_xser="the files show how they were written")
 def load(
     load_dir: str,
     model_or_optimizer: Any = None,

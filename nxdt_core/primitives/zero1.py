@@ -32,7 +32,11 @@ class NeuronZero1Optimizer(NxDOptimizer):
         ArgumentMeansNothing: the model was not laid out for ZeRO-1.
     """
 
-    @binds
+    @binds(
+        pin_layout="there is no XLA layout",
+        sharding_groups="the mesh has the groups",
+        grad_norm_groups="the mesh has the groups",
+    )
     def __init__(
         self,
         params: Iterable[Any],
@@ -63,10 +67,12 @@ class NeuronZero1Optimizer(NxDOptimizer):
         norm = model.nxd_config.max_grad_norm if max_norm is None else max_norm
         self.max_norm = norm if grad_clipping else None
 
+    @binds(save_serially="each rank writes its share at once")
     def save_sharded_state_dict(self, output_dir: str, save_serially: bool = True) -> None:
         """Save weights and state under the tag ``optim`` of ``output_dir``. Collective."""
         save_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
 
+    @binds(num_workers_per_step="each rank reads its share at once")
     def load_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
         """Load what :meth:`save_sharded_state_dict` saved, in any layout. Collective."""
         load_checkpoint(output_dir, _TAG, self.nxd_config.model, self)

@@ -2,12 +2,15 @@
 
 import csv
 import inspect
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxdt_core import primitives as nxd
+from nxdt_core.testing.ranks import RankPool
+from tests.primitives.loops import Decoder
 
 ROOT = Path(__file__).parents[2]
 ROWS = [*csv.DictReader((Path(__file__).with_name("api_rows.csv")).open())]
@@ -48,6 +51,71 @@ def test_a_call_has_the_parameters_and_defaults_of_its_rows(call):
             assert parameter.default == default_of(row["default"])
         else:
             assert parameter.default is inspect.Parameter.empty
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def warnings_of_a_program(path):
+    """What is logged by a program that gives each argument without effect another value than its default."""
+    heard = Heard()
+    logging.getLogger("nxdt_core.primitives").addHandler(heard)
+    changed = {}
+    for row in ROWS:
+        if row["state"] == "noted":
+            default = default_of(row["default"])
+            value = not default if isinstance(default, bool) else 4 if default else [[0]]
+            changed.setdefault(row["call"].removeprefix("parallel_layers."), {})[row["parameter"]] = value
+    layers = nxd.parallel_layers
+    nxd_config = nxd.neuronx_distributed_config(
+        optimizer_config={"zero_one_enabled": True}, **changed["neuronx_distributed_config"]
+    )
+    model = nxd.initialize_parallel_model(nxd_config, Decoder, numbers=1, **changed["initialize_parallel_model"])
+    optimizer = nxd.NeuronZero1Optimizer(
+        model.parameters(), torch.optim.AdamW, lr=0.1, **changed["NeuronZero1Optimizer"]
+    )
+    for _ in range(2):
+        nxd.save_checkpoint(path, "tag", model, **changed["save_checkpoint"])
+    nxd.load_checkpoint(path, "tag", model, **changed["load_checkpoint"])
+    for name in ("save_sharded_state_dict", "load_sharded_state_dict"):
+        getattr(optimizer, name)(path, **changed[f"NeuronZero1Optimizer.{name}"])
+    layers.save({"model": model.state_dict()}, f"{path}/ranks", **changed["save"])
+    layers.load(f"{path}/ranks", model, **changed["load"])
+    nxd.LoraConfig(**changed["LoraConfig"])
+    for name in ("ColumnParallelLinear", "RowParallelLinear"):
+        getattr(layers, name)(4, 4, **changed[name])
+    layers.GQAQKVColumnParallelLinear(4, (4, 4), **changed["GQAQKVColumnParallelLinear"])
+    nxd.NeuronLTModule(Decoder, nxd_config, torch.optim.AdamW, dict, **changed["NeuronLTModule"])
+    nxd.NeuronXLAStrategy(nxd_config, **changed["NeuronXLAStrategy"])
+    nxd.NeuronXLAPrecisionPlugin(**changed["NeuronXLAPrecisionPlugin"])
+    nxd.NeuronTensorBoardLogger(path, **changed["NeuronTensorBoardLogger"])
+    nxd_config.engine.shutdown()
+    return heard.texts
+
+
+def test_arguments_without_effect_are_logged_once_with_their_reason(tmp_path):
+    (texts,) = RankPool(1).run(warnings_of_a_program, str(tmp_path))
+    assert sorted(texts) == sorted(
+        f"{row['call'].removeprefix('parallel_layers.')}: {row['parameter']} has no effect: {row['reason']}"
+        for row in ROWS
+        if row["state"] == "noted"
+    )
+
+
+def test_the_page_lists_every_argument_that_has_no_effect_or_is_refused():
+    page = (ROOT / "docs/how-to/nxd-core.md").read_text()
+    words = {"noted": "no effect", "rejected": "refused"}
+    for row in ROWS:
+        if row["state"] in words:
+            call = row["call"].removeprefix("parallel_layers.")
+            line = f"| `{call}` | `{row['parameter']}` | {words[row['state']]} | {row['reason']} |"
+            assert line in page, line
 
 
 def test_the_page_names_every_call():

@@ -137,10 +137,16 @@ def test_the_variables_that_work_give_a_place():
     }
     torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "a[1-2]"}
-    assert {*torchrun, *slurm} <= read
-    for environment in (torchrun, {**slurm, "SLURM_JOB_ID": "7"}):
-        place = place_from_environment(environment)
-        assert (place.rank, place.world_size, place.local_rank) == (1, 4, 1)
+    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "1"), ("SIZE", "4"), ("LOCAL_RANK", "1"))}
+    assert {*torchrun, *slurm, "OMPI_COMM_WORLD_RANK"} <= read
+    place = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    for environment in (
+        torchrun,
+        {**slurm, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"},
+        {**mpi, **place, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    ):
+        found = place_from_environment(environment)
+        assert (found.rank, found.world_size, found.local_rank) == (1, 4, 1)
 
 
 @of_kind("feature")
