@@ -76,12 +76,14 @@ def _page(page: str, modules: list[Module], places: Mapping[str, str]) -> Iterat
         if module.name != name:
             yield from (f"## {module.name.rpartition('.')[2]} {{ #{module.name} }}", "", f"`{module.name}`", "")
         yield from (*_docstring(module.tree, links), "")
-        if module.name.startswith("nxdt_core.errors."):
+        tabled = module.name.startswith("nxdt_core.errors.")
+        if tabled:
             yield from _errors(module, links)
-            continue
         for exported, node, below in module.exported():
+            if tabled and isinstance(node, ast.ClassDef):
+                continue
             described = _described(exported, node, below, links)
-            yield from (f"### {exported} {{ #{module.name}.{exported} }}", "", *described, "")
+            yield from (f"### `{exported}` {{ #{module.name}.{exported} }}", "", *described, "")
 
 
 class Links:
