@@ -129,7 +129,7 @@ def _class(node: ast.ClassDef, links: Links) -> Iterator[str]:
     for part in methods:
         if part.name.startswith(("_", "test_")) and part.name != "__call__":
             continue
-        yield from (f"**`{part.name}`**", "", *_code(_signature(part)), *_docstring(part, links), "")
+        yield from (*_code(_signature(part)), *_docstring(part, links), "")
     tests = [part for part in methods if part.name.startswith("test_")]
     if tests:
         yield from ("Requirements:", "", *(f"- {_requirement(part, links)}" for part in tests), "")
@@ -163,6 +163,8 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         for mark in map(ast.unparse, node.decorator_list)
         if mark in ("property", "classmethod", "staticmethod", "contextmanager", "pytest.fixture")
     )
+    if marks == "@property\n":
+        return f"{node.name}: {ast.unparse(node.returns) if node.returns else 'Any'}  # property"
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"{marks}def {node.name}{_arguments(node.args, 4 + len(node.name) + len(result))}{result}"
 
