@@ -83,7 +83,11 @@ def _page(page: str, modules: list[Module], places: Mapping[str, str]) -> Iterat
             if tabled and isinstance(node, ast.ClassDef):
                 continue
             described = _described(exported, node, below, links)
-            yield from (f"### `{exported}` {{ #{module.name}.{exported} }}", "", *described, "")
+            place = f"{module.name}.{exported}"
+            heading = f"### `{exported}` {{ #{place} }}"
+            if exported.startswith("__"):  # Markdown would take it for emphasis in the attribute
+                heading = f'### `{exported}` <span id="{place}"></span>'
+            yield from (heading, "", *described, "")
 
 
 class Links:
