@@ -76,12 +76,18 @@ def _page(page: str, modules: list[Module], places: Mapping[str, str]) -> Iterat
         if module.name != name:
             yield from (f"## {module.name.rpartition('.')[2]} {{ #{module.name} }}", "", f"`{module.name}`", "")
         yield from (*_docstring(module.tree, links), "")
-        if module.name.startswith("nxdt_core.errors."):
+        tabled = module.name.startswith("nxdt_core.errors.")
+        if tabled:
             yield from _errors(module, links)
-            continue
         for exported, node, below in module.exported():
+            if tabled and isinstance(node, ast.ClassDef):
+                continue
             described = _described(exported, node, below, links)
-            yield from (f"### {exported} {{ #{module.name}.{exported} }}", "", *described, "")
+            place = f"{module.name}.{exported}"
+            heading = f"### `{exported}` {{ #{place} }}"
+            if exported.startswith("__"):  # Markdown would take it for emphasis in the attribute
+                heading = f'### `{exported}` <span id="{place}"></span>'
+            yield from (heading, "", *described, "")
 
 
 class Links:
@@ -127,7 +133,7 @@ def _class(node: ast.ClassDef, links: Links) -> Iterator[str]:
     for part in methods:
         if part.name.startswith(("_", "test_")) and part.name != "__call__":
             continue
-        yield from (f"**`{part.name}`**", "", *_code(_signature(part)), *_docstring(part, links), "")
+        yield from (*_code(_signature(part)), *_docstring(part, links), "")
     tests = [part for part in methods if part.name.startswith("test_")]
     if tests:
         yield from ("Requirements:", "", *(f"- {_requirement(part, links)}" for part in tests), "")
@@ -161,6 +167,8 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         for mark in map(ast.unparse, node.decorator_list)
         if mark in ("property", "classmethod", "staticmethod", "contextmanager", "pytest.fixture")
     )
+    if marks == "@property\n":
+        return f"{node.name}: {ast.unparse(node.returns) if node.returns else 'Any'}  # property"
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"{marks}def {node.name}{_arguments(node.args, 4 + len(node.name) + len(result))}{result}"
 

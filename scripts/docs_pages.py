@@ -90,6 +90,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 WEIGHTS = {
     "how-to/": 4.0,
+    "plugins.md": 4.0,
     "tutorials/": 2.0,
     "reference/plugins/": 2.0,
     "reference/components/": 0.5,

@@ -17,7 +17,7 @@ from pathlib import Path
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "terminal.svg"
 SHOWN = {
     "nxdt plan recipe:llama3-70b --world-size 512": slice(0, 4),
-    "nxdt data preview recipe:llama-tiny-sft -n 1": slice(1, 5),
+    "nxdt data preview recipe:llama-tiny-sft -n 1": slice(1, 6),
     "nxdt train recipe:llama-tiny trainer.max_steps=20": slice(-11, None),
 }
 """Command → the lines of its output that are shown."""

@@ -151,7 +151,7 @@ def test_every_stable_name_has_a_section_in_the_python_api(site):
     text = "".join(path.read_text() for path in site.glob("reference/api/*/index.html"))
     places, names = set(re.findall(r'id="([^"]+)"', text)), set(re.findall(r"<td><code>(\w+)</code></td>", text))
     public = {f"{name}.{each}" for name, path in modules for each in docs_api.public_names(ast.parse(path.read_text()))}
-    assert len(public) > 700
+    assert len(public) > 500
     described = {each for each in public if each in places or each.rpartition(".")[2] in names}
     assert public - described == set()
 
@@ -164,7 +164,7 @@ def test_the_gallery_has_every_recipe_with_a_plan_of_its_present_configuration(s
     assert old == [], "python scripts/gallery.py plans"
     for name, recipe in recipes.items():
         page = (site / f"reference/recipes/{recipe.plugin}/index.html").read_text()
-        section = page.partition(f'<h2 id="{name}">')[2].partition("<h2 ")[0]
+        section = page.partition(f'<h2 id="{name}">')[2].partition("<h2 ")[0].partition("</article>")[0]
         assert "per rank, checkpoint" in section, name
         assert ("<svg" in section) is ("Not run by us" not in section) is (name in runs), name
 
