@@ -16,8 +16,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 _NO_TORCH = "import sys\nfor name in {names!r}:\n    sys.modules[name] = None\n"
 _UNINSTALLED = """
 from importlib import metadata
-installed = metadata.distributions
-metadata.distributions = lambda **at: (each for each in installed(**at) if each.name not in {dists!r})
+installed = metadata.Distribution.discover
+metadata.Distribution.discover = lambda **at: (each for each in installed(**at) if each.name not in {dists!r})
 """
 
 

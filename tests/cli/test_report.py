@@ -18,6 +18,7 @@ from nxdt_core.cli.report.plot import plot
 from nxdt_core.cli.report.records import read_run
 from tests import processes
 from tests.processes import take_interrupts
+from tests.sampling import slow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 KEYS = (
@@ -182,7 +183,7 @@ def test_watch_serves_the_page_as_it_is_now_to_this_machine_alone(runs, tmp_path
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to look at the page")
-@pytest.mark.parametrize("width", [1280, 500])  # the narrowest window that headless Chromium makes
+@pytest.mark.parametrize("width", [1280, slow(500)])  # the narrowest window that headless Chromium makes
 def test_the_page_fits_the_window_in_a_browser(written, tmp_path, width):
     browser = [
         CHROMIUM,

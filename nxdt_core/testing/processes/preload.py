@@ -49,7 +49,8 @@ def _prepare_configurations() -> None:
         if (dist.name or "").startswith("nxdt-plugin-"):
             for entry in dist.entry_points:
                 if entry.group == ENTRY_POINT_GROUP:
-                    importlib.import_module(entry.module)
+                    with suppress(ImportError):  # of what was installed from a folder that has gone
+                        importlib.import_module(entry.module)
     section_paths(RunConfig)
 
 

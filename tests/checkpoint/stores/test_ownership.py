@@ -277,7 +277,7 @@ def test_a_job_that_its_scheduler_started_again_follows_itself_at_once(
     """On any machine. The job's number alone is not enough: two steps of one job may run at once."""
     storage, lines = MemoryStorage(), list[str]()
     silent(storage, replace(this_process("first", before), machine="another boot/pid:[1]"))
-    take(storage, say=lines.append, me=this_process("second", after))
+    take(storage, say=lines.append, me=this_process("second", after), expiry_s=0.3)
     assert (not lines) is at_once
 
 
