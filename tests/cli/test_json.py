@@ -41,7 +41,7 @@ def has_shape(document, name):
 
 def test_every_documented_shape_is_tested():
     tested = Path(__file__).read_text()
-    for name in SHAPES.keys() - {"`plan --search`"}:
+    for name in SHAPES.keys() - {"`plan --search`", "`launch NAME`"}:
         command, _, part = name.replace("`", "").partition(", each of ")
         words = ", ".join(f'"{word}"' for word in command.split())
         assert words in tested, name
@@ -51,7 +51,7 @@ def test_every_documented_shape_is_tested():
 def test_every_command_with_json_has_its_shape_documented():
     def walk(command, words):
         if any("--json" in parameter.opts for parameter in command.params):
-            yield f"`{' '.join(words)}`"
+            yield "`launch NAME`" if words[0] == "launch" else f"`{' '.join(words)}`"
         if isinstance(command, click.Group):
             context = click.Context(command)
             for name in command.list_commands(context):
@@ -191,6 +191,13 @@ def test_adapters_and_evaluation(nxdt, work):
     shown(nxdt, "checkpoint", "export-lora", run["checkpoint"], "adapter")
     (work / "held-out.jsonl").write_text('{"input": "In the", "output": "beginning"}\n')
     shown(nxdt, "evaluate", run["checkpoint"], "held-out.jsonl", "--max-new-tokens", "2")
+
+
+@pytest.mark.parametrize("words", [("slurm",), ("kubernetes", "--image", "my/image:1"), ("hyperpod",), ("local",)])
+def test_launch(nxdt, words):
+    found = shown(nxdt, "launch", *words, "recipe:llama-tiny", "--nodes", "2", shape="`launch NAME`")
+    assert (found["nodes"], found["devices"], found["submitted"], found["to_set"]) == (2, 1, False, [])
+    assert all(Path(file).is_file() for file in found["files"])
 
 
 def test_token_files(nxdt, work):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from nxdt_core.engines.expert_dispatch import ExchangingDispatcher
+from nxdt_core.distributed.expert_dispatch import ExchangingDispatcher
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.parallel.tensor.layers import sum_over_ranks
 

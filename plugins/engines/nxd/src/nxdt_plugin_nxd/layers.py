@@ -22,7 +22,7 @@ from neuronx_distributed.parallel_layers.mappings import (
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.engines.expert_dispatch import ExchangingDispatcher
+from nxdt_core.distributed.expert_dispatch import ExchangingDispatcher
 from nxdt_core.nn.moe.token_shards import WholeMicroBatch
 from nxdt_core.nn.random.dropout import Dropout
 from nxdt_core.nn.updates import Update, updated_linear
