@@ -91,6 +91,7 @@ def run(commands: Sequence[str], directory: Path) -> dict[str, Any]:
     """Run the commands in an empty directory, and return where and when that was."""
     import torch
 
+    commit = source()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # so that other work on the machine costs time alone
     for command in commands:
@@ -98,15 +99,23 @@ def run(commands: Sequence[str], directory: Path) -> dict[str, Any]:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         subprocess.run(words, cwd=directory, env=environment, check=True, **quiet)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    words = ["git", "rev-parse", "--short=10", "HEAD"]
-    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     return {
         "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime),
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "machine": f"one thread of {processor()}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
+
+
+def source() -> str:
+    """Return the commit of the sources, and whether files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "nxdt_core", "plugins")
+    return f"{git('rev-parse', '--short=10', 'HEAD')}{' with changes' if changed else ''}"
 
 
 def processor() -> str:
