@@ -41,7 +41,7 @@ def has_shape(document, name):
 
 def test_every_documented_shape_is_tested():
     tested = Path(__file__).read_text()
-    for name in SHAPES.keys() - {"`plan --search`"}:
+    for name in SHAPES.keys() - {"`plan --search`", "`launch NAME`"}:
         command, _, part = name.replace("`", "").partition(", each of ")
         words = ", ".join(f'"{word}"' for word in command.split())
         assert words in tested, name
@@ -51,7 +51,7 @@ def test_every_documented_shape_is_tested():
 def test_every_command_with_json_has_its_shape_documented():
     def walk(command, words):
         if any("--json" in parameter.opts for parameter in command.params):
-            yield f"`{' '.join(words)}`"
+            yield "`launch NAME`" if words[0] == "launch" else f"`{' '.join(words)}`"
         if isinstance(command, click.Group):
             context = click.Context(command)
             for name in command.list_commands(context):
@@ -157,6 +157,9 @@ def test_plan_env_and_preview(nxdt):
         has_shape(each, "`env`, each of `devices`")
     for each in found["packages"]:
         has_shape(each, "`env`, each of `packages`")
+    for each in found["plugins"]:
+        has_shape(each, "`env`, each of `plugins`")
+    assert len(next(each["digest"] for each in found["plugins"] if each["name"] == "llama")) == 32
     shown(nxdt, "data", "preview", "recipe:llama-tiny")
 
 
@@ -191,6 +194,10 @@ def test_adapters_and_evaluation(nxdt, work):
     shown(nxdt, "checkpoint", "export-lora", run["checkpoint"], "adapter")
     (work / "held-out.jsonl").write_text('{"input": "In the", "output": "beginning"}\n')
     shown(nxdt, "evaluate", run["checkpoint"], "held-out.jsonl", "--max-new-tokens", "2")
+
+
+def test_launch(nxdt):
+    shown(nxdt, "launch", "slurm", "recipe:llama-tiny", "--nodes", "2", shape="`launch NAME`")
 
 
 def test_token_files(nxdt, work):
