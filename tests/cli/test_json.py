@@ -157,6 +157,9 @@ def test_plan_env_and_preview(nxdt):
         has_shape(each, "`env`, each of `devices`")
     for each in found["packages"]:
         has_shape(each, "`env`, each of `packages`")
+    for each in found["plugins"]:
+        has_shape(each, "`env`, each of `plugins`")
+    assert len(next(each["digest"] for each in found["plugins"] if each["name"] == "llama")) == 32
     shown(nxdt, "data", "preview", "recipe:llama-tiny")
 
 

@@ -128,6 +128,13 @@ def test_a_plot_of_few_or_equal_points_has_finite_places(points, log):
     assert "inf" not in picture
 
 
+def test_nearly_equal_values_have_short_labels_that_differ():
+    picture = plot([(0, "a", {10: 0.927536, 20: 0.927541})], label="x")
+    labels = re.findall(r'text-anchor="end">([^<]+)<', picture)
+    assert len(set(labels)) == len(labels) > 1
+    assert max(map(len, labels)) <= 5
+
+
 def test_a_plot_of_many_points_keeps_its_peaks():
     points = dict.fromkeys(range(100000), 1.0) | {77_777: 9.0}
     picture = plot([(0, "a", points)], label="x")

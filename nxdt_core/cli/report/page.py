@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -30,7 +31,7 @@ _SHOWN = ("loss", "val_loss", "tokens_per_s", "lr", "grad_norm")
 _LEFT_OUT = frozenset({"metrics:mfu_palm", "saves:gb_per_s", "saves:slowdown"})
 _OF_SAVES = "metrics:checkpoint_"
 """Columns that ``saves.jsonl`` has, too."""
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#dfe3e8;--card:#f6f8fa;--mark:#fff3c4;
@@ -119,7 +120,8 @@ def _plots(runs: Sequence[Run]) -> Iterator[str]:
         column for run in runs for column in run.curves if column not in known and not column.startswith(_OF_SAVES)
     )
     further = [(column.partition(":")[2].replace("_", " "), (column,), False) for column in seen]
-    for title, columns, log in (*_CHARTS, *further):
+    for chart, columns, log in (*_CHARTS, *further):
+        title = _in_mib(chart, [run.curves.get(column, {}) for run in runs for column in columns])
         lines = [
             (
                 number + (len(runs) if column.startswith("validation") and len(columns) > 1 else 0),
@@ -138,8 +140,15 @@ def _plots(runs: Sequence[Run]) -> Iterator[str]:
     yield "</div>"
 
 
+def _in_mib(title: str, curves: Sequence[Series]) -> str:
+    """Return the title of a chart of bytes with MiB in place of GiB where all of its values are small."""
+    largest = max((value for points in curves for value in points.values() if math.isfinite(value)), default=_GIB)
+    return title.replace("GiB", "MiB") if largest < _GIB / 10 else title
+
+
 def _in_unit(points: Series, title: str) -> Series:
-    return {step: value / _GIB for step, value in points.items()} if title.endswith("GiB") else points
+    size = {"GiB": _GIB, "MiB": _MIB}.get(title.rpartition(" ")[2], 1)
+    return {step: value / size for step, value in points.items()}
 
 
 def _validation_legend(runs: Sequence[Run], lines: Sequence[tuple[int, str, object]]) -> str:

@@ -31,7 +31,7 @@ def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log:
     if not steps or not any(values if not log else steps):  # a counter that stays at 0 has no picture
         return ""
     x_ticks = [each for each in _ticks(min(steps), max(steps), 4) if min(steps) <= each <= max(steps)]
-    y_ticks = _decades(min(values), max(values)) if log else _ticks(min(values), max(values), 4)
+    y_ticks = _decades(min(values), max(values)) if log else _ticks(*_widened(min(values), max(values)), 4)
     x_low, x_high = min(steps), max(steps)
     y_low, y_high = min(*values, y_ticks[0]), max(*values, y_ticks[-1])
 
@@ -70,6 +70,13 @@ def _scaled(points: dict[int, float], log: bool) -> list[tuple[int, float]]:
     stretches = (found[start : start + size] for start in range(0, len(found), size))
     ends = ({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in stretches)
     return [point for pair in ends for point in sorted(pair)]
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """Return a range that shows values which differ by less than 1 % as nearly equal, with short labels."""
+    least = 0.01 * max(abs(low), abs(high))
+    more = max(0.0, least - (high - low)) / 2
+    return low - more, high + more
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
