@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
+pytestmark = pytest.mark.timeout(1800)
 TORCH: tuple[str, ...] = ("parallel_engine.name=torch",)
 NXD = ("parallel_engine.name=nxd", "trainer.devices=2")
 TP2 = (*NXD, "distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.sequence_parallel=true")
@@ -29,7 +30,7 @@ def nxdt(*arguments: str, folder: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1800)
 PROGRAM = Path(__file__).with_name("lazy_device_run.py")
 
 
@@ -21,7 +22,7 @@ def test_it_trains_and_resumes_as_the_torch_engine_does_with_few_compilations(mo
         env={**os.environ, "NXD_CPU_MODE": "0", "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

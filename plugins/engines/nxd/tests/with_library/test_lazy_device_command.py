@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1800)
 COUNTS = """
 from nxdt_core.api import hookimpl
 

@@ -21,8 +21,7 @@ from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
 
-pytestmark = pytest.mark.timeout(1800)
-"""The first of the tests waits for all cases."""
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all cases
 STEPS, ROWS, MICRO, LENGTH, VOCABULARY = 6, 8, 1, 16, 64
 LIMITS = {"loss": 1e-6, "grad norm": 5e-6, "weight norm": 1e-6, "weight": 1e-5, "log prob": 1e-5}
 """Largest differences, relative to values above 1. Adam magnifies those of small gradients in single weights."""
