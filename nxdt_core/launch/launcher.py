@@ -31,6 +31,7 @@ from nxdt_core.launch import rendezvous
 from nxdt_core.launch.agent import run_ranks
 from nxdt_core.launch.client import Client
 from nxdt_core.launch.node import Node, node_from_environment
+from nxdt_core.launch.restarts import is_restarted
 from nxdt_core.launch.root_cause import INTERRUPTION
 from nxdt_core.launch.supervisor import Supervisor
 
@@ -174,15 +175,17 @@ def _how(code: int | None) -> str:
 def _forwarded(stop: Callable[[int, bool], None]) -> Iterator[list[int]]:
     """Pass SIGINT and SIGTERM on to the ranks; a second one is urgent. Yields those that came.
 
-    Two within a second are one request: a scheduler signals this process and the one that restarts it.
+    Where another process restarts this one, two within a second are one request: a scheduler signals both, and the
+    other passes its signal on.
     """
+    same_request_s = _SAME_REQUEST_S if is_restarted() else 0.0
     received: list[int] = []
     came_at_s = 0.0
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal came_at_s
         now = time.monotonic()
-        if received and now - came_at_s < _SAME_REQUEST_S:
+        if received and now - came_at_s < same_request_s:
             return
         came_at_s = now
         received.append(number)

@@ -5,6 +5,7 @@ Each node restarts by itself; the launchers of an attempt meet as those of the f
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,11 +16,18 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.clusters import RestartsNeedResume
 from nxdt_core.launch.command import interpreter_words
 
-__all__ = ["run_with_restarts"]
+__all__ = ["is_restarted", "run_with_restarts"]
 
 _LOST = 1
 """Exit status of a run in which a rank died or hung, and of a node that lost the others."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_VARIABLE = "NXDT_RESTARTER"
+"""Process id of the process that starts a command again; set for the command only."""
+
+
+def is_restarted() -> bool:
+    """Return whether the parent of this process starts it again after a loss, and passes signals on to it."""
+    return os.environ.get(_VARIABLE) == str(os.getppid())
 
 
 def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[str]) -> int:
@@ -47,7 +55,7 @@ def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[s
 
 def _run(words: Sequence[str]) -> int:
     """Run a command and pass signals on to it; return its exit status, negative for a signal."""
-    process = subprocess.Popen(words)
+    process = subprocess.Popen(words, env={**os.environ, _VARIABLE: str(os.getpid())})
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)
