@@ -162,7 +162,7 @@ def stable_then_linear(done, end):
 @pytest.mark.parametrize(
     ("end", "later"),
     [("'${trainer.max_steps}'",) * 2, slow("7", "11"), ("9", "9")],
-    ids=["follows the run", "written anew", "stays"],
+    ids=["follows the run", "rewritten", "stays"],
 )
 def test_rates_after_a_resume_are_those_of_the_horizon_that_then_is(
     small_run, metric_rows, capsys, section, factor, end, later
@@ -177,7 +177,7 @@ def test_rates_after_a_resume_are_those_of_the_horizon_that_then_is(
     rates = {step: row["lr"] / peak for step, row in metric_rows(longer.run_dir).items()}
     wanted = {step: factor(step - 1, ends[step > 7]) for step in range(1, 12)}
     assert rates == pytest.approx(wanted)
-    assert ("curve now ends at step" in capsys.readouterr().err) == (later != "9")
+    assert ("schedule now ends at step" in capsys.readouterr().err) == (later != "9")
 
 
 def test_validation_runs_at_its_interval_and_leaves_training_alone(small_run, metric_rows):
