@@ -7,6 +7,7 @@ something else starts again, as a cluster does.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
+from tests.launchers import waits
 from tests.sampling import sampled
 from tests.training.launch import launching
 from tests.training.launch.launching import gone
@@ -23,28 +25,6 @@ from tests.training.small import SMALL
 STEPS = 8
 DEADLINE_S = 250
 """For machines that do much else."""
-WAITS = """
-import time
-from pathlib import Path
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
-
-HERE = Path(__file__).parent
-
-class Waits(pl.Callback):
-    def __init__(self, config, run_dir): ...
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if pl_module.train_state.step != 5 or (HERE / "lost").exists():
-            return
-        (HERE / f"reached-{trainer.global_rank}").touch()
-        while not (HERE / "lost").exists():
-            time.sleep(0.02)
-
-@hookimpl
-def nxdt_callbacks():
-    return [CallbackComponent(name="waits", target="waits:Waits", summary="Waits in a step for a loss.")]
-"""
 
 
 def pytest_generate_tests(metafunc):
@@ -75,7 +55,7 @@ def finish(process):
 
 
 def arguments(where, name, *more):
-    (where / "waits.py").write_text(WAITS)
+    shutil.copy(waits.__file__, where)
     keys = (f"trainer.max_steps={STEPS}", "checkpoint.every_n_train_steps=2", "trainer.callbacks=[waits]")
     resume = ("exp_manager.resume_if_exists=true", "exp_manager.resume_ignore_no_checkpoint=true")
     plugin = (f"plugins.local=[{where / 'waits.py'}]", f"exp_manager.exp_dir={where}", f"name={name}")

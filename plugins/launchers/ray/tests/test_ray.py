@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -16,40 +17,19 @@ from nxdt_plugin_ray.launcher import RayLauncher
 
 from nxdt_core.protocols.launcher import Launcher
 from tests import processes
+from tests.launchers import waits
 from tests.training.small import SMALL
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install ray")
 DEADLINE_S = 800
 """Ray starts a dozen processes, and this run starts eight."""
 STEPS = 8
-WAITS = """
-import time
-from pathlib import Path
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
-
-HERE = Path(__file__).parent
-
-class Waits(pl.Callback):
-    def __init__(self, config, run_dir): ...
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if pl_module.train_state.step != 5 or (HERE / "lost").exists():
-            return
-        (HERE / f"reached-{trainer.global_rank}").touch()
-        while not (HERE / "lost").exists():
-            time.sleep(0.02)
-
-@hookimpl
-def nxdt_callbacks():
-    return [CallbackComponent(name="waits", target="waits:Waits", summary="Waits in a step for a loss.")]
-"""
 
 
 @pytest.fixture
 def launch(tmp_path):
     """Write a job of a run with two nodes; its driver."""
-    (tmp_path / "waits.py").write_text(WAITS)
+    shutil.copy(waits.__file__, tmp_path)
     keys = [f"trainer.max_steps={STEPS}", "checkpoint.every_n_train_steps=2", "trainer.callbacks=[waits]"]
     keys += [f"plugins.local=[{tmp_path / 'waits.py'}]", f"exp_manager.exp_dir={tmp_path}", "name=run"]
 
