@@ -12,22 +12,13 @@ import socket
 from collections.abc import Callable, Mapping
 
 from nxdt_core.distributed.mpi import MPI_SIZES, is_mpi_node, join_mpi
-from nxdt_core.distributed.slurm import first_host, is_slurm_node, join_slurm
+from nxdt_core.distributed.slurm import is_slurm_node, join_slurm
 from nxdt_core.distributed.variables import read_port, read_variable, require
 from nxdt_core.errors.clusters import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable
 from nxdt_core.protocols.launcher import Place
 
-__all__ = [
-    "LAUNCHER_VARIABLE",
-    "OWN_LAUNCHERS",
-    "Place",
-    "first_host",
-    "join_usual",
-    "place_from_environment",
-    "read_port",
-    "read_variable",
-]
+__all__ = ["LAUNCHER_VARIABLE", "OWN_LAUNCHERS", "join_usual", "place_from_environment"]
 
 LAUNCHER_VARIABLE = "NXDT_LAUNCHER"
 """Names the launcher whose variables count, where those of several are set."""

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from nxdt_core.devices import HOST, profile_of
-from nxdt_core.distributed.environment import Place, place_from_environment
+from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.distributed.store import connect_store
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import NotEnoughDevices
 from nxdt_core.progress import PROGRESS
+from nxdt_core.protocols.launcher import Place
 
 __all__ = ["Ranks", "check_devices"]
 

@@ -11,8 +11,8 @@ from threading import Thread
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from nxdt_core.distributed.environment import Place
 from nxdt_core.errors.ranks import BadLaunchVariable, CannotReachRankZero, PortTaken
+from nxdt_core.protocols.launcher import Place
 
 __all__ = ["connect_store", "join_timeout_s"]
 

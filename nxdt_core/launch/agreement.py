@@ -17,9 +17,9 @@ from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets.messages import is_hidden
 from nxdt_core.config.sources.node import to_plain, to_shown
-from nxdt_core.distributed.environment import Place
 from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
 from nxdt_core.kernel.integrity.fingerprint import digest_plugin
+from nxdt_core.protocols.launcher import Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 
 __all__ = ["check_agreement", "check_world_size"]

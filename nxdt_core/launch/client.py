@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from nxdt_core.distributed.environment import Place
 from nxdt_core.distributed.flight_recorder import keep_record
 from nxdt_core.errors.ranks import RankDied, RankHung
 from nxdt_core.launch.heartbeat import Heartbeat, is_stopped, wake
@@ -34,6 +33,7 @@ from nxdt_core.launch.messages import (
 from nxdt_core.launch.rendezvous import SupervisorAddress
 from nxdt_core.launch.supervisor import keep_alive
 from nxdt_core.progress import PROGRESS
+from nxdt_core.protocols.launcher import Place
 
 __all__ = ["Client"]
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from nxdt_core.distributed.environment import Place
 from nxdt_core.distributed.flight_recorder import read_collectives
 from nxdt_core.launch.messages import Beat
 from nxdt_core.progress import PROGRESS
+from nxdt_core.protocols.launcher import Place
 from nxdt_core.regular_files import regular_opener
 
 __all__ = ["STACKS_DIR", "Heartbeat", "is_stopped", "wake"]

@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device
 from nxdt_core.distributed.device_profiles import register_profile_of
-from nxdt_core.distributed.environment import Place
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.clusters import NodeAlreadyJoined
@@ -34,6 +33,7 @@ from nxdt_core.launch.node import Node, node_from_environment
 from nxdt_core.launch.restarts import is_restarted
 from nxdt_core.launch.root_cause import INTERRUPTION
 from nxdt_core.launch.supervisor import Supervisor
+from nxdt_core.protocols.launcher import Place
 
 __all__ = ["Outcome", "launch"]
 

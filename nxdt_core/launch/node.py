@@ -7,8 +7,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nxdt_core.distributed.environment import Place, read_port, read_variable
+from nxdt_core.distributed.variables import read_port, read_variable
 from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing
+from nxdt_core.protocols.launcher import Place
 
 __all__ = ["Node", "node_from_environment"]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from nxdt_core.distributed.environment import Place
+from nxdt_core.protocols.launcher import Place
 
 __all__ = ["SupervisorAddress", "find", "is_published", "publish"]
 

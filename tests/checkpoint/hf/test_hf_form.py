@@ -10,10 +10,10 @@ import torch
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointManager, list_checkpoints, read_manifest, verify
-from nxdt_core.distributed.environment import Place
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.errors.models import HFExchangeUnsupported
+from nxdt_core.protocols.launcher import Place
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.training import TrainSession, build, primitives

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nxdt_core.distributed.environment import Place, first_host, place_from_environment
+from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.distributed.slurm import first_host
 from nxdt_core.distributed.store import connect_store
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.errors.ranks import (
@@ -26,6 +27,7 @@ from nxdt_core.launch.messages import Done, Down, End, Failure, Hello, Stop, dec
 from nxdt_core.launch.node import node_from_environment
 from nxdt_core.launch.root_cause import decide
 from nxdt_core.launch.supervisor import Supervisor
+from nxdt_core.protocols.launcher import Place
 from nxdt_core.testing.ranks import RankPool, process_group
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.signals import StopSignals
