@@ -239,7 +239,9 @@ def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> N
 
 
 def _command_line(name: str, values: dict[str, Any]) -> str:
-    words = ["nxdt", "launch", name, values["source"], *values["overrides"]]
+    from nxdt_core.config.secrets.command_line import drop_replaced
+
+    words = ["nxdt", "launch", name, values["source"], *drop_replaced(values["overrides"])]
     words += [f"--nodes={values['nodes']}"] if values["nodes"] is not None else []
     words += [f"--cluster={values['cluster']}"] if values["cluster"] is not None else []
     for key, value in values.items():

@@ -14,7 +14,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.resolve.bind import read_part
 from nxdt_core.config.resolve.interpolation import interpolate
 from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.secrets.command_line import shown_words
+from nxdt_core.config.secrets.command_line import drop_replaced, shown_words
 from nxdt_core.config.sources.files import read_source
 from nxdt_core.config.sources.node import MASK, Node
 from nxdt_core.config.sources.overrides import COMMAND_LINE
@@ -109,7 +109,7 @@ def prepare(
     if nodes is not None and in_file is not None and nodes != in_file:
         raise ClusterHasOtherNodes(path=str(cluster), found=in_file, wanted=nodes)
     nodes = in_file if nodes is None else nodes
-    words = (*overrides, *([] if nodes is None else [f"trainer.num_nodes={nodes}"]))
+    words = (*drop_replaced(overrides), *([] if nodes is None else [f"trainer.num_nodes={nodes}"]))
     config = load(source, words)
     _check_devices(config, options, cluster)
     job = _job(config, words, options, directory, command_line)

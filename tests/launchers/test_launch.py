@@ -168,6 +168,16 @@ def test_what_cannot_be_launched_is_refused_before_anything_is_written(launch, t
     assert (tmp_path / "taken/job.sbatch").read_text() == "mine"
 
 
+def test_references_in_lists_and_addresses_are_written_as_they_were_typed(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("PASSWORD", "canary-4711-value")
+    reference = 'exp_manager.loggers=[{name: mlflow, tracking_uri: "https://me:${oc.env:PASSWORD}@host:1"}]'
+    literal = "exp_manager.loggers=[{name: wandb, notes: canary-4711-value}]"
+    assert (done := launch("slurm", "recipe:llama-tiny", literal, reference)).returncode == 0, done.stderr
+    script = (tmp_path / "launch/llama-tiny/job.sbatch").read_text()
+    assert script.count("${oc.env:PASSWORD}") == 2
+    assert "canary" not in script
+
+
 def test_the_same_command_again_writes_the_same_and_force_replaces(launch, tmp_path):
     words = ("slurm", "recipe:llama-tiny")
     assert [launch(*words).returncode for _ in range(2)] == [0, 0]

@@ -19,18 +19,26 @@ _CREDENTIALS = re.compile(f"{_SCHEME}//{_USER}")
 _SHOWN = re.compile(f"{_SCHEME}//?{_USER}")
 """In messages: an address that was taken for a path has one slash less."""
 
+_REFERENCE = re.compile(r"(?:[^:@{}$]*:)?\$\{oc\.env:\w+\}@")
+"""Credentials whose secret part is a reference to a variable, after a user name that may be literal."""
+
 _WORD = re.compile(r"[^\s'\"]+")
 """Text that may contain an address."""
 
 
 def without_credentials(text: str) -> str:
-    """Return the text with credentials of the addresses in it masked."""
+    """Return the text with credentials of the addresses in it masked; references to variables stay."""
     return _WORD.sub(lambda word: _masked(word[0]), text) if ":/" in text else text
 
 
 def _masked(word: str) -> str:
     searched, at, rest = word.rpartition("@")  # behind it, each search would reach the end in vain
-    return _SHOWN.sub(rf"\g<scheme>://{MASK}@", searched + at) + rest
+    return _SHOWN.sub(_without_secret, searched + at) + rest
+
+
+def _without_secret(found: re.Match[str]) -> str:
+    user = found[0].partition("/")[2].lstrip("/")
+    return found[0] if _REFERENCE.fullmatch(user) else f"{found['scheme']}://{MASK}@"
 
 
 def hide_credentials(tree: Node) -> tuple[Node, list[ConfigProblem]]:

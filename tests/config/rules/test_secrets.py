@@ -7,7 +7,7 @@ import yaml
 
 from nxdt_core import config
 from nxdt_core.config.secrets.addresses import without_credentials
-from nxdt_core.config.secrets.command_line import shown_words
+from nxdt_core.config.secrets.command_line import drop_replaced, shown_words
 from nxdt_core.config.secrets.messages import Redaction
 from nxdt_core.config.sources.node import MASK
 from nxdt_core.errors.configuration import ConfigError
@@ -147,6 +147,29 @@ def test_command_lines_are_written_without_secrets(load, good):
     words = shown_words(resolved, ["nxdt", "train", "run.yaml", *resolved.overrides])
     assert words[3:] == [f"exp_manager.loggers={MASK}", "name=${oc.env:NXDT_CANARY}", "seed=3"]
     assert CANARY not in resume_command(resolved, 5)
+
+
+def test_an_override_that_a_later_one_replaces_is_not_written(load, good):
+    replaced, kept = LITERAL, "exp_manager.loggers=[]"
+    resolved = load(good, replaced, "trainer={max_steps: 3}", kept, "trainer={max_steps: 4}")
+    words = ["nxdt", "train", *resolved.overrides]
+    assert shown_words(resolved, words)[2:] == [f"exp_manager.loggers={MASK}", words[3], kept, words[5]]
+    assert drop_replaced(words) == [*words[:2], *words[3:]]
+
+
+@pytest.mark.parametrize(
+    ("user", "kept"),
+    [
+        ("${oc.env:TOKEN}", True),
+        ("me:${oc.env:TOKEN}", True),
+        ("me:start-${oc.env:TOKEN}", False),
+        ("canary-4711:${oc.env:TOKEN}@canary", False),
+        ("${oc.env:USER}:canary-4711", False),
+    ],
+)
+def test_a_reference_in_an_address_stays_as_it_was_typed(user, kept):
+    text = f"[{{address: 'https://{user}@host/path'}}]"
+    assert without_credentials(text) == (text if kept else f"[{{address: 'https://{MASK}@host/path'}}]")
 
 
 def test_a_redaction_replaces_values_within_text(load, good):
