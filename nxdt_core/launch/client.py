@@ -120,7 +120,11 @@ class Client:
         self._ended.wait(_SHUTDOWN_S)
         if self._down is not None:
             return self._down.status, self._down.cause
-        return (0 if self._end is None else self._end.status), None
+        if self._end is not None:
+            return self._end.status, None
+        if self._ended.is_set():  # the connection broke, and no message said why
+            return RankDied.exit_status, f"the launcher on {self._supervisor.host}, of node 0, died"
+        return 0, None
 
     def ask_to_stop(self, signal: int, *, urgent: bool) -> None:
         """Let the supervisor stop all ranks, or end them at once if ``urgent``."""
