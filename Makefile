@@ -32,6 +32,8 @@ NXD_VENV ?= .torch/nxd-$(notdir $(PYTHON))
 NXD_TESTS := plugins/engines/nxd/tests
 NXD_RUN = NXD_CPU_MODE=1 PJRT_DEVICE=CPU PYTHONPATH="$(abspath $(NXD))/src:$(CURDIR)/$(NXD_TESTS)/stand_ins" $(NXD_VENV)/bin/python
 
+# Without what `make accelerator` runs, and a plugin file that others use.
+BENCHMARKS := $(filter-out benchmarks/accelerator/% %/__init__.py %/step_clock.py,$(wildcard benchmarks/*/*.py))
 # Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`, or of check-wheels; further wheels for accelerator-bundle.
 ARGS ?=
 EXTRAS ?=
@@ -105,7 +107,7 @@ offers: $(STAMP)
 	$(BIN)/python scripts/readme.py
 
 bench: $(STAMP)
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 accelerator: $(STAMP)
 	$(BIN)/python benchmarks/accelerator_day.py --out accelerator_day $(ARGS)

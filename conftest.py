@@ -18,7 +18,7 @@ from tests.sampling import DEFAULT, resolve, takes_all
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the hundreds of processes compiles the package once more
 sys.dont_write_bytecode = False
-os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/test_encodings.py tries other encodings
+os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/terminal/test_encodings.py tries others
 locale.setlocale(locale.LC_ALL, "")
 
 pytest_plugins = ["nxdt_plugin_s3.testing.server"]

@@ -1,8 +1,8 @@
 """What this process has got done so far, as evidence that it is not hung. Torch-free.
 
 Long work reports each piece that it finishes: a training step, a batch of a validation, a block of a file. In a run of
-many ranks the supervisor hears of it (:mod:`nxdt_core.launch.heartbeat`); elsewhere no process does, and the
-reports cost an addition.
+many ranks the supervisor hears of it (:mod:`nxdt_core.launch.supervision.heartbeat`); elsewhere no process does, and
+the reports cost an addition.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python scripts/gallery.py runs [NAME...]  train these and write docs/gallery/NAME.csv and docs/gallery/runs.json
     python scripts/gallery.py plans           write docs/gallery/plans.json
 
-``scripts/docs_gallery.py`` writes the pages from these files. A test fails where a recipe has no plan, or where its
-configuration has changed since it was planned.
+``scripts/docs_site/gallery.py`` writes the pages from these files. A test fails where a recipe has no plan, or where
+its configuration has changed since it was planned.
 """
 
 from __future__ import annotations

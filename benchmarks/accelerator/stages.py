@@ -24,7 +24,14 @@ class Stage:
 
 
 def _stage(name: str, group: str, work: str, minutes: float, *, default: bool = True, **options: object) -> Stage:
-    return Stage(name=name, group=group, work=f"accelerator.{work}", minutes=minutes, default=default, options=options)
+    return Stage(
+        name=name,
+        group=group,
+        work=f"accelerator.measurements.{work}",
+        minutes=minutes,
+        default=default,
+        options=options,
+    )
 
 
 STAGES: Sequence[Stage] = (

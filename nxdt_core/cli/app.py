@@ -33,7 +33,7 @@ COMMANDS = {
         target="nxdt_core.cli.launch:launch", summary="Write the job of a run for a cluster, and submit it."
     ),
     "plan": LazyCommand(
-        target="nxdt_core.cli.plan:plan",
+        target="nxdt_core.cli.plan.command:plan",
         summary="Estimate the memory, traffic and time of a run, without its devices.",
     ),
     "env": LazyCommand(
@@ -56,7 +56,7 @@ COMMANDS = {
         target="nxdt_core.cli.config.commands:config", summary="Check, show and describe configurations."
     ),
     "recipes": LazyCommand(target="nxdt_core.cli.recipes:recipes", summary="List and print ready-made runs."),
-    "plugins": LazyCommand(target="nxdt_core.cli.plugins:plugins", summary="List, inspect and pin plugins."),
+    "plugins": LazyCommand(target="nxdt_core.cli.plugins.commands:plugins", summary="List, inspect and pin plugins."),
     "checkpoint": LazyCommand(
         target="nxdt_core.cli.checkpoint:checkpoint",
         summary="List, check, compare, copy, export and import checkpoints.",

@@ -15,7 +15,7 @@ from nxdt_core.engines.compile_cache import check_torch_folder
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.launch.client import Client
+    from nxdt_core.launch.supervision.client import Client
     from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
 
 __all__ = ["compile_ahead"]

@@ -14,7 +14,7 @@ from nxdt_core.errors import NxdtError
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.launch.client import Client
+    from nxdt_core.launch.supervision.client import Client
 
 __all__ = ["train"]
 

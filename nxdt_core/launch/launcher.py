@@ -26,13 +26,13 @@ from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.clusters import NodeAlreadyJoined
 from nxdt_core.errors.ranks import RankDied, RanksMissing
-from nxdt_core.launch import rendezvous
 from nxdt_core.launch.agent import run_ranks
-from nxdt_core.launch.client import Client
 from nxdt_core.launch.node import Node, node_from_environment
 from nxdt_core.launch.restarts import is_restarted
-from nxdt_core.launch.root_cause import INTERRUPTION
-from nxdt_core.launch.supervisor import Supervisor
+from nxdt_core.launch.supervision import rendezvous
+from nxdt_core.launch.supervision.client import Client
+from nxdt_core.launch.supervision.root_cause import INTERRUPTION
+from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.protocols.launcher import Place
 
 __all__ = ["Outcome", "launch"]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero
-from nxdt_core.launch import rendezvous
-from nxdt_core.launch.client import Client
-from nxdt_core.launch.root_cause import INTERRUPTION, RootCause
-from nxdt_core.launch.supervisor import Supervisor
+from nxdt_core.launch.supervision import rendezvous
+from nxdt_core.launch.supervision.client import Client
+from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause
+from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.visible_text import visible
 

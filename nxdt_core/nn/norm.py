@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
 
     Accelerators have a fused kernel for it. On the CPU torch composes it of eight operations that each read and write
     the whole activation, so full-precision tensors take :class:`_FewPasses` there: forward and backward cost
-    0.44 of the composition's time at size 64 and 0.35 from 256 on (``benchmarks/models.py --parts``).
+    0.44 of the composition's time at size 64 and 0.35 from 256 on (``benchmarks/models/forward_backward.py --parts``).
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nxdt_core.primitives import lightning, parallel_layers, parallel_state
-    from nxdt_core.primitives.checkpoints import (
+    from nxdt_core.primitives.config import NxDConfig, neuronx_distributed_config
+    from nxdt_core.primitives.files.tags import (
         finalize_checkpoint,
         has_checkpoint,
         load_checkpoint,
         save_checkpoint,
     )
-    from nxdt_core.primitives.config import NxDConfig, neuronx_distributed_config
     from nxdt_core.primitives.lightning import (
         NeuronLTModule,
         NeuronTensorBoardLogger,
@@ -65,13 +65,13 @@ _HOME = {
     "NxDConfig": "config",
     "NxDModel": "model",
     "NxDOptimizer": "optimizer",
-    "finalize_checkpoint": "checkpoints",
-    "has_checkpoint": "checkpoints",
+    "finalize_checkpoint": "files.tags",
+    "has_checkpoint": "files.tags",
     "initialize_parallel_model": "model",
     "initialize_parallel_optimizer": "optimizer",
-    "load_checkpoint": "checkpoints",
+    "load_checkpoint": "files.tags",
     "neuronx_distributed_config": "config",
-    "save_checkpoint": "checkpoints",
+    "save_checkpoint": "files.tags",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any

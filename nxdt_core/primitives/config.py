@@ -14,7 +14,7 @@ from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.primitives import ArgumentMeansNothing, WorldDoesNotDivide
 from nxdt_core.primitives.arguments import binds, expect
-from nxdt_core.primitives.plan import RECOMPUTED, PlanWishes
+from nxdt_core.primitives.module.plan import RECOMPUTED, PlanWishes
 from nxdt_core.protocols.parallel.called import CalledEngine
 from nxdt_core.training.session import TrainSession, start_engine
 
@@ -286,7 +286,7 @@ def _run(nxd_config: NxDConfig, world_size: int) -> dict[str, Any]:
     run: dict[str, Any] = {
         "name": "nxd-core",
         "seed": _SEED,
-        "plugins": {"local": [str(Path(__file__).with_name("component.py"))]},
+        "plugins": {"local": [str(Path(__file__).parent / "module" / "component.py")]},
         "parallel_engine": {"name": "torch"},
         "trainer": {"devices": world_size, "num_nodes": 1, "max_steps": 1 << 40, "gradient_clip_val": None},
         "data": {

@@ -26,10 +26,10 @@ from nxdt_core.checkpoint import Manifest
 from nxdt_core.errors.primitives import ArgumentMeansNothing
 from nxdt_core.errors.training import TrainerArgumentsIgnored
 from nxdt_core.primitives.arguments import binds, expect
-from nxdt_core.primitives.calls import loss_in
-from nxdt_core.primitives.checkpoints import content_of, restore
 from nxdt_core.primitives.config import NxDConfig, config_of, current_config, neuronx_distributed_config
+from nxdt_core.primitives.files.tags import content_of, restore
 from nxdt_core.primitives.model import initialize_parallel_model
+from nxdt_core.primitives.module.calls import loss_in
 from nxdt_core.primitives.optimizer import NxDOptimizer, initialize_parallel_optimizer
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build

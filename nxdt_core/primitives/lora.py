@@ -13,7 +13,7 @@ from nxdt_core.engines.weights import draw_piece
 from nxdt_core.errors.primitives import ArgumentMeansNothing
 from nxdt_core.kernel import Kernel
 from nxdt_core.primitives.arguments import binds, expect
-from nxdt_core.primitives.plan import PlanWishes, plan_of
+from nxdt_core.primitives.module.plan import PlanWishes, plan_of
 
 __all__ = ["LoRAModel", "LoraConfig"]
 

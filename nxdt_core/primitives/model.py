@@ -17,11 +17,11 @@ from nxdt_core.errors.primitives import (
     PipelineNeedsRunTrain,
 )
 from nxdt_core.primitives.arguments import TakenArguments, binds, expect
-from nxdt_core.primitives.builder import ModuleBuilder
-from nxdt_core.primitives.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
 from nxdt_core.primitives.config import NxDConfig, config_of
 from nxdt_core.primitives.current import set_current_model
-from nxdt_core.primitives.plan import plan_of
+from nxdt_core.primitives.module.builder import ModuleBuilder
+from nxdt_core.primitives.module.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
+from nxdt_core.primitives.module.plan import plan_of
 from nxdt_core.protocols.parallel.called import CalledModel
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement

@@ -1,6 +1,7 @@
 """NxD Core's ``parallel_layers``: tensor parallel layers, the loss, clipping, files of ranks, and a rank's place."""
 
 from nxdt_core.primitives import parallel_state
+from nxdt_core.primitives.files.rank_files import load, save
 from nxdt_core.primitives.layers import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -9,7 +10,6 @@ from nxdt_core.primitives.layers import (
     clip_grad_norm,
     parallel_cross_entropy,
 )
-from nxdt_core.primitives.rank_files import load, save
 
 __all__ = [
     "ColumnParallelLinear",

@@ -9,7 +9,7 @@ import torch
 
 from nxdt_core.errors.primitives import ArgumentMeansNothing, NotOfThisModel
 from nxdt_core.primitives.arguments import binds
-from nxdt_core.primitives.checkpoints import load_checkpoint, save_checkpoint
+from nxdt_core.primitives.files.tags import load_checkpoint, save_checkpoint
 from nxdt_core.primitives.model import NxDModel
 from nxdt_core.primitives.optimizer import NxDOptimizer, core_optimizer
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from accelerator.bundle import missing
-from accelerator.correctness import marked_tests
 from accelerator.driver import Day
 from accelerator.forks import Forks
+from accelerator.measurements.correctness import marked_tests
 from accelerator.results import Results, read_rows, table
 from accelerator.stages import STAGES, Stage, chosen
 from accelerator_bundle import closure

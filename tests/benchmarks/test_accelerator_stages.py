@@ -8,9 +8,9 @@ from importlib import import_module
 import pytest
 import torch
 from accelerator.bench import Bench
+from accelerator.measurements.traces import summarise
 from accelerator.results import read_rows
 from accelerator.stages import STAGES
-from accelerator.traces import summarise
 
 from tests.sampling import sampled, takes_all
 

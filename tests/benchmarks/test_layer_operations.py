@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import layer_operations
+from benchmarks.models import layer_operations
 
 
 def test_a_layer_needs_no_more_kernels_and_memory_than_that_of_transformers(capsys):

@@ -11,7 +11,7 @@ from tests.sampling import slow
 
 pytest.importorskip("nxdt_plugin_llama", reason="nxdt-plugin-llama is not installed")
 
-SOLO = Path(__file__).parents[1] / "testing/solo_parts.py"
+SOLO = Path(__file__).parents[1] / "testing/mutants/solo_parts.py"
 RUN = ("recipe:llama-tiny", "trainer.accelerator=cpu", "model.num_layers=1", "exp_manager.exp_dir=runs")
 COMPILED = (*RUN, "model.compile=true")
 TWO = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")

@@ -28,9 +28,9 @@ from nxdt_core.kernel.hookspecs import PHASES
 from tests.packaging.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import docs_api
 import gallery
 import public_api
+from docs_site import api
 
 HOOKS = [hook for phase in PHASES for hook in phase.__all__]
 
@@ -150,7 +150,7 @@ def test_every_stable_name_has_a_section_in_the_python_api(site):
     modules = [(name, path) for name, path in public_api.modules().items() if public_api.is_public(name, stable)]
     text = "".join(path.read_text() for path in site.glob("reference/api/*/index.html"))
     places, names = set(re.findall(r'id="([^"]+)"', text)), set(re.findall(r"<td><code>(\w+)</code></td>", text))
-    public = {f"{name}.{each}" for name, path in modules for each in docs_api.public_names(ast.parse(path.read_text()))}
+    public = {f"{name}.{each}" for name, path in modules for each in api.public_names(ast.parse(path.read_text()))}
     assert len(public) > 500
     described = {each for each in public if each in places or each.rpartition(".")[2] in names}
     assert public - described == set()

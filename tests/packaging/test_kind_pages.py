@@ -6,38 +6,38 @@ import pytest
 import yaml
 
 from nxdt_core.api import KINDS
-from scripts import docs_kinds
+from scripts.docs_site import kinds
 from tests.packaging.conftest import ROOT
 
-PAGES = {kind.name: ROOT / "docs" / docs_kinds.FOLDER / f"{docs_kinds.page_of(kind.name)}.md" for kind in KINDS}
+PAGES = {kind.name: ROOT / "docs" / kinds.FOLDER / f"{kinds.page_of(kind.name)}.md" for kind in KINDS}
 OF_EVERY_PLUGIN = ("README.md", "pyproject.toml", "tests/test_plugin.py", "py.typed", ".gitignore", "test.yml")
 
 
 def test_every_kind_has_a_page_and_every_page_a_kind():
     assert sorted(path.name for path in PAGES.values()) == sorted(
-        path.name for path in (ROOT / "docs" / docs_kinds.FOLDER).iterdir()
+        path.name for path in (ROOT / "docs" / kinds.FOLDER).iterdir()
     )
     navigation = yaml.dump(
         yaml.unsafe_load((ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("\nval")[0])
     )
-    assert [path.name for path in PAGES.values() if f"{docs_kinds.FOLDER}/{path.name}" not in navigation] == []
+    assert [path.name for path in PAGES.values() if f"{kinds.FOLDER}/{path.name}" not in navigation] == []
 
 
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_page_shows_the_files_of_a_new_plugin(kind):
-    page = docs_kinds.page_of(kind)
-    text = docs_kinds.expanded(page, PAGES[kind].read_text())
+    page = kinds.page_of(kind)
+    text = kinds.expanded(page, PAGES[kind].read_text())
     assert "[[" not in re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert f"nxdt plugins new {page} my-{page}\n" in text
-    files = docs_kinds.repository(page)
+    files = kinds.repository(page)
     own = {path: source for path, source in files.items() if not path.endswith(OF_EVERY_PLUGIN)}
     assert len(own) >= 3
     assert [path for path, source in own.items() if source.strip() not in text] == []
-    assert docs_kinds.protocol_source(kind) in text
+    assert kinds.protocol_source(kind) in text
 
 
 def test_the_requirements_of_a_page_are_those_of_the_kit():
-    found = {kind: docs_kinds.requirements(kind) for kind in PAGES}
+    found = {kind: kinds.requirements(kind) for kind in PAGES}
     assert "a resumed run has the factors of one that was not stopped" in found["lr_scheduler"]
     without = {kind for kind, names in found.items() if not names}
     assert without == {"config_migration", "metric", "task_suite", "device_profile", "launcher"}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.adapter_mutants import MUTANTS
+from tests.testing.mutants.adapter import MUTANTS
 from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
 
-FILE = Path(__file__).with_name("adapter_mutants.py")
+FILE = Path(__file__).parent / "mutants/adapter.py"
 NAMES, OWN = "test_the_base_keeps_its_names_and_shapes", "test_only_its_own_parameters_train"
 FIRST, MOVES = "test_it_changes_nothing_at_first", "test_training_moves_its_own_parameters_and_no_others"
 LOADED = "test_weights_that_are_loaded_compute_what_was_saved"

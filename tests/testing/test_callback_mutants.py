@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.sampling import takes_all
-from tests.testing.callback_mutants import MUTANTS
+from tests.testing.mutants.callback import MUTANTS
 from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
 
-FILE = Path(__file__).with_name("callback_mutants.py")
+FILE = Path(__file__).parent / "mutants/callback.py"
 IS_ONE, SAME = "test_it_is_a_callback_of_lightning", "test_a_run_with_it_has_the_losses_of_one_without"
 RESUMED = "test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped"
 STATE, THREAD = "test_its_state_comes_back", "test_it_leaves_no_thread"

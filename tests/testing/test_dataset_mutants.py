@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.testing.dataset_contract import DatasetContract
-from tests.testing.dataset_mutants import MUTANTS, ByIndex, InOrder
+from tests.testing.mutants.dataset import MUTANTS, ByIndex, InOrder
 from tests.testing.outcomes import Outcomes, run_contract
 
-FILE = Path(__file__).with_name("dataset_mutants.py")
+FILE = Path(__file__).parent / "mutants/dataset.py"
 RIGHT = (ByIndex.__name__, InOrder.__name__)
 CAUGHT_BY = {
     "HasNoFingerprint": "test_it_has_the_members_of_a_protocol",

@@ -14,7 +14,7 @@ from nxdt_core.testing.engine_contract import EngineContract
 from tests.sampling import takes_all
 from tests.testing.outcomes import Outcomes, run_contract
 
-SOLO = Path(__file__).with_name("solo_parts.py")
+SOLO = Path(__file__).parent / "mutants/solo_parts.py"
 
 
 class TestTorch(EngineContract):
@@ -34,7 +34,7 @@ class TestSolo(EngineContract):
     plugins = (str(SOLO),)
 
 
-FILE = Path(__file__).with_name("engine_mutants.py")
+FILE = Path(__file__).parent / "mutants/engine.py"
 LOOP = "test_it_trains_as_a_loop_of_plain_torch_does"
 SETTING = "test_a_setting_is_carried_out_or_refused"
 CAUGHT_BY = {
@@ -74,6 +74,6 @@ def test_the_contract_catches(outcomes: Outcomes, mutant: str, test: str) -> Non
 
 
 def test_every_mutant_is_caught_by_a_test() -> None:
-    from tests.testing.engine_mutants import MUTANTS
+    from tests.testing.mutants.engine import MUTANTS
 
     assert MUTANTS.keys() == CAUGHT_BY.keys()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.testing.checkpoint_format_contract import CheckpointFormatContract
-from tests.testing.format_mutants import MUTANTS, Acme
+from tests.testing.mutants.format import MUTANTS, Acme
 from tests.testing.outcomes import Outcomes, run_contract
 
-FILE = Path(__file__).with_name("format_mutants.py")
+FILE = Path(__file__).parent / "mutants/format.py"
 RIGHT = (Acme.__name__,)
 CAUGHT_BY = {
     "HasNoStep": "test_it_has_the_members_of_the_protocol",

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.logger_mutants import MUTANTS
+from tests.testing.mutants.logger import MUTANTS
 from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
 
-FILE = Path(__file__).with_name("logger_mutants.py")
+FILE = Path(__file__).parent / "mutants/logger.py"
 IS_ONE, LOSSES = "test_it_is_a_logger_of_lightning", "test_it_has_the_losses_of_each_step_and_changes_none"
 CAUGHT_BY = {
     "Right": set(),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.lr_scheduler_mutants import MUTANTS
+from tests.testing.mutants.lr_scheduler import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
 
-FILE = Path(__file__).with_name("lr_scheduler_mutants.py")
+FILE = Path(__file__).parent / "mutants/lr_scheduler.py"
 FINITE, END = "test_every_step_has_a_finite_factor", "test_steps_after_the_end_have_a_factor"
 ONE, RESUMED = "test_a_step_has_one_factor", "test_a_resumed_run_has_the_factors_of_one_that_was_not_stopped"
 APART = "test_schedules_of_two_runs_share_nothing"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.model_mutants import MUTANTS
+from tests.testing.mutants.model import MUTANTS
+from tests.testing.mutants.small_model import SmallBuilder
 from tests.testing.outcomes import Outcomes, run_contract
-from tests.testing.small_model import SmallBuilder
 
-FILE = Path(__file__).with_name("model_mutants.py")
+FILE = Path(__file__).parent / "mutants/model.py"
 RIGHT = SmallBuilder.__name__
 LAYOUT = "test_it_trains_in_a_layout_as_in_one_process"
 CAUGHT_BY = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.objective_mutants import MUTANTS
+from tests.testing.mutants.objective import MUTANTS
 from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
 
-FILE = Path(__file__).with_name("objective_mutants.py")
+FILE = Path(__file__).parent / "mutants/objective.py"
 MEMBERS = "test_it_has_the_members_of_the_protocol"
 KNOWN, PARTS = "test_the_weight_is_known_before_the_forward_pass", "test_micro_batches_add_up_to_the_batch"
 BLANK, PACKED = "test_a_blank_sample_weighs_nothing", "test_packed_documents_count_as_padded_ones"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.optimizer_mutants import MUTANTS
+from tests.testing.mutants.optimizer import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
 
-FILE = Path(__file__).with_name("optimizer_mutants.py")
+FILE = Path(__file__).parent / "mutants/optimizer.py"
 GROUPS, MOVES = "test_it_has_the_groups_that_it_was_given", "test_a_step_moves_every_parameter_that_has_a_gradient"
 RATE, DECAY = "test_the_rate_is_that_of_the_group_at_each_step", "test_a_group_without_decay_does_not_decay"
 EXACT, STATE = "test_updates_in_float32_are_near_those_in_float64", "test_state_is_kept_by_parameter_alone"

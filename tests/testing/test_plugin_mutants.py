@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.sampling import takes_all
+from tests.testing.mutants.plugin import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
-from tests.testing.plugin_mutants import MUTANTS
 
-FILE = Path(__file__).with_name("plugin_mutants.py")
+FILE = Path(__file__).parent / "mutants/plugin.py"
 USABLE, ELSE = "test_it_is_usable", "test_its_entry_module_changes_nothing_else"
 CAUGHT_BY = {
     "Right": set(),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.mutants.precision import MUTANTS
 from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
-from tests.testing.precision_mutants import MUTANTS
 
-FILE = Path(__file__).with_name("precision_mutants.py")
+FILE = Path(__file__).parent / "mutants/precision.py"
 KNOWN, AGREE = "test_it_is_a_policy_of_known_dtypes", "test_its_dtypes_agree"
 NEEDED = "test_the_record_requires_what_the_policy_needs"
 TRAINS, SMALL = "test_it_trains_as_float32_does", "test_small_updates_are_not_lost"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.mutants.tokenizer import MUTANTS
 from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
-from tests.testing.tokenizer_mutants import MUTANTS
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-FILE = Path(__file__).with_name("tokenizer_mutants.py")
+FILE = Path(__file__).parent / "mutants/tokenizer.py"
 MEMBERS = "test_it_has_the_members_of_the_protocol"
 BACK, IDS = "test_a_text_comes_back", "test_ids_are_plain_and_below_the_vocabulary_size"
 BATCH, NO_SPECIALS = "test_a_batch_equals_its_texts", "test_texts_get_no_special_tokens"

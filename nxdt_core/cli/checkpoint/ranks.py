@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from nxdt_core.launch.client import Client
+    from nxdt_core.launch.supervision.client import Client
     from nxdt_core.protocols.parallel.ranks import RankAgreement
 
 __all__ = ["on_all_ranks"]

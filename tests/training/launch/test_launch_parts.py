@@ -23,10 +23,10 @@ from nxdt_core.errors.ranks import (
     OutOfMemory,
     PortTaken,
 )
-from nxdt_core.launch.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.launch.node import node_from_environment
-from nxdt_core.launch.root_cause import decide
-from nxdt_core.launch.supervisor import Supervisor
+from nxdt_core.launch.supervision.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
+from nxdt_core.launch.supervision.root_cause import decide
+from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.testing.ranks import RankPool, process_group
 from nxdt_core.training.callbacks.console import Console

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from nxdt_plugin_nxd.errors import PlanNotExpressible
-from nxdt_plugin_nxd.placement import Place
-from nxdt_plugin_nxd.translation import Translation, translate
+from nxdt_plugin_nxd.layout.placement import Place
+from nxdt_plugin_nxd.layout.translation import Translation, translate
 from torch import nn
 
 from nxdt_core.config import load

@@ -20,6 +20,6 @@ def nxdt_parallel_engines() -> list[EngineComponent]:
             target="nxdt_plugin_nxd.engine:NxdEngine",
             summary="neuronx-distributed and torch-xla, on Trainium with SDKs up to 2.31",
             capabilities=_CAPABILITIES,
-            rules="nxdt_plugin_nxd.rules:find_impossible_layouts",
+            rules="nxdt_plugin_nxd.layout.rules:find_impossible_layouts",
         )
     ]

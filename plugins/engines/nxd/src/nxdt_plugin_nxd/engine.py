@@ -19,17 +19,17 @@ from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
 from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_plugin_nxd.compile_cache import ahead_of, check_cache
-from nxdt_plugin_nxd.environment import apply_environment, variables_of
 from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
-from nxdt_plugin_nxd.hardware import Machine, check_layout, machine_of_product, position_of
-from nxdt_plugin_nxd.lazy_device import end_of_step, join_processes, lazy_device
+from nxdt_plugin_nxd.layout.placement import Place
 from nxdt_plugin_nxd.library import computes_on_host, load_library, platform
-from nxdt_plugin_nxd.placement import Place
+from nxdt_plugin_nxd.neuron.compile_cache import ahead_of, check_cache
+from nxdt_plugin_nxd.neuron.environment import apply_environment, variables_of
+from nxdt_plugin_nxd.neuron.hardware import Machine, check_layout, machine_of_product, position_of
+from nxdt_plugin_nxd.neuron.lazy_device import end_of_step, join_processes, lazy_device
 
 if TYPE_CHECKING:
-    from nxdt_plugin_nxd.model import NxdModel
-    from nxdt_plugin_nxd.optimizer import NxdOptimizer
+    from nxdt_plugin_nxd.training.model import NxdModel
+    from nxdt_plugin_nxd.training.optimizer import NxdOptimizer
 
 __all__ = ["NxdEngine"]
 
@@ -126,16 +126,16 @@ class NxdEngine:
         """
         from neuronx_distributed.parallel_layers import parallel_state
 
-        from nxdt_plugin_nxd import layout
-        from nxdt_plugin_nxd.global_batch import Surroundings
-        from nxdt_plugin_nxd.model import NxdModel
+        from nxdt_plugin_nxd.layout import stages
+        from nxdt_plugin_nxd.training.global_batch import Surroundings
+        from nxdt_plugin_nxd.training.model import NxdModel
 
         fixed_shapes = not profile_of(self.device).host
-        stage = layout.lay_out(builder, self.place, self._run, precision, adapters, fixed_shapes=fixed_shapes)
+        stage = stages.lay_out(builder, self.place, self._run, precision, adapters, fixed_shapes=fixed_shapes)
         copies = max((shard.copies for shard in stage.shards.values()), default=1)
         if max(self.ranks.all_gather_object(copies)) > 1:  # a stage may have no attention
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)
-        layout.materialise(stage, self.place, self.device, seed=seed, base=materialise)
+        stages.materialise(stage, self.place, self.device, seed=seed, base=materialise)
         sizes = self._sizes
         around = Surroundings(
             device=self.device,
@@ -160,7 +160,7 @@ class NxdEngine:
         Raises:
             ParameterGroupEmpty: a pattern of ``model.optim.param_groups`` chooses no parameter on any rank.
         """
-        from nxdt_plugin_nxd.optimizer import NxdOptimizer
+        from nxdt_plugin_nxd.training.optimizer import NxdOptimizer
 
         overrides = self._run.model.optim.param_groups
         own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -37,7 +37,7 @@ def exchanged(tensor: torch.Tensor, *, split_dimension: int, concat_dimension: i
 def way(*, on_host: bool) -> list[torch.Tensor]:
     """Outputs and gradients by the exchange for the host, or by the library's."""
     from neuronx_distributed.parallel_layers import mappings
-    from nxdt_plugin_nxd import layers
+    from nxdt_plugin_nxd.layout import layers
 
     layers.computes_on_host = lambda: on_host
     mappings.xm.all_to_all = exchanged

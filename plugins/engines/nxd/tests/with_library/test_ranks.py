@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
-from nxdt_plugin_nxd.hardware import machine_of_product, position_of
-from nxdt_plugin_nxd.placement import Place
+from nxdt_plugin_nxd.layout.placement import Place
+from nxdt_plugin_nxd.neuron.hardware import machine_of_product, position_of
 
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 

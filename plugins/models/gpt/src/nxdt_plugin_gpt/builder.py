@@ -11,8 +11,8 @@ from nxdt_core.models.initialisation import residual_init_rules
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_plugin_gpt import hf
 from nxdt_plugin_gpt.config import GPTConfig
+from nxdt_plugin_gpt.hf import exchange
 from nxdt_plugin_gpt.modeling import GPT
 from nxdt_plugin_gpt.plan import norms_of, plan_of
 
@@ -24,8 +24,8 @@ _RESIDUAL_WRITERS = ("layers.*.attention.o_proj.weight", "layers.*.mlp.down_proj
 class GPTBuilder:
     """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`."""
 
-    hf_architectures: ClassVar[tuple[str, ...]] = tuple(hf.FAMILIES)
-    hf_ignored: ClassVar[tuple[str, ...]] = hf.IGNORED
+    hf_architectures: ClassVar[tuple[str, ...]] = tuple(exchange.FAMILIES)
+    hf_ignored: ClassVar[tuple[str, ...]] = exchange.IGNORED
 
     def __init__(self, config: GPTConfig) -> None:
         """Check ``config``.
@@ -68,9 +68,9 @@ class GPTBuilder:
         return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=c.vocab_rows)
 
     def config_to_hf(self) -> dict[str, Any]:
-        """Return :func:`nxdt_plugin_gpt.hf.config_to_hf` of the configuration."""
-        return hf.config_to_hf(self.config)
+        """Return :func:`nxdt_plugin_gpt.hf.exchange.config_to_hf` of the configuration."""
+        return exchange.config_to_hf(self.config)
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """Return :func:`nxdt_plugin_gpt.hf.key_map` of the configuration."""
-        return hf.key_map(self.config)
+        """Return :func:`nxdt_plugin_gpt.hf.exchange.key_map` of the configuration."""
+        return exchange.key_map(self.config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_plugin_gpt.architecture import GPTArchitecture
-from nxdt_plugin_gpt.hf import config_from_hf, names_in_hf
+from nxdt_plugin_gpt.hf.exchange import config_from_hf, names_in_hf
 
 __all__ = ["GPTConfig"]
 

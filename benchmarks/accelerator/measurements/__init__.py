@@ -1,0 +1,1 @@
+"""What the stages of ``accelerator.stages`` measure, one module a group."""

@@ -1,0 +1,1 @@
+"""What a training step costs: hooks, the loop around it, the optimizer, layouts, compiled graphs."""

@@ -1,0 +1,1 @@
+"""``nxdt plan``: the command, its report and its search."""

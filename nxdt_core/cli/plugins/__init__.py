@@ -1,0 +1,1 @@
+"""``nxdt plugins``: the commands over installed plugins, their hooks and their versions."""

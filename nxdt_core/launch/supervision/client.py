@@ -1,0 +1,216 @@
+"""A process's connection to the supervisor: what it reports, and what ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from nxdt_core.distributed.flight_recorder import keep_record
+from nxdt_core.errors.ranks import RankDied, RankHung
+from nxdt_core.launch.supervision.heartbeat import Heartbeat, is_stopped, wake
+from nxdt_core.launch.supervision.messages import (
+    BeatReceived,
+    Done,
+    Down,
+    Dump,
+    Dumped,
+    End,
+    Failure,
+    FailureKind,
+    Hello,
+    Message,
+    Stop,
+    decode,
+    encode,
+)
+from nxdt_core.launch.supervision.rendezvous import SupervisorAddress
+from nxdt_core.launch.supervision.supervisor import keep_alive
+from nxdt_core.progress import PROGRESS
+from nxdt_core.protocols.launcher import Place
+
+__all__ = ["Client"]
+
+_SHUTDOWN_S = 10.0
+"""How long a rank that has reported its failure, or that it is done, waits to be ended."""
+_FLUSH_S = 1.0
+
+
+class Client:
+    """Reports the state of this process to the supervisor, and ends it with the others.
+
+    Args:
+        place: of this process; of a launcher, only ``host`` counts.
+        supervisor: where to connect to.
+        is_rank: whether this is a rank, which is ended with the others; a launcher is only informed.
+
+    Raises:
+        OSError: the supervisor does not answer.
+    """
+
+    def __init__(self, place: Place, supervisor: SupervisorAddress, *, is_rank: bool = True) -> None:
+        self.place = place
+        self.on_stop: Callable[[int], None] | None = None
+        """Takes the number of a signal; while it is None, a request to stop ends the run."""
+        self.store: object = None
+        """Kept alive: rank 0 may serve it to the others."""
+        self._supervisor = supervisor
+        self._is_rank = is_rank
+        self._end: End | None = None
+        self._down: Down | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._ended = threading.Event()
+        self._sending = threading.Lock()
+        self._connection = socket.create_connection((place.master_addr, supervisor.port))
+        keep_alive(self._connection)
+        self._send(Hello(token=supervisor.token, rank=place.rank if is_rank else None, host=place.host))
+        threading.Thread(target=self._listen, name="client", daemon=True).start()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other process of the run has read the configuration before: rank 0, without our launcher."""
+        return self.place.rank == 0 and self._supervisor.in_rank_zero
+
+    def watch(self, limit_s: float) -> None:
+        """Send heartbeats from now on, so that the supervisor finds out whether this rank hangs.
+
+        Args:
+            limit_s: seconds without progress after which it does.
+        """
+        keep_record()
+        PROGRESS.supervised = True
+        self._heartbeat = Heartbeat(
+            self.place,
+            self._send,
+            limit_s=limit_s,
+            on_silence=self._supervisor_hangs if self._supervisor.in_rank_zero and self.place.rank != 0 else None,
+        )
+        self._heartbeat.start()
+
+    def keep_stacks_in(self, run_dir: Path) -> None:
+        """Name the directory of the run, below which stacks are written if it hangs."""
+        if self._heartbeat is not None:
+            self._heartbeat.run_dir = run_dir
+
+    def fail(self, kind: FailureKind, text: str, status: int) -> NoReturn:
+        """Report a failure; the supervisor decides whose is printed, and this process ends with all others."""
+        self._send(self._failure(kind, text, status))
+        self._ended.wait(_SHUTDOWN_S)
+        _leave(status)
+
+    def done(self, status: int) -> int:
+        """Report that this rank is done, wait until all are, and return the process's exit status.
+
+        Under our launcher that is 0: its agent takes anything else for a failure, and the launcher knows ``status``.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._send(Done(rank=self.place.rank, status=status))
+        self._ended.wait()
+        return status if self._supervisor.in_rank_zero else 0
+
+    def outcome(self) -> tuple[int, str | None]:
+        """Return the exit status and why the run failed (None where it did not), once a launcher's ranks have ended."""
+        self._ended.wait(_SHUTDOWN_S)
+        if self._down is not None:
+            return self._down.status, self._down.cause
+        if self._end is not None:
+            return self._end.status, None
+        if self._ended.is_set():  # the connection broke, and no message said why
+            return RankDied.exit_status, f"the launcher on {self._supervisor.host}, of node 0, died"
+        return 0, None
+
+    def ask_to_stop(self, signal: int, *, urgent: bool) -> None:
+        """Let the supervisor stop all ranks, or end them at once if ``urgent``."""
+        self._send(Stop(signal=signal, urgent=urgent))
+
+    def _failure(self, kind: FailureKind, text: str, status: int) -> Failure:
+        return Failure(rank=self.place.rank, host=self.place.host, kind=kind, text=text, status=status)
+
+    def _send(self, message: Message) -> None:
+        try:
+            with self._sending:
+                self._connection.sendall(encode(message))
+        except OSError:  # the supervisor is gone, and the listening thread deals with that
+            self._ended.wait(_SHUTDOWN_S)
+
+    def _listen(self) -> None:
+        try:
+            for line in self._connection.makefile("rb"):
+                self._receive(decode(line))
+        except OSError:
+            pass  # a broken connection is a lost one
+        if self._is_rank and self._end is None:
+            self._lost()
+        self._ended.set()
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Stop():
+                take = self.on_stop
+                if take is None:
+                    self._send(self._failure("interrupt", "", 128 + message.signal))
+                else:
+                    take(message.signal)
+            case BeatReceived():
+                if self._heartbeat is not None:
+                    self._heartbeat.answered()
+            case Dump():
+                self._dump(message)
+            case End():
+                self._end = message
+                self._ended.set()
+            case Down() if self._is_rank:
+                _leave(message.status)
+            case Down():
+                self._down = message
+                self._ended.set()
+            case _:
+                raise ValueError(f"the supervisor sent {message}")
+
+    def _dump(self, message: Dump) -> None:
+        wake(message.silent.get(self.place.host, ()))
+        if self._heartbeat is not None:
+            self._send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
+
+    def _supervisor_hangs(self, silence_s: float) -> NoReturn:
+        """Rank 0, which has the supervisor, is silent; the lowest rank that is left reports it."""
+        assert self._heartbeat is not None
+        stacks = self._heartbeat.write_stacks()
+        time.sleep(1)  # for the others to write theirs
+        if self.place.rank == 1:
+            rank = (f"rank 0 on {self._supervisor.host}",)
+            error = RankHung(kind="silent", seconds=silence_s, ranks=rank, waits=(), stacks=stacks)
+            print(str(error), file=sys.stderr, flush=True)
+            if self._supervisor.host == self.place.host and is_stopped(self._supervisor.pid):
+                os.kill(self._supervisor.pid, signal.SIGKILL)  # it cannot end by itself
+        _leave(RankHung.exit_status)
+
+    def _lost(self) -> NoReturn:
+        """The process of the supervisor died; the lowest rank that is left reports it."""
+        lowest = 1 if self._supervisor.in_rank_zero else 0
+        if self.place.rank == lowest:
+            error = RankDied(rank=0, host=self._supervisor.host)
+            launcher = f"The launcher on {self._supervisor.host} died; its ranks end."
+            print(error if self._supervisor.in_rank_zero else launcher, file=sys.stderr, flush=True)
+        _leave(RankDied.exit_status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process now. Its main thread may be stuck in a collective with a rank that is no more, which no
+    exception reaches, and the destructors of process groups would wait for the same."""
+    flushing = threading.Thread(target=_flush, daemon=True)  # in a thread: the main one may hold a stream's lock
+    flushing.start()
+    flushing.join(_FLUSH_S)
+    os._exit(status)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

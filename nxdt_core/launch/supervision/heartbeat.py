@@ -1,0 +1,165 @@
+"""A rank's heartbeats, which prove its progress to the supervisor, and the files that show where a run hung.
+
+The thread of the heartbeats also notices that a supervisor in rank 0 is silent. (That of a launcher may be: a person
+stops it with Ctrl-Z.) Stacks are written by :mod:`faulthandler`, which needs no cooperation of the threads that hang.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from nxdt_core.distributed.flight_recorder import read_collectives
+from nxdt_core.launch.supervision.messages import Beat
+from nxdt_core.progress import PROGRESS
+from nxdt_core.protocols.launcher import Place
+from nxdt_core.regular_files import regular_opener
+
+__all__ = ["STACKS_DIR", "Heartbeat", "is_stopped", "wake"]
+
+STACKS_DIR = "stacks"
+"""Subdirectory of a run's directory for the stacks of its ranks when it hung."""
+_LONGEST_S = 10.0
+_BEATS_PER_LIMIT = 8
+_COLLECTIVES = 16
+"""How many of the newest collectives a file of stacks lists."""
+
+
+class Heartbeat:
+    """Sends the heartbeats of one rank from a thread of its own.
+
+    Args:
+        place: of this rank.
+        send: takes each heartbeat.
+        limit_s: seconds without progress after which a run counts as hung.
+        on_silence: called once when the supervisor has answered nothing for ``limit_s``; None where it may be silent.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        send: Callable[[Beat], None],
+        *,
+        limit_s: float,
+        on_silence: Callable[[float], object] | None,
+    ) -> None:
+        self._place = place
+        self._send = send
+        self._limit_s = limit_s
+        self.run_dir: Path | None = None
+        """Directory of the run, once it is known; stacks are written below it."""
+        self._on_silence = on_silence
+        self._answered_at = time.monotonic()
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Send the first heartbeat, and begin a thread for all others; it ends with the process."""
+        self._send(self._now())
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """Send no more heartbeats."""
+        self._stopped.set()
+
+    def answered(self) -> None:
+        """Note that the supervisor has read a heartbeat."""
+        self._answered_at = time.monotonic()
+
+    def write_stacks(self) -> str:
+        """Write the Python stacks of all threads and the newest collectives to a file of this rank.
+
+        Returns:
+            Its directory; empty where nothing could be written.
+        """
+        if self.run_dir is None:
+            return ""
+        directory = self.run_dir / STACKS_DIR
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / f"rank-{self._place.rank:05d}.txt"
+            with open(path, "w", encoding="utf-8", opener=regular_opener) as stream:
+                stream.write(self._summary())
+                stream.flush()
+                faulthandler.dump_traceback(stream, all_threads=True)
+        except OSError:
+            return ""
+        return str(directory)
+
+    def _summary(self) -> str:
+        head = f"Rank {self._place.rank} on {self._place.host}, process {os.getpid()}, step {PROGRESS.step}"
+        lines = read_collectives(_COLLECTIVES).newest or ["none recorded"]
+        return "\n".join([f"{head}, {PROGRESS.phase}", "", "Newest collectives:", *lines, "", ""])
+
+    def _beat(self) -> None:
+        pace_s = min(_LONGEST_S, self._limit_s / _BEATS_PER_LIMIT)
+        woken_at = time.monotonic()
+        while not self._stopped.wait(pace_s):
+            self._send(self._now())
+            if time.monotonic() - woken_at > 2 * pace_s:  # this process was stopped: an answer may have come meanwhile
+                self.answered()
+            woken_at = time.monotonic()
+            silence_s = woken_at - self._answered_at
+            if self._on_silence is not None and silence_s > self._limit_s:
+                self._on_silence(silence_s)
+                return
+
+    def _now(self) -> Beat:
+        collectives = read_collectives(1)
+        return Beat(
+            rank=self._place.rank,
+            host=self._place.host,
+            pid=os.getpid(),
+            limit_s=self._limit_s,
+            step=PROGRESS.step,
+            phase=PROGRESS.phase,
+            count=PROGRESS.count,
+            begun=collectives.begun,
+            done=collectives.done,
+            waiting=collectives.waiting,
+            last="".join(collectives.newest),
+            cpu_s=time.process_time() + _cpu_of_children_s(os.getpid()),
+        )
+
+
+def wake(processes: Iterable[int]) -> None:
+    """Continue those of this host's processes that are stopped, so that they can write their stacks and end."""
+    for pid in processes:
+        if is_stopped(pid):
+            os.kill(pid, signal.SIGCONT)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this host is stopped by a signal. False where the system does not show it."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] in ("T", "t")
+
+
+def _cpu_of_children_s(pid: int) -> float:
+    """CPU time of a process's descendants, such as compilers; 0 where the system does not show it."""
+    found = 0.0
+    for child in _children(pid):
+        fields = _stat(child)
+        if fields:
+            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _cpu_of_children_s(child)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux shows of a process, behind its name: its state first."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,227 @@
+"""The library's layers under the paths and parameter names of the modules whose place they take.
+
+They are built on the meta device, as otherwise every rank would hold each whole matrix once. The gradient of what
+enters a tensor block is summed once for all layers in it, where each of the library's own would sum for itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from neuronx_distributed.parallel_layers.mappings import (
+    copy_to_tensor_model_parallel_region,
+    enter_expert_parallel_region,
+    exit_expert_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import nn
+from torch.nn import functional
+
+from nxdt_core.distributed.expert_dispatch import ExchangingDispatcher
+from nxdt_core.nn.moe.token_shards import WholeMicroBatch
+from nxdt_core.nn.random.dropout import Dropout
+from nxdt_core.nn.updates import Update, updated_linear
+from nxdt_plugin_nxd.layout.sharded_logits import ShardedLogits
+from nxdt_plugin_nxd.layout.translation import Replacement, Translation
+from nxdt_plugin_nxd.library import computes_on_host
+
+__all__ = ["apply_translation"]
+
+_META = torch.device("meta")
+_SEQUENCE_DIM = 1
+"""Of [batch, seq, hidden]."""
+
+
+def apply_translation(module: nn.Module, translation: Translation, *, sequence_parallel: bool) -> None:
+    """Put the library's layers into ``module``, on the meta device."""
+    for each in translation.replacements:
+        part = module.get_submodule(each.path)
+        module.set_submodule(each.path, _frozen_alike(_layer(part, each, sequence_parallel), part))
+    entry = _gathered if sequence_parallel else _copied
+    for path in translation.blocks:
+        # Prepended: a hook that belongs to the module itself, such as one of a caller, sees what enters the block.
+        module.get_submodule(path).register_forward_pre_hook(entry, prepend=True)
+    for path in translation.dispatchers:
+        module.set_submodule(path, ExpertDispatcher(sequence_parallel=sequence_parallel))
+    for path in translation.routers:
+        copies = parallel_state.get_tensor_model_parallel_size()
+        module.get_submodule(path).shards = WholeMicroBatch(copies=copies)  # type: ignore[assignment]
+    _cut_others(module, translation)
+
+
+def _cut_others(module: nn.Module, translation: Translation) -> None:
+    """Cut parameters of modules that are not replaced: experts, and what adapters added."""
+    for name, shard in translation.shards.items():
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        parameter, local = getattr(owner, leaf), shard.box(0).shape
+        if tuple(parameter.shape) != local:
+            empty = torch.empty(local, dtype=parameter.dtype, device=_META)
+            setattr(owner, leaf, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+
+
+def _update_of(part: nn.Module, shard_dim: int) -> nn.Module | None:
+    """Return what an adapter added to a layer, told which part of the layer's weight is here."""
+    update = getattr(part, "update", None)
+    if not isinstance(update, Update):
+        return None
+    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
+    own = getattr(part, "in_features", 0) // ranks
+    for dropout in (each for each in update.modules() if isinstance(each, Dropout)):
+        dropout.whole = shard_dim == 0
+        dropout.features = None if dropout.whole else (rank * own, own * ranks)
+    if shard_dim == update.inputs:
+        update.over_inputs = reduce_from_tensor_model_parallel_region
+    return update
+
+
+def _layer(part: nn.Module, replacement: Replacement, sequence_parallel: bool) -> nn.Module:
+    if isinstance(part, nn.Embedding):
+        if replacement.kind == "sequence_embedding":
+            return SequenceEmbedding(part)
+        return VocabularyEmbedding(part, sequence_parallel=sequence_parallel)
+    assert isinstance(part, nn.Linear)
+    if replacement.kind == "row":
+        return RowLinear(part, sequence_parallel=sequence_parallel)
+    return (VocabularyHead if replacement.kind == "vocabulary_head" else ColumnLinear)(part, replacement.copies)
+
+
+def _frozen_alike(layer: nn.Module, part: nn.Module) -> nn.Module:
+    for leaf, parameter in part.named_parameters(recurse=False):
+        getattr(layer, leaf).requires_grad_(parameter.requires_grad)
+    return layer
+
+
+def _copied(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Enter a tensor block: the gradients that its ranks find for the hidden states are summed."""
+    return copy_to_tensor_model_parallel_region(args[0]), *args[1:]
+
+
+def _gathered(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Enter a tensor block with the parts of the sequence of all ranks."""
+    return gather_from_sequence_parallel_region(args[0], _SEQUENCE_DIM), *args[1:]
+
+
+def _summed(partial: torch.Tensor, *, sequence_parallel: bool) -> torch.Tensor:
+    """Leave a tensor block: the sum over the ranks, whole or this rank's part of the sequence."""
+    if sequence_parallel:
+        part: torch.Tensor = reduce_scatter_to_sequence_parallel_region(partial, _SEQUENCE_DIM)
+        return part
+    whole: torch.Tensor = reduce_from_tensor_model_parallel_region(partial)
+    return whole
+
+
+class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # the library has no types
+    """A linear layer of which each rank computes its own output features, from whole hidden states."""
+
+    def __init__(self, part: nn.Linear, copies: int = 1) -> None:
+        """``copies`` of key and value heads are so many more heads to the library."""
+        super().__init__(
+            part.in_features,
+            part.out_features * copies,
+            bias=part.bias is not None,
+            gather_output=False,
+            dtype=part.weight.dtype,
+            device=_META,
+        )
+        self.update = _update_of(part, 0)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        """[..., in] to [..., out / tp]."""
+        return updated_linear(hidden, self.weight, self.bias, self.update)
+
+
+class VocabularyHead(ColumnLinear):
+    """The output projection; its logits say that they are a part."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        """[..., hidden] to the logits of this rank's part of the vocabulary."""
+        return ShardedLogits(super().forward(hidden))
+
+
+class RowLinear(RowParallelLinear):  # type: ignore[misc]
+    """A linear layer of which each rank multiplies its own input features; the products are summed over the ranks."""
+
+    def __init__(self, part: nn.Linear, *, sequence_parallel: bool) -> None:
+        super().__init__(
+            part.in_features,
+            part.out_features,
+            bias=part.bias is not None,
+            input_is_parallel=True,
+            dtype=part.weight.dtype,
+            device=_META,
+            sequence_parallel_enabled=sequence_parallel,
+            sequence_dimension=_SEQUENCE_DIM if sequence_parallel else None,
+        )
+        self.update = _update_of(part, 1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, in / tp] to [batch, seq, out], or to this rank's part of the sequence."""
+        product = updated_linear(hidden, self.weight, None, self.update)
+        total = _summed(product, sequence_parallel=self.sequence_parallel_enabled)
+        return total if self.bias is None else total + self.bias
+
+
+class VocabularyEmbedding(ParallelEmbedding):  # type: ignore[misc]
+    """The library's embedding, whose own sum over ranks is left out where the sequence is the second dimension."""
+
+    def __init__(self, table: nn.Embedding, *, sequence_parallel: bool) -> None:
+        with _META:
+            super().__init__(
+                table.num_embeddings,
+                table.embedding_dim,
+                device=_META,
+                dtype=table.weight.dtype,
+                collect_output=False,
+            )
+        self.sequence_parallel = sequence_parallel
+        if table.padding_idx is not None:  # the library takes 0 for none
+            here = table.padding_idx - self.start_index
+            self.padding_idx = here if 0 <= here < self.num_embeddings_per_partition else None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, seq] to [batch, seq, hidden], or to this rank's part of the sequence."""
+        return _summed(super().forward(ids), sequence_parallel=self.sequence_parallel)
+
+
+class SequenceEmbedding(nn.Embedding):
+    """A whole table, such as learned positions, that looks up this rank's part of the sequence."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        with _META:
+            super().__init__(table.num_embeddings, table.embedding_dim, table.padding_idx, dtype=table.weight.dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [..., seq] to [..., seq / tp, hidden]."""
+        length = ids.shape[-1] // parallel_state.get_tensor_model_parallel_size()
+        part = ids.narrow(-1, parallel_state.get_tensor_model_parallel_rank() * length, length)
+        return functional.embedding(part, self.weight, self.padding_idx)
+
+
+class ExpertDispatcher(ExchangingDispatcher):
+    """Runs experts of which each rank holds some, or a part of each, and ends their tensor block."""
+
+    def __init__(self, *, sequence_parallel: bool) -> None:
+        ranks = parallel_state.get_expert_model_parallel_size()
+        super().__init__(parallel_state.get_expert_model_parallel_group() if ranks > 1 else None)
+        self.sequence_parallel = sequence_parallel
+
+    def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
+        """Return the outputs of ``rows`` [experts, capacity, hidden] from the ranks that hold the experts."""
+        if self.group is None or computes_on_host():  # the library's exchange has no CPU mode
+            return super().run_padded(rows, experts)
+        arrived = enter_expert_parallel_region(rows, scatter_gather=False)  # [experts here, ranks, capacity, hidden]
+        outputs = experts(arrived.flatten(1, 2)).view(arrived.shape)
+        returned: torch.Tensor = exit_expert_parallel_region(outputs, scatter_gather=False)
+        return returned
+
+    def finish(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
+        if parallel_state.get_tensor_model_parallel_size() == 1:
+            return mixed
+        return _summed(mixed, sequence_parallel=self.sequence_parallel)

@@ -1,0 +1,227 @@
+"""From a builder's plain module to this rank's pipeline stage with the library's layers, and its weights.
+
+The order is that of :class:`nxdt_core.protocols.plan.ParallelPlan`: adapters, pipeline cut, tensor parallel layers,
+recomputation. The module is on the meta device until :func:`materialise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
+from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
+from torch import nn
+
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.engines.recompute import apply_recompute
+from nxdt_core.engines.stages import cut_stage, stages_of_rank
+from nxdt_core.engines.weights import allocate, draw_piece
+from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
+from nxdt_core.nn.patterns import matches_any
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_plugin_nxd.layout.dropout import place_dropouts
+from nxdt_plugin_nxd.layout.layers import apply_translation
+from nxdt_plugin_nxd.layout.placement import Place
+from nxdt_plugin_nxd.layout.translation import Shard, translate
+
+__all__ = ["HeldParameter", "Stage", "lay_out", "materialise", "parameters_of", "round_to"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """This rank's pipeline stages; the whole model without a pipeline."""
+
+    modules: tuple[nn.Module, ...]
+    """Pipeline stages of this rank, in their order; their paths are those of the whole model."""
+    plan: ParallelPlan
+    """With what adapters changed."""
+    rules: tuple[InitRule, ...]
+    added: frozenset[str]
+    """Parameters of the whole model that adapters added."""
+    shards: Mapping[str, Shard]
+    """By the parameter's path; one that is absent is whole on each rank."""
+    partial: frozenset[str]
+    """Parameters whose gradient is a partial sum on each tensor parallel rank."""
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all modules by path, tied ones under each of their paths."""
+        return {name: each for part in self.modules for name, each in part.named_parameters(remove_duplicate=False)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameter:
+    """A parameter of this rank under its global name."""
+
+    parameter: nn.Parameter
+    shard: Shard | None
+    partial: bool
+    counted: bool
+    """Whether sums over all ranks count its elements here."""
+    place: Place
+    """Of this process."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether it is experts that are distributed over ranks."""
+        return self.shard is not None and self.shard.expert_parts > 1
+
+    def box(self) -> Box:
+        """Return the place of its elements in the whole parameter."""
+        if self.shard is None:
+            return Box.whole(tuple(self.parameter.shape))
+        return self.shard.box(self.place.tp, self.place.ep)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return tuple(self.parameter.shape) if self.shard is None else self.shard.shape
+
+    def piece(self, tensor: torch.Tensor) -> torch.Tensor | Piece:
+        """Return a tensor of the parameter's local shape as a checkpoint takes it."""
+        return tensor if self.shard is None else Piece(tensor, self.shape, self.box())
+
+
+def lay_out(
+    builder: ModelBuilder,
+    place: Place,
+    run: RunConfig,
+    precision: PrecisionPolicy,
+    adapters: Sequence[Adapter] = (),
+    *,
+    fixed_shapes: bool = False,
+) -> Stage:
+    """Build this rank's stages on the meta device; no other process is asked.
+
+    Args:
+        builder: of the model.
+        place: of this rank.
+        run: the configuration.
+        precision: its dtypes.
+        adapters: in the order in which they change the model.
+        fixed_shapes: whether the device compiles a graph for each shape.
+
+    Raises:
+        ShapesDependOnData: the shapes of ``fixed_shapes`` would change with the data.
+        NxdtError: the model's plan, or the library, does not allow the layout.
+    """
+    sizes = place.sizes
+    with torch.device("meta"):
+        whole = builder.build()
+        plan, rules = builder.plan(), list(builder.init_rules())
+        base = _names(whole)
+        for adapter in adapters:
+            plan = adapter.apply(whole, plan)
+            rules = [*adapter.init_rules(), *rules]
+    added = _names(whole) - base
+    _check_refused(whole, plan, sizes)
+    if fixed_shapes:
+        _check_capacity(whole, plan)
+    whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
+    if sizes.ep > 1 and not plan.experts:
+        raise ModelWithoutExperts(ep=sizes.ep)
+    modules = tuple(_cut(whole, plan, place, run))
+    shards: dict[str, Shard] = {}
+    partial: set[str] = set()
+    sequence_parallel = run.distributed_strategy.sequence_parallel and sizes.tp > 1
+    for module in modules:
+        if sizes.tp > 1 or sizes.ep > 1:
+            translation = translate(module, plan, tp=sizes.tp, ep=sizes.ep, sequence_parallel=sequence_parallel)
+            apply_translation(module, translation, sequence_parallel=sequence_parallel)
+            shards |= translation.shards
+            partial |= translation.partial
+        place_dropouts(module, plan, place, sequence_parallel=sequence_parallel)
+        apply_recompute(
+            module,
+            plan,
+            granularity=run.model.activations_checkpoint_granularity,
+            names=run.model.activations_checkpoint_recompute or (),
+        )
+    return Stage(modules=modules, plan=plan, rules=tuple(rules), added=added, shards=shards, partial=frozenset(partial))
+
+
+def _cut(whole: nn.Module, plan: ParallelPlan, place: Place, run: RunConfig) -> Iterator[nn.Module]:
+    sizes, cuts = place.sizes, run.model.pipeline_cuts
+    if sizes.pp == 1:
+        yield whole
+        return
+    for stage in stages_of_rank(place.pp, sizes.pp, sizes.vpp, sizes.schedule):
+        yield cut_stage(whole, plan, stage=stage, stages=sizes.stages, cuts=cuts)
+
+
+def _check_capacity(whole: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse routers that give their experts as many tokens as choose them."""
+    for path, router in whole.named_modules():
+        if matches_any(plan.expert_routers, path) and getattr(router, "capacity_factor", 0) is None:
+            raise ShapesDependOnData(path=path, experts=int(router.experts), top_k=int(router.top_k))
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+
+
+def _check_refused(whole: nn.Module, plan: ParallelPlan, sizes: MeshSizes) -> None:
+    for dimension, reason in plan.refused.items():
+        if getattr(sizes, dimension) > 1:
+            size, model = getattr(sizes, dimension), type(whole).__name__
+            raise LayoutRefused(model=model, dimension=dimension, size=size, reason=reason)
+
+
+def materialise(stage: Stage, place: Place, device: torch.device, *, seed: int, base: bool = True) -> None:
+    """Give the stages memory on ``device`` and draw their weights; without ``base``, only those that adapters added.
+
+    Every rank draws its own elements, bitwise equal to those of the whole parameter.
+    """
+    for module in stage.modules:
+        allocate(module, device, tied=stage.plan.tied)
+    for name, held in parameters_of(stage, place).items():
+        parameter, shard = held.parameter, held.shard
+        if not held.counted:
+            parameter.shared = True  # type: ignore[attr-defined]  # the library's norms count its elements elsewhere
+        if shard is not None and place.sizes.tp > 1 and not hasattr(parameter, "tensor_model_parallel"):
+            # Memory has been given to them, which drops attributes.
+            set_tensor_model_parallel_attributes(parameter, True, shard.dim, 1, num_partitions=shard.parts)
+        if held.distributed:
+            parameter.expert_model_parallel = True  # type: ignore[attr-defined]
+        if base or name in stage.added:
+            draw_piece(Piece(held.parameter, held.shape, held.box()), name, stage.rules, seed=seed)
+
+
+def round_to(stage: Stage, dtype: torch.dtype) -> None:
+    """Round the parameters, of which masters have been taken, to the dtype that is computed with."""
+    for parameter in stage.named_parameters().values():
+        parameter.data = parameter.data.to(dtype)
+    for part in (part for module in stage.modules for part in module.modules()):
+        if isinstance(part, ParallelEmbedding):  # its outputs have this dtype
+            part.dtype = dtype
+
+
+def parameters_of(stage: Stage, place: Place) -> dict[str, HeldParameter]:
+    """Return this rank's parameters by global name; a tied one goes by its owner's name."""
+    return dict(_held(stage, place))
+
+
+def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
+    found = stage.named_parameters()
+    owner_of = {user: owner for owner, user in stage.plan.tied}
+    for path, parameter in found.items():
+        name = owner_of.get(path, path)
+        if name != path and name in found:
+            continue  # the same parameter as its owner, which is here
+        shard = stage.shards.get(path)
+        first_copy = shard is None or place.tp % shard.copies == 0
+        held = HeldParameter(
+            parameter=parameter,
+            shard=shard,
+            partial=path in stage.partial,
+            counted=name == path and first_copy,
+            place=place,
+        )
+        yield name, held

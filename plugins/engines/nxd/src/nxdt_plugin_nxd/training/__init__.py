@@ -1,0 +1,1 @@
+"""One training step on this rank: the global batch, the pipeline's schedules, gradients and the optimizer."""

@@ -1,0 +1,350 @@
+"""A model on the library's layers: forward and backward over the micro-batches of one global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from neuronx_distributed.parallel_layers import comm, parallel_state
+from neuronx_distributed.parallel_layers.grads import (
+    bucket_allreduce_gradients,
+    clip_grads_with_norm,
+    get_grad_norm,
+)
+from torch import nn
+from torch.nn import functional
+
+from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.nn.loss.cross_entropy import cross_entropies
+from nxdt_core.nn.random.dropout_masks import rows_of_batch
+from nxdt_core.nn.random.rounding import rounding_key
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.parallel.model import Replicas, StepLoss
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_plugin_nxd.layout.placement import Place
+from nxdt_plugin_nxd.layout.sharded_logits import whole_logits
+from nxdt_plugin_nxd.layout.stages import HeldParameter, Stage, parameters_of, round_to
+from nxdt_plugin_nxd.library import computes_on_host
+from nxdt_plugin_nxd.training.global_batch import GlobalBatch, Surroundings
+from nxdt_plugin_nxd.training.parameters import GradientSums, Sharing, clear_gradient, gradient_of, trained_tensors
+from nxdt_plugin_nxd.training.pipeline import Pipeline
+
+__all__ = ["NxdModel"]
+
+
+class NxdModel:
+    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        place: Place,
+        around: Surroundings,
+        precision: PrecisionPolicy,
+        *,
+        sequence_parallel: bool,
+    ) -> None:
+        """``stage`` has its weights; where masters are kept, in their dtype. Collective in a pipeline."""
+        self._stage, self._place, self._around = stage, place, around
+        self.held: Mapping[str, HeldParameter] = parameters_of(stage, place)
+        """By global name."""
+        self.trained = trained_tensors(
+            self.held,
+            master=torch.float32 if precision.master_weights else None,
+            sharing=self._sharing,
+        )
+        """What the optimizer updates, by global name."""
+        self._masters = precision.master_weights
+        # On a device the Neuron runtime rounds: engine variables tell it.
+        self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
+        if self._masters:
+            round_to(stage, getattr(torch, precision.parameters))
+        GradientSums([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
+        self._sequence_multiple = place.sizes.tp if sequence_parallel else 1
+        self._metric_names: dict[type, tuple[str, ...]] = {}
+        self._step = 0
+        sizes = place.sizes
+        self._pipeline = Pipeline(stage.modules, place, around) if sizes.pp > 1 else None
+        tied = stage.plan.tied if sizes.pp > 1 else ()
+        # Collective: every stage calls it, and those in between get none.
+        self._tied_group = parallel_state.create_pg_with_ranks([0, sizes.pp - 1]) if tied else None
+        self._tied = [owner for owner, _ in tied if owner in self.held]
+        names = stage.named_parameters().keys()
+        saved = {name: value for module in stage.modules for name, value in module.state_dict().items()}
+        self._buffers = {name: value for name, value in saved.items() if name not in names}
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Return None: each rank reads what it holds of a checkpoint."""
+        return None
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Return the parameters of the whole model that adapters added."""
+        return self._stage.added
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the number of ranks that read different samples."""
+        return self._place.sizes.dp
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self._around.device
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """Return the tensor parallel ranks; None where there is one."""
+        return parallel_state.get_tensor_model_parallel_group() if self._place.sizes.tp > 1 else None
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup | None:
+        """Return the expert parallel ranks; None where there is one."""
+        return parallel_state.get_expert_model_parallel_group() if self._place.sizes.ep > 1 else None
+
+    def _sharing(self, held: HeldParameter) -> Sharing:
+        """Return which ranks share the optimizer's state of a parameter: data parallel ones that hold the same."""
+        place, group = self._place, self._around.data_group
+        if not place.sizes.zero_stage:
+            return Sharing()
+        if held.distributed:
+            group = parallel_state.get_expert_data_parallel_group()
+            return Sharing(part=place.expert_dp, parts=place.sizes.efsdp, group=group)
+        return Sharing(part=place.dp, parts=place.sizes.dp, group=group)
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """Return the model's plan, with what adapters changed."""
+        return self._stage.plan
+
+    def begin_step(self, step: int) -> None:
+        """Set the number of the coming step, which dropout and stochastic rounding depend on."""
+        self._step = step
+        if self._rounds_on_host:
+            self.weights_changed()
+
+    # Passes over a global batch
+
+    def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
+        self._set_training(True)
+        batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
+        scale = self.data_ranks  # the library divides the sums of gradients by it
+        with batch.running():
+            if self._pipeline is not None:
+                self._pipeline.train(batch.micro_batches, batch.loss, scale=scale)
+            else:
+                for moved in batch.on_device():
+                    (batch.loss(self._logits(moved), moved) * scale).backward()  # type: ignore[no-untyped-call]
+        return batch.result()
+
+    @torch.no_grad()
+    def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Return the loss in evaluation mode, without gradients."""
+        self._set_training(False)
+        batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
+        with batch.running():
+            if self._pipeline is not None:
+                self._pipeline.forward(batch.micro_batches, batch.loss)
+            else:
+                for moved in batch.on_device():
+                    batch.loss(self._logits(moved), moved)
+        return batch.result()
+
+    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the log-probability of each label, 0 where there is none."""
+        passing = _LabelLogProbs()
+        self.run_eval(micro_batches, passing)
+        kept = iter(passing.kept)
+        return [self._from_last_stage(next(kept, None), batch.labels.shape) for batch in micro_batches]
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits of every token, of the whole vocabulary."""
+        self._set_training(False)
+        length = input_ids.shape[1]
+        padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
+        batch = Batch(input_ids=padded, labels=padded)
+        if self._pipeline is None:
+            return whole_logits(self._logits(batch.to(self._around.device)))[:, :length]
+        kept: list[torch.Tensor] = []
+
+        def keep(logits: Any, batch: Batch) -> torch.Tensor:
+            kept.append(whole_logits(logits))
+            return kept[0].sum()
+
+        self._pipeline.forward([batch], keep)
+        shape = max(self._around.ranks.all_gather_object(tuple(kept[0].shape) if kept else ()), key=len)
+        return self._from_last_stage(kept[0] if kept else None, shape)[:, :length]
+
+    def _from_last_stage(self, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+        """Return what the last pipeline stage has, on every rank. Collective in a pipeline."""
+        if self._around.pipeline_group is None:
+            assert value is not None
+            return value
+        held = torch.zeros(shape, device=self._around.device) if value is None else value.float()
+        dist.all_reduce(held, group=self._around.pipeline_group)
+        return held
+
+    def _set_training(self, mode: bool) -> None:
+        for module in self._stage.modules:
+            module.train(mode)
+
+    def _logits(self, batch: Batch) -> Any:
+        with rows_of_batch(batch.first_row, batch.input_ids), self._around.computing():
+            return self._stage.modules[0](batch.input_ids, batch.position_ids, batch.document_ids)
+
+    # Weights
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under their global names; a tied one under its owner's."""
+        return ((name, held.parameter) for name, held in self.held.items())
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Return parameters and saved buffers; a tied one once."""
+        weights = {name: held.piece(held.parameter.detach()) for name, held in self.held.items()}
+        if self._masters:
+            weights |= {name: each.piece(each.tensor.detach()) for name, each in self.trained.items()}
+        return weights | self._buffers
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
+        """Copy ``state`` into the parameters: shards of this layout.
+
+        Raises:
+            WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
+        """
+        own = self.state_dict()
+        shapes = [
+            f"{name}: {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
+            for name in own
+            if name in state and tuple(state[name].shape) != tuple(own[name].shape)
+        ]
+        missing = [name for name in own if name not in state] if strict else []
+        extra = [name for name in state if name not in own] if strict else []
+        if shapes or missing or extra:
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
+        for name, value in state.items():
+            if name in own:
+                elements(own[name]).copy_(elements(value))
+        for each in self.trained.values():
+            if not self._masters:
+                each.take()
+        if self._masters:
+            self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Hand what the optimizer has updated to the parameters. Collective."""
+        as_list = not computes_on_host()
+        groups = experts = None
+        if self.data_ranks > 1:
+            groups = parallel_state.get_data_parallel_group(as_list=as_list)
+            experts = parallel_state.get_expert_data_parallel_group(as_list=as_list)
+        for name, each in self.trained.items():
+            each.give(experts if each.held.distributed else groups, self._rounding_key(name))
+
+    def _rounding_key(self, name: str) -> torch.Tensor | None:
+        if not self._rounds_on_host:
+            return None
+        return torch.tensor(rounding_key(self._around.seed, f"rounding\0{self._step}\0{name}"), dtype=torch.int32)
+
+    def parameter_norm(self) -> torch.Tensor:
+        """Return the 2-norm of all weights, each element counted once."""
+        return _norm([(held.parameter, held.parameter.detach()) for held in self.held.values()])
+
+    def local_modules(self) -> Sequence[nn.Module]:
+        """Return the modules of this rank's stages."""
+        return list(self._stage.modules)
+
+    # Gradients
+
+    def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
+        """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
+        sums = {name: grad for name, held in self.held.items() if (grad := gradient_of(held.parameter)) is not None}
+        self._sum_over_tensor_ranks(sums)
+        if self._tied_group is not None:
+            for name in self._tied:
+                dist.all_reduce(sums[name], group=self._tied_group)
+        if self.data_ranks > 1:
+            # Over the ranks that hold the same experts; each has summed what the tokens of its expert parallel ranks
+            # ask of its experts. All else is summed over those ranks, too.
+            bucket_allreduce_gradients(list(sums.values()))
+            if self._place.sizes.ep > 1:
+                others = [grad for name, grad in sums.items() if not self.held[name].distributed]
+                bucket_allreduce_gradients(others, reduce_over_ep_group=True)
+        norm = _norm([(held.parameter, sums.get(name)) for name, held in self.held.items()])
+        if max_norm is not None and sums:
+            clip_grads_with_norm(
+                [_counted(self.held[name].parameter, grad) for name, grad in sums.items()], norm, max_norm
+            )
+        for name, trained in self.trained.items():
+            trained.lend_gradient(sums.get(name))
+        return norm
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients."""
+        for held in self.held.values():
+            clear_gradient(held.parameter)
+        for trained in self.trained.values():
+            trained.tensor.grad = None
+
+    def _sum_over_tensor_ranks(self, sums: Mapping[str, torch.Tensor]) -> None:
+        as_group = partial(_group, as_list=not computes_on_host())
+        partials = [grad for name, grad in sums.items() if self.held[name].partial]
+        if partials:
+            comm.all_reduce("sum", partials, groups=as_group(parallel_state.get_tensor_model_parallel_group))
+        shards = {name: self.held[name].shard for name in sums}
+        copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
+        if copies:
+            comm.all_reduce("sum", copies, groups=as_group(parallel_state.get_kv_shared_group))
+
+
+class _LabelLogProbs:
+    """An objective that keeps the log-probabilities of labels and gives no loss."""
+
+    def __init__(self, config: object = None) -> None:
+        del config
+        self.kept: list[torch.Tensor] = []
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+        counts = batch.labels != IGNORE_INDEX
+        found = -cross_entropies(logits, batch.labels) * counts
+        self.kept.append(found)
+        return ObjectiveOutput(loss_sum=found.sum() * 0, weight=counts.sum())
+
+
+def elements(held: torch.Tensor | Piece) -> torch.Tensor:
+    """Return the local elements of a tensor or a piece."""
+    return held.tensor if isinstance(held, Piece) else held
+
+
+def _group(getter: Any, *, as_list: bool) -> Any:
+    """Return a group as the library's collectives take it."""
+    return getter(as_list=as_list)
+
+
+def _norm(tensors: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> torch.Tensor:
+    """Return the 2-norm of one tensor per parameter over all ranks, each element counted once. Collective."""
+    wide = [(parameter, None if value is None else value.float()) for parameter, value in tensors]
+    norm: torch.Tensor = get_grad_norm([_counted(parameter, value) for parameter, value in wide])
+    return norm.reshape(())
+
+
+def _counted(parameter: nn.Parameter, values: torch.Tensor | None) -> nn.Parameter:
+    """Return a parameter with ``values`` as its gradient, which is counted where that of the original is."""
+    like = nn.Parameter(parameter.new_zeros((), dtype=torch.float32) if values is None else values, requires_grad=False)
+    like.grad = values
+    for name in ("shared", "tensor_model_parallel", "expert_model_parallel"):
+        if hasattr(parameter, name):
+            setattr(like, name, getattr(parameter, name))
+    return like

@@ -1,0 +1,125 @@
+"""A torch optimizer over this rank's parameters, whose state has their global names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from nxdt_core.devices import profile_of
+from nxdt_core.engines.rejection import DeviceRejection
+from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
+from nxdt_core.errors.training import OptimizerStateDoesNotFit
+from nxdt_core.protocols.optimizer import ParameterGroup
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_plugin_nxd.neuron.lazy_device import end_of_step
+from nxdt_plugin_nxd.training.model import NxdModel, elements
+
+__all__ = ["NxdOptimizer"]
+
+_OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+"""Torch's optimizers whose updates are not made element by element."""
+_BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+
+Build = Callable[[list[ParameterGroup]], torch.optim.Optimizer]
+
+
+class NxdOptimizer:
+    """See :class:`nxdt_core.protocols.parallel.model.ParallelOptimizer`."""
+
+    def __init__(self, model: NxdModel, build: Build, groups: Sequence[ParameterGroup], *, lr: float) -> None:
+        """``lr`` is the peak that a rank without anything to train reports."""
+        self._model = model
+        self._trained = {name: model.trained[name] for group in groups for name in group["names"]}
+        placed = [self._placed(group) for group in groups]
+        self.inner = build(placed) if placed else torch.optim.SGD([{"params": []}], lr)
+        self._check_whole()
+        self._peaks = [float(group["lr"]) for group in self.inner.param_groups]
+        tensors = {name: each.tensor for name, each in self._trained.items()}
+        waits = not profile_of(model.device).never_waits
+        self._rejection = None if waits else DeviceRejection(tensors, tensors, self.inner)
+        self._rejected: torch.Tensor | None = None
+        self.skipped_steps: torch.Tensor | int = 0
+        """Steps that were not applied since their loss or gradient was not finite."""
+
+    def _placed(self, group: ParameterGroup) -> ParameterGroup:
+        trained = [self._trained[name] for name in group["names"]]
+        tensor_group, expert_group = self._model.tensor_group, self._model.expert_group
+        return {
+            **group,
+            "params": [each.tensor for each in trained],
+            "shards": [each.placed(tensor_group, expert_group) for each in trained],
+        }
+
+    def _check_whole(self) -> None:
+        """Refuse optimizers that take parts for wholes, or copies for parts.
+
+        Raises:
+            OptimizerNeedsWholeParameters: it does.
+        """
+        cut = [name for name, each in self._trained.items() if each.parts > 1 or each.held.shard is not None]
+        copied = [name for name in cut if (shard := self._trained[name].held.shard) is not None and shard.copies > 1]
+        refused = cut if isinstance(self.inner, _OF_THE_WHOLE) else copied
+        if refused and not isinstance(self.inner, _BY_ELEMENT):
+            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=refused)
+
+    def begin_step(self, step: int) -> None:
+        """Set the number of the coming update."""
+        self._model.begin_step(step)
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Set each group's learning rate to its peak times ``factor``."""
+        for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+
+    def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
+        """Return the 2-norm of all gradients before clipping. Collective."""
+        return self._model.finish_gradients(max_norm)
+
+    def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Let the coming :meth:`step` leave the weights as they are unless both scalars are finite, and count that."""
+        self._rejected = ~torch.isfinite(loss + grad_norm)
+        self.skipped_steps = self.skipped_steps + self._rejected.to(torch.int64)
+
+    def step(self) -> None:
+        """Update, then clear the gradients."""
+        rejected, self._rejected = self._rejected, None
+        if rejected is not None and self._rejection is not None:
+            with self._rejection.undoing(rejected):
+                self.inner.step()
+            self._model.weights_changed()
+        elif rejected is None or not bool(rejected):
+            self.inner.step()
+            self._model.weights_changed()
+        self._model.clear_gradients()
+        end_of_step(self._model.device)
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter where it has its shape."""
+        if self._rejection is not None:
+            self._rejection.settle()
+        state: dict[str, torch.Tensor | Piece] = {}
+        for name, trained in self._trained.items():
+            for leaf, value in self.inner.state.get(trained.tensor, {}).items():
+                if isinstance(value, torch.Tensor):
+                    local = value.shape == trained.tensor.shape
+                    state[f"{name}/{leaf}"] = trained.piece(value) if local else value
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+        """Put ``state`` back under this optimizer's parameters.
+
+        Raises:
+            OptimizerStateDoesNotFit: state of a parameter that is not here.
+        """
+        unknown = sorted({key.rpartition("/")[0] for key in state} - self._trained.keys())
+        if unknown:
+            raise OptimizerStateDoesNotFit(parameters=unknown)
+        if self._rejection is not None:
+            self._rejection.forget()
+        for key, value in state.items():
+            name, _, leaf = key.rpartition("/")
+            held = elements(value)
+            # Counters of steps stay on the host: on a lazy device each would be read back at every step.
+            tensor = self._trained[name].tensor
+            self.inner.state[tensor][leaf] = held.to(held.device if held.ndim == 0 else tensor.device, copy=True)

@@ -1,0 +1,1 @@
+"""Exchange with Hugging Face: GPT-2 and GPT-NeoX."""

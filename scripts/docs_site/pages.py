@@ -1,0 +1,203 @@
+"""Pages of the documentation that are written from the code while the site is built, so that they are never old.
+
+A hook of mkdocs (``hooks:`` in ``mkdocs.yml``); each function that gives a page can be called on its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+
+from nxdt_core.kernel import Kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from docs_site import api, errors, gallery, kinds, mutants, reference
+
+PAGES: dict[str, Callable[[], str]] = {}
+"""Path below ``docs/`` → function that gives the page's Markdown."""
+
+
+def page(path: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """Register the function that writes a page."""
+
+    def register(function: Callable[[], str]) -> Callable[[], str]:
+        PAGES[path] = function
+        return function
+
+    return register
+
+
+GROUPS = {
+    "Error codes": "reference/errors/",
+    "Configuration keys": "reference/config/",
+    "Components": "reference/components/",
+    "Plugins": "reference/plugins/",
+    "Recipe gallery": "reference/recipes/",
+    "Python API": "reference/api/",
+}
+"""Entry of the navigation → folder whose generated pages it lists."""
+
+
+def on_config(config: Any) -> Any:
+    """List the generated pages of a folder below their entry of the navigation; called by mkdocs."""
+    if not any(path.startswith(tuple(GROUPS.values())) for path in PAGES):
+        kernel = Kernel.start()
+        pages = [
+            *errors.errors_pages(),
+            *reference.section_pages(),
+            *reference.component_pages(kernel),
+            *reference.plugin_pages(kernel),
+            *gallery.gallery_pages(kernel),
+            *api.api_pages(),
+        ]
+        for path, text in pages:
+            PAGES[path] = lambda text=text: text
+    _fill(config["nav"])
+    return config
+
+
+def _fill(entries: list[Any]) -> None:
+    for entry in entries:
+        for title, below in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(below, list):
+                if title in GROUPS:
+                    below += [path for path in PAGES if path.startswith(GROUPS[title]) and path not in below]
+                _fill(below)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages; called by mkdocs when it has listed ``docs/``."""
+    from mkdocs.structure.files import File
+
+    for path, write in PAGES.items():
+        files.append(File.generated(config, path, content=write()))
+    return files
+
+
+WEIGHTS = {
+    "how-to/": 4.0,
+    "plugins.md": 4.0,
+    "tutorials/": 2.0,
+    "reference/plugins/": 2.0,
+    "reference/components/": 0.5,
+    "reference/api/": 0.3,
+}
+"""Beginning of a page's path → factor on its place in the results of the site's search."""
+HIDDEN = ("decisions.md", "defects.md", "reference/schema.md")
+"""Pages for contributors, which the site's search leaves out."""
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str | None:
+    """Set what the search does with a page, and fill the pages about kinds; called by mkdocs."""
+    path = page.file.src_uri
+    if path in HIDDEN:
+        page.meta["search"] = {"exclude": True}
+    for beginning, factor in WEIGHTS.items():
+        if path.startswith(beginning):
+            page.meta["search"] = {"boost": factor}
+    folder, _, name = path.rpartition("/")
+    return kinds.expanded(name.removesuffix(".md"), markdown) if folder == kinds.FOLDER else None
+
+
+@page("reference/schema.md")
+def schema_page() -> str:
+    """Return the page that lists the treatment of every key of NxD Training."""
+    from nxdt_plugin_migrate.config.table import schema_page
+
+    return schema_page(Kernel.start())
+
+
+@page("reference/hooks.md")
+def hooks_page() -> str:
+    """Every hook, from its specification."""
+    from nxdt_core.kernel.hookspecs import PHASES
+
+    lines = [
+        "# All hooks",
+        "",
+        "A plugin implements a hook by a function of the same name, marked with `@hookimpl` from `nxdt_core.api`. It",
+        "takes the argument `context` or none. `nxdt plugins hooks` shows who implements what.",
+        "",
+    ]
+    for phase in PHASES:
+        lines += [f"## {phase.__name__.rpartition('.')[2].capitalize()}", "", _phase_text(phase), ""]
+        for name in (name for name in vars(phase) if name in phase.__all__):
+            lines += _hook(name, getattr(phase, name))
+    lines += ["## Arguments of hooks", "", *_contexts()]
+    return "\n".join(lines)
+
+
+@page("reference/cli.md")
+def cli_page() -> str:
+    """Every command's help text."""
+    from nxdt_core.cli.app import COMMANDS, root
+
+    lines = ["# Command line", "", *_help(("nxdt",), root)]
+    for name, entry in COMMANDS.items():
+        lines += _commands(("nxdt", name), entry.load())
+    return "\n".join(lines)
+
+
+@page("reference/support.md")
+def support_page() -> str:
+    """Return the support matrix of models, engines and optimizers."""
+    return reference.support_page(Kernel.start())
+
+
+@page("reference/mutants.md")
+def mutants_page() -> str:
+    """Return the table of what the conformance kits catch."""
+    return mutants.mutants_page()
+
+
+def _phase_text(phase: ModuleType) -> str:
+    """The docstring of a phase without its first word, which is the heading."""
+    text = (inspect.getdoc(phase) or "").partition(": ")[2]
+    return _markup(text[:1].upper() + text[1:])
+
+
+def _hook(name: str, specification: Callable[..., Any]) -> Iterator[str]:
+    text, _, example = (inspect.getdoc(specification) or "").partition("\nExample::\n")
+    signature = str(inspect.signature(specification)).replace("'", "")
+    yield from (f"### `{name}`", "", f"`{name}{signature}`", "", _markup(text.strip()), "")
+    yield from ("```python", textwrap.dedent(example).strip("\n"), "```", "")
+
+
+def _contexts() -> Iterator[str]:
+    """A table of fields for each context class, from the class body: docstrings are below the fields."""
+    from nxdt_core.kernel import contexts
+
+    for name in contexts.__all__:
+        source = textwrap.dedent(inspect.getsource(getattr(contexts, name)))
+        yield from (f"### `{name}`", "", "```python", source.strip(), "```", "")
+
+
+def _commands(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
+    yield from _help(path, command)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            assert child is not None
+            yield from _commands((*path, name), child)
+
+
+def _help(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
+    context = click.Context(command, info_name=" ".join(path), max_content_width=90, help_option_names=["-h", "--help"])
+    heading = "#" * min(len(path) + 1, 4)
+    yield from (f"{heading} {' '.join(path)}", "", "```text", command.get_help(context), "```", "")
+
+
+def _markup(text: str) -> str:
+    """Docstring markup as Markdown: a role shows the last name of what it refers to."""
+    text = re.sub(r":\w+:`~?(?:\w+\.)*([^`]+)`", r"`\1`", text)
+    return text.replace("``", "`")

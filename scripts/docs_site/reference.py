@@ -1,0 +1,219 @@
+"""Pages of the documentation about configuration keys, components, plugins and support, each from the code."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.api import CAPABILITIES
+from nxdt_core.config.annotations import AliasOf, DefaultsTo, NoEffect, XlaOnly
+from nxdt_core.config.fields.component_slots import SLOTS
+from nxdt_core.config.fields.docs import class_doc, field_docs
+from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
+from nxdt_core.config.resolve.select import usable_class
+from nxdt_core.config.schema.legacy import LEGACY
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.sources.node import Origin, Place, from_plain, join, to_plain
+from nxdt_core.errors import NxdtError
+from nxdt_core.kernel import Kernel
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = "https://github.com/nxdt/nxdt/blob/main"
+
+
+def section_pages() -> Iterator[tuple[str, str]]:
+    """Yield path and Markdown of a page for each section of the configuration, and of their index."""
+    top = [name for name, key in keys_of(RunConfig).items() if key.section is not None]
+    yield "reference/yaml.md", "\n".join(_index(top))
+    for name in top:
+        section = keys_of(RunConfig)[name].section
+        assert section is not None
+        yield f"reference/config/{name}.md", "\n".join(_section_page(name, section))
+    yield "reference/config/nxd-training.md", "\n".join(_legacy())
+
+
+def component_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
+    """Yield path and Markdown of a page for each kind of components: the keys of the core's, and links to plugins'."""
+    for slot in SLOTS:
+        found = list(kernel.registry.all(slot.kind))
+        lines = [f"# Components: `{slot.key}`", "", f"`{slot.key}` selects one of these by name.", ""]
+        for component in found:
+            record = component.record
+            lines += [f"## {record.name} {{ #{record.name} }}", "", f"{record.summary}.", ""]
+            if component.dist == "nxdt-core":
+                lines += _component_keys(component, slot.key)
+            elif page := _plugin_page(component.dist):
+                lines += [f"From `{component.dist}`: [all keys](../plugins/{page}.md#keys).", ""]
+        yield f"reference/components/{slot.key}.md", "\n".join(lines)
+
+
+def plugin_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
+    """Yield path and Markdown of a page for each plugin here: its README and all keys of its components."""
+    for folder, project in _projects().items():
+        readme = _moved_links((ROOT / folder / "README.md").read_text(), folder)
+        readme = re.sub(r"\A# .*", f"# {project['name']}", readme)
+        lines = [readme.rstrip(), "", "## Keys { #keys }", ""]
+        mine = [
+            (slot, each) for slot in SLOTS for each in kernel.registry.all(slot.kind) if each.dist == project["name"]
+        ]
+        for slot, component in mine:
+            lines += [f"### `{slot.key}: {component.record.name}`", "", f"{component.record.summary}.", ""]
+            lines += _component_keys(component, f"{slot.key}-{component.record.name}", 4)
+        if not mine:
+            lines += ["Its components have no keys in the configuration of a run.", ""]
+        yield f"reference/plugins/{folder.name}.md", "\n".join(lines)
+
+
+def support_page(kernel: Kernel) -> str:
+    """Return the support matrix: what models and engines declare, as the configuration is checked against it."""
+    lines = [
+        "# Support matrix",
+        "",
+        "A configuration that needs a capability which the selected model, engine or optimizer does not declare is an",
+        "error before anything starts. Tests compare the declared layouts with a single-process run.",
+        "",
+    ]
+    for kind, title in (("model_builder", "Models"), ("parallel_engine", "Engines"), ("optimizer", "Optimizers")):
+        words = CAPABILITIES[kind]
+        records = [each.record for each in kernel.registry.all(kind) if each.dist.startswith("nxdt-")]
+        lines += [f"## {title}", "", f"| Capability | {' | '.join(f'`{each.name}`' for each in records)} | Meaning |"]
+        lines += ["|---" * (len(records) + 2) + "|"]
+        for word, meaning in words.items():
+            marks = " | ".join("✓" if word in each.capabilities else "–" for each in records)
+            lines += [f"| `{word}` | {marks} | {meaning} |"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _index(top: list[str]) -> Iterator[str]:
+    yield from ("# All keys", "", "Every key of the configuration has an anchor on the page of its section.", "")
+    yield from ("| Section | What it configures |", "|---|---|")
+    keys = keys_of(RunConfig)
+    docs = field_docs(RunConfig)
+    for name in top:
+        yield f"| [`{name}`](config/{name}.md) | {docs.get(name, '')} |"
+    yield from (
+        "",
+        "Keys of components are on the pages of their kind or plugin:",
+        "",
+        "| Key | Components |",
+        "|---|---|",
+    )
+    for slot in SLOTS:
+        yield f"| [`{slot.key}`](components/{slot.key}.md) | {slot.kind.replace('_', ' ')} |"
+    yield from ("", "## Top level", "")
+    for name, key in keys.items():
+        if name not in top:
+            yield from _key(key, docs.get(name, ""), name, 3)
+
+
+def _section_page(name: str, cls: type) -> Iterator[str]:
+    yield from (f"# {name}", "", class_doc(cls), "")
+    for path, section in _sections(cls, name):
+        docs = field_docs(section)
+        if path != name:
+            yield from (f"## {path} {{ #{path} }}", "", class_doc(section), "")
+        for key_name, key in keys_of(section).items():
+            if key.section is None:
+                yield from _key(key, docs.get(key_name, ""), join(path, key_name), 3)
+
+
+def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
+    yield path, cls
+    for name, key in keys_of(cls).items():
+        if key.section is not None:
+            yield from _sections(key.section, join(path, name))
+
+
+def _key(key: Key, doc: str, path: str, level: int) -> Iterator[str]:
+    remarks = " ".join([doc, *_remarks(key)]).strip()
+    yield from (f"{'#' * level} `{key.name}` {{ #{path} }}", "")
+    yield from (f"Value: {_escaped(key.shape.describe())}. Default: {_default(key)}.", "", _escaped(remarks), "")
+
+
+def _component_keys(component: Any, anchor: str, level: int = 3) -> list[str]:
+    try:
+        cls = usable_class(component, Place(place=component.dist, line=0, key=""))
+    except NxdtError:  # `nxdt plugins show` says what is wrong with it
+        return []
+    if cls is None or not keys_of(cls):
+        return ["It has no keys.", ""]
+    docs = field_docs(cls)
+    rows = keys_of(cls).items()
+    name = component.record.name
+    return [line for key, each in rows for line in _key(each, docs.get(key, ""), f"{anchor}-{name}-{key}", level)]
+
+
+def _legacy() -> Iterator[str]:
+    yield from ("# Keys of NxD Training without a counterpart", "")
+    yield from (
+        "A component may declare one of these keys. Elsewhere every value except the neutral one is an error.",
+        "",
+    )
+    yield from ("| Key | Value | Neutral value |", "|---|---|---|")
+    for section, cls in LEGACY.items():
+        for key in keys_of(cls).values():
+            yield f"| `{section}.{key.name}` | {_escaped(key.shape.describe())} | {_default(key)} |"
+
+
+def _default(key: Key) -> str:
+    follows = key.mark(DefaultsTo) or key.mark(AliasOf)
+    if follows is not None:
+        return f"the value of `{follows.key}`"
+    return "none, the key is required" if key.default is REQUIRED else f"`{_literal(key.default)}`"
+
+
+def _literal(value: Any) -> str:
+    plain = to_plain(from_plain(value, Origin(kind="default", where="")))
+    if plain is None or isinstance(plain, bool):
+        return {None: "null", True: "true", False: "false"}[plain]
+    return str(plain) if plain != "" else '""'
+
+
+def _remarks(key: Key) -> Iterator[str]:
+    dead = key.mark(NoEffect)
+    if dead is not None:
+        yield f"No effect: {dead.reason}."
+    if key.mark(XlaOnly) is not None:
+        yield "Read by engines of the XLA runtime; no effect with `torch`."
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
+
+
+def _projects() -> Mapping[Path, Mapping[str, Any]]:
+    files = sorted(ROOT.glob("plugins/*/*/pyproject.toml"))
+    return {path.parent.relative_to(ROOT): tomllib.loads(path.read_text())["project"] for path in files}
+
+
+def _plugin_page(dist: str) -> str | None:
+    return next((folder.name for folder, project in _projects().items() if project["name"] == dist), None)
+
+
+def _moved_links(markdown: str, folder: Path) -> str:
+    """Return a README whose relative links lead to pages of the site, or else to the repository."""
+
+    def moved(found: re.Match[str]) -> str:
+        target, _, anchor = found[1].partition("#")
+        if "://" in target or not target:
+            return found[0]
+        path = posixpath.normpath(posixpath.join(folder.as_posix(), target))
+        place = _page_of(path) or f"{SITE}/{path}"
+        return f"]({place}{'#' + anchor if anchor else ''})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", moved, markdown)
+
+
+def _page_of(path: str) -> str | None:
+    """The page of the site for a file of the repository, relative to the pages of plugins."""
+    if path == "README.md":
+        return "../../index.md"
+    if path.startswith("docs/"):
+        return f"../../{path.removeprefix('docs/')}"
+    folder = Path(path).parent
+    return f"{folder.name}.md" if folder in _projects() and Path(path).name == "README.md" else None
