@@ -48,6 +48,7 @@ _ENGINE = {
     "gradient_dtype": "sums gradients in another dtype than the parameters",
     "optimizer_dtype": "keeps optimizer state in another dtype than the weights that the optimizer updates",
     "stochastic_rounding": "rounds weights stochastically",
+    "linear_product": "lets a precision policy compute the products of linear layers",
     "xla": "reads the settings of the XLA runtime",
 }
 

@@ -15,8 +15,11 @@ from torch.nn import functional
 
 from nxdt_core.nn.scoped import Scoped
 
-__all__ = ["Update", "UpdatedEmbedding", "UpdatedLinear", "unchanged", "updated_linear", "updates_off"]
+__all__ = ["Product", "ProductLinear", "Update", "UpdatedEmbedding", "UpdatedLinear", "unchanged", "updated_linear", "updates_off"]
 
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of inputs [..., in] and a weight [out, in]: [..., out]."""
 
 _OFF = Scoped(False)
 
@@ -72,9 +75,28 @@ class UpdatedLinear(nn.Linear):
             self.bias = linear.bias
         self.update = update
 
+        self.product: Product = functional.linear
+        """A slot: the product of the layer's inputs and its weight."""
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
         """[..., in] to [..., out]."""
-        return updated_linear(input, self.weight, self.bias, self.update)
+        return updated_linear(input, self.weight, self.bias, self.update, product=self.product)
+
+
+class ProductLinear(nn.Linear):
+    """A linear layer with the parameters of another one and another product."""
+
+    def __init__(self, linear: nn.Linear, product: Product) -> None:
+        with torch.device("meta"):
+            super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.weight = linear.weight
+        if linear.bias is not None:
+            self.bias = linear.bias
+        self.product = product
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
+        """[..., in] to [..., out]."""
+        return updated_linear(input, self.weight, self.bias, None, product=self.product)
 
 
 class UpdatedEmbedding(nn.Embedding):
@@ -100,10 +122,18 @@ class UpdatedEmbedding(nn.Embedding):
 
 
 def updated_linear(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, update: nn.Module | None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    update: nn.Module | None,
+    *,
+    product: Product = functional.linear,
 ) -> torch.Tensor:
-    """``functional.linear`` with an update before the bias; ``None`` is none."""
-    if update is None:
+    """``functional.linear``, or another ``product`` of inputs and weight, with an update before the bias; ``None`` is
+    none."""
+    if update is None and product is functional.linear:
         return functional.linear(hidden, weight, bias)
-    product: torch.Tensor = update(hidden, functional.linear(hidden, weight), weight)
-    return product if bias is None else product + bias
+    result = product(hidden, weight)
+    if update is not None:
+        result = update(hidden, result, weight)
+    return result if bias is None else result + bias

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.nn.updates import ProductLinear
 from nxdt_core.parallel.tensor.layers import ColumnLinear, GatheredColumnLinear, RowLinear
 from nxdt_core.parallel.tensor.vocabulary_layers import VocabularyHead
 from nxdt_core.protocols.plan import ParallelPlan
@@ -23,7 +24,7 @@ from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
 
 __all__ = ["gather_narrow", "product_weights"]
 
-_LINEAR = (ColumnLinear, GatheredColumnLinear, RowLinear, VocabularyHead)
+_LINEAR = (ProductLinear, ColumnLinear, GatheredColumnLinear, RowLinear, VocabularyHead)
 _NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 

@@ -1,7 +1,7 @@
 """From a builder's plain module to this rank's pipeline stages in their layout, on the meta device.
 
 The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
-expert and context parallelism, attention by blocks, chunked loss, recomputation, compilation, data parallel sharding.
+expert and context parallelism, attention by blocks, products of linear layers, chunked loss, recomputation, compilation, data parallel sharding.
 Materialising follows.
 """
 
@@ -32,6 +32,7 @@ from nxdt_core.parallel.expert.figures import routers_of
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle
 from nxdt_core.parallel.loss.chunked import chunk_loss
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
+from nxdt_core.parallel.products import apply_product
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
 from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
 from nxdt_core.protocols.adapter import Adapter
@@ -48,6 +49,7 @@ __all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise
 class LayoutOptions:
     """What a run's configuration says of its layout in addition to the sizes of the mesh."""
 
+    device_type: str = "cpu"
     sequence_parallel: bool = False
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"
@@ -68,6 +70,7 @@ class LayoutOptions:
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
         """Return the options of a configuration for a device type."""
         return cls(
+            device_type=profile.device_type,
             sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.context_parallel_method or profile.context_parallel_method,
@@ -221,6 +224,8 @@ def _apply_rest(
         for part in module.modules():
             if isinstance(part, CausalAttention):
                 part.blocks = options.block_attention
+    if precision.linear_product is not None:
+        apply_product(module, plan, precision.linear_product(options.device_type))
     if options.loss_chunk_tokens is not None:
         chunk_loss(module, plan, tokens=options.loss_chunk_tokens)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)

@@ -8,13 +8,42 @@ Example::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-__all__ = ["DType", "PrecisionFactory", "PrecisionPolicy", "capabilities_of"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DType", "LinearProduct", "PrecisionFactory", "PrecisionPolicy", "capabilities_of"]
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 """Names of torch dtypes, so that policies can be read without torch."""
+
+
+class LinearProduct(Protocol):
+    """What computes the matrix product of linear layers in place of ``torch.nn.functional.linear``."""
+
+    def covers(self, name: str, out_features: int, in_features: int) -> bool:
+        """Return whether it computes the product of a layer; the others stay as they are.
+
+        Args:
+            name: path of the layer in the model.
+            out_features: of this rank's part of the weight.
+            in_features: of this rank's part of the weight.
+
+        Raises:
+            NxdtError: it should, and cannot with these sizes.
+        """
+        ...
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return ``hidden`` [..., in] times ``weight`` [out, in] transposed, [..., out]; differentiable.
+
+        Both have the dtypes that the layer has them in: under autocast, casting them is up to this call
+        (:func:`nxdt_core.nn.autocast.compute_dtype`).
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +63,10 @@ class PrecisionPolicy:
     stochastic_rounding: bool = False
     """Round into ``parameters`` stochastically (Gupta et al. 2015, arXiv:1502.02551): the masters' copies that are
     computed with, or the update where there are no masters."""
+    linear_product: Callable[[str], LinearProduct] | None = None
+    """Returns, for a device type such as ``cuda``, what computes the products of the linear layers that the model's
+    plan names; None: torch, in the compute dtype. The product of the vocabulary head, of layers with tied weights and
+    of experts stays torch's."""
 
 
 def capabilities_of(policy: PrecisionPolicy) -> frozenset[str]:
@@ -49,6 +82,7 @@ def capabilities_of(policy: PrecisionPolicy) -> frozenset[str]:
         "gradient_dtype": policy.gradients != policy.parameters,
         "optimizer_dtype": policy.optimizer_state != updated,
         "stochastic_rounding": policy.stochastic_rounding,
+        "linear_product": policy.linear_product is not None,
     }
     return frozenset(name for name, needed in asked.items() if needed)
 

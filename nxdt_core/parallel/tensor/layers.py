@@ -25,7 +25,7 @@ from nxdt_core.distributed.collectives import (
     scatter_sum_along,
 )
 from nxdt_core.nn.autocast import compute_dtype
-from nxdt_core.nn.updates import updated_linear
+from nxdt_core.nn.updates import Product, updated_linear
 from nxdt_core.parallel.tensor.padding import PaddedDim
 
 __all__ = [
@@ -90,6 +90,8 @@ class ColumnLinear(nn.Module):
         self.weight = weight
         self.bias = bias
         self.update = update
+        self.product: Product = functional.linear
+        """A slot: the product of inputs and this rank's part of the weight."""
         self.padded = _padded(spread, self)
         """Parameters with zeros at the end."""
         self.real = spread.counts[part]
@@ -100,8 +102,8 @@ class ColumnLinear(nn.Module):
         weight = local_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias)
         if self.zeros == 0:
-            return updated_linear(hidden, weight, bias, self.update)
-        product = functional.pad(functional.linear(hidden, weight[: self.real]), (0, self.zeros))
+            return updated_linear(hidden, weight, bias, self.update, product=self.product)
+        product = functional.pad(self.product(hidden, weight[: self.real]), (0, self.zeros))
         if self.update is not None:
             product = self.update(hidden, product, weight)
         return product if bias is None else product + functional.pad(bias[: self.real], (0, self.zeros))
@@ -123,12 +125,15 @@ class GatheredColumnLinear(nn.Module):
         self.weight = weight
         self.bias = bias
         self.update = update
+        self.product: Product = functional.linear
+        """A slot: the product of inputs and this rank's part of the weight."""
         self.group = group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out]."""
         bias = None if self.bias is None else local_part(self.bias)
-        return self.gathered(updated_linear(hidden, local_part(self.weight), bias, self.update))
+        weight = local_part(self.weight)
+        return self.gathered(updated_linear(hidden, weight, bias, self.update, product=self.product))
 
     def gathered(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features of all ranks; gradients are summed."""
@@ -162,6 +167,8 @@ class RowLinear(nn.Module):
         self.weight = weight
         self.bias = bias
         self.update = update
+        self.product: Product = functional.linear
+        """A slot: the product of inputs and this rank's part of the weight."""
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.padded = _padded(spread, self)
@@ -173,7 +180,7 @@ class RowLinear(nn.Module):
         """[batch, seq, in / tp] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
         weight = local_part(self.weight)
         real = slice(self.real if self.zeros else None)
-        product = functional.linear(hidden[..., real], weight[:, real])
+        product = self.product(hidden[..., real], weight[:, real])
         if self.update is not None:
             product = self.update(hidden, product, weight)
         total = self.total(product)

@@ -1,0 +1,25 @@
+"""The policy ``float8``. torch is imported when a model is laid out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_plugin_torchao.config import Float8Config
+
+if TYPE_CHECKING:
+    from nxdt_plugin_torchao.product import Float8Product
+
+__all__ = ["float8"]
+
+
+def float8(config: Float8Config) -> PrecisionPolicy:
+    """Return the policy that multiplies in float8 in the layers that ``config`` does not skip."""
+
+    def product(device_type: str) -> Float8Product:
+        from nxdt_plugin_torchao.product import Float8Product
+
+        return Float8Product(config, device_type)
+
+    return replace(config.dtypes(), linear_product=product)

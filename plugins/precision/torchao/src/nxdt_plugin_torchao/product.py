@@ -1,0 +1,74 @@
+"""The product of a linear layer in float8."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from nxdt_core.nn.autocast import compute_dtype
+from nxdt_core.nn.patterns import matches_any
+from nxdt_plugin_torchao.config import Float8Config
+from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
+
+__all__ = ["Float8Product"]
+
+_UNIT = 16
+"""Features that ``torch._scaled_mm`` multiplies at a time."""
+_CAPABILITY = (8, 9)
+"""Compute capability of the first NVIDIA GPUs with float8 products: Ada and Hopper."""
+
+
+class Float8Product:
+    """Casts both factors to float8 with dynamic scaling factors, in backward, too; the result has the dtype that is
+    computed in otherwise.
+
+    On CPU the products of the rounded factors are computed in float32: the same rounding, slower. See
+    :class:`nxdt_core.protocols.precision.LinearProduct`.
+    """
+
+    def __init__(self, config: Float8Config, device_type: str) -> None:
+        """
+        Raises:
+            NoFloat8Here: the device has no float8 products.
+        """
+        self._skip = config.skip
+        self._emulated = device_type == "cpu"
+        if not self._emulated:
+            _check_device(device_type)
+        recipe = Float8LinearConfig.from_recipe_name(config.scaling)
+        if self._emulated:
+            object.__setattr__(recipe, "emulate", True)  # frozen, and dataclasses.replace() loses the target dtypes
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(1, 1, bias=False))
+        (self._layer,) = convert_to_float8_training(model, config=recipe)
+        """Of no size: its weight is replaced in each call."""
+
+    def covers(self, name: str, out_features: int, in_features: int) -> bool:
+        """Return whether a layer is computed in float8.
+
+        Raises:
+            Float8SizesDoNotDivide: its sizes on this rank do not allow it.
+        """
+        if matches_any(self._skip, name):
+            return False
+        if not self._emulated and (out_features % _UNIT or in_features % _UNIT):
+            raise Float8SizesDoNotDivide(path=name, inputs=in_features, outputs=out_features, unit=_UNIT)
+        return True
+
+    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., in] times [out, in] transposed: [..., out]."""
+        dtype = compute_dtype(hidden)
+        result: torch.Tensor = functional_call(self._layer, {"weight": weight.to(dtype)}, (hidden.to(dtype),))
+        return result
+
+
+def _check_device(device_type: str) -> None:
+    if device_type != "cuda":
+        raise NoFloat8Here(device=device_type, reason="torchao multiplies in float8 on CUDA GPUs")
+    found = torch.cuda.get_device_capability()
+    if found < _CAPABILITY:
+        raise NoFloat8Here(
+            device=torch.cuda.get_device_name(), reason=f"its compute capability is {found[0]}.{found[1]}"
+        )
