@@ -15,7 +15,16 @@ from torch.nn import functional
 
 from nxdt_core.nn.scoped import Scoped
 
-__all__ = ["Product", "ProductLinear", "Update", "UpdatedEmbedding", "UpdatedLinear", "unchanged", "updated_linear", "updates_off"]
+__all__ = [
+    "Product",
+    "ProductLinear",
+    "Update",
+    "UpdatedEmbedding",
+    "UpdatedLinear",
+    "unchanged",
+    "updated_linear",
+    "updates_off",
+]
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

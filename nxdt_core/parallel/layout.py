@@ -1,8 +1,8 @@
 """From a builder's plain module to this rank's pipeline stages in their layout, on the meta device.
 
 The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
-expert and context parallelism, attention by blocks, products of linear layers, chunked loss, recomputation, compilation, data parallel sharding.
-Materialising follows.
+expert and context parallelism, attention by blocks, products of linear layers, chunked loss, recomputation,
+compilation, data parallel sharding. Materialising follows.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from nxdt_core.protocols.precision import LinearProduct
 
 __all__ = ["apply_product"]
 
-_WITH_SLOT = (ColumnLinear, GatheredColumnLinear, RowLinear, UpdatedLinear)
+_WithSlot = ColumnLinear | GatheredColumnLinear | RowLinear | UpdatedLinear
 _OTHER_STYLES = ("vocab_head", "vocab_embedding", "replicate", "heads", "channels")
 
 
@@ -34,17 +34,17 @@ def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct)
         out_features, in_features = local_of(layer.weight).shape
         if not product.covers(path, out_features, in_features):
             continue
-        if isinstance(layer, _WITH_SLOT):
+        if isinstance(layer, _WithSlot):
             layer.product = product
         else:
             module.set_submodule(path, ProductLinear(layer, product))
 
 
-def _layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Linear]]:
+def _layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, _WithSlot | nn.Linear]]:
     tied = {name for pair in plan.tied for name in pair}
     for path, part in module.named_modules():
         style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
         if style is None or style in _OTHER_STYLES or f"{path}.weight" in tied:
             continue
-        if isinstance(part, _WITH_SLOT) or (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward):
+        if isinstance(part, _WithSlot) or (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward):
             yield path, part

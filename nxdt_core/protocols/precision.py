@@ -64,9 +64,9 @@ class PrecisionPolicy:
     """Round into ``parameters`` stochastically (Gupta et al. 2015, arXiv:1502.02551): the masters' copies that are
     computed with, or the update where there are no masters."""
     linear_product: Callable[[str], LinearProduct] | None = None
-    """Returns, for a device type such as ``cuda``, what computes the products of the linear layers that the model's
-    plan names; None: torch, in the compute dtype. The product of the vocabulary head, of layers with tied weights and
-    of experts stays torch's."""
+    """Returns, for a device type such as ``cuda`` (``unlisted`` where a run is planned without memory), what computes
+    the products of the linear layers that the model's plan names; None: torch, in the compute dtype. The product of
+    the vocabulary head, of layers with tied weights and of experts stays torch's."""
 
 
 def capabilities_of(policy: PrecisionPolicy) -> frozenset[str]:

@@ -22,8 +22,8 @@ class Float8Config:
     """Policy for everything else: bfloat16 parameters with float32 masters, or float32 parameters under
     ``torch.autocast``."""
     skip: tuple[str, ...] = ()
-    """Patterns of layers whose products stay in bfloat16, such as ``*.mlp.down_proj``. ``*`` stands for one part of a
-    path, ``**`` for any number."""
+    """Patterns of layers whose products stay in bfloat16, such as ``*.down_proj``. A ``*`` at the start stands for any
+    number of components of a path, any other for one."""
 
     def requires_capabilities(self) -> Iterable[str]:
         """Yield the capabilities of the engine that the values ask for."""

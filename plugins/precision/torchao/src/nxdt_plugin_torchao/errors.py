@@ -8,7 +8,7 @@ __all__ = ["Float8SizesDoNotDivide", "NoFloat8Here"]
 
 
 class Float8SizesDoNotDivide(NxdtError):
-    """A layer whose features on a rank are no multiple of 16, which float8 products of GPUs need."""
+    """A layer whose features on a rank are not a multiple of 16, which float8 products of GPUs need."""
 
     code = "NXDT-T100"
     happened = "precision: '{path}' has {inputs} inputs and {outputs} outputs on each rank, not multiples of {unit}."

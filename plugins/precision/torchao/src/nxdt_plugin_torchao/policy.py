@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -16,10 +16,15 @@ __all__ = ["float8"]
 
 def float8(config: Float8Config) -> PrecisionPolicy:
     """Return the policy that multiplies in float8 in the layers that ``config`` does not skip."""
+    return replace(config.dtypes(), linear_product=_Products(config.scaling, config.skip))
 
-    def product(device_type: str) -> Float8Product:
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    scaling: str
+    skip: tuple[str, ...]
+
+    def __call__(self, device_type: str) -> Float8Product:
         from nxdt_plugin_torchao.product import Float8Product
 
-        return Float8Product(config, device_type)
-
-    return replace(config.dtypes(), linear_product=product)
+        return Float8Product(self.scaling, self.skip, device_type)

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.func import functional_call
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.patterns import matches_any
-from nxdt_plugin_torchao.config import Float8Config
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
 
 __all__ = ["Float8Product"]
+
+
+@contextmanager
+def _without_warnings(*names: str) -> Iterator[None]:
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+# Importing torchao warns of extensions for other devices and of its own use of torch's pytrees.
+with _without_warnings("torchao", "torch.utils._pytree"):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 _UNIT = 16
 """Features that ``torch._scaled_mm`` multiplies at a time."""
@@ -28,16 +47,20 @@ class Float8Product:
     :class:`nxdt_core.protocols.precision.LinearProduct`.
     """
 
-    def __init__(self, config: Float8Config, device_type: str) -> None:
+    def __init__(self, scaling: str, skip: Sequence[str], device_type: str) -> None:
         """
+        Args:
+            scaling: name of a recipe of torchao.
+            skip: patterns of layers that it does not cover.
+            device_type: of the run.
+
         Raises:
             NoFloat8Here: the device has no float8 products.
         """
-        self._skip = config.skip
-        self._emulated = device_type == "cpu"
-        if not self._emulated:
-            _check_device(device_type)
-        recipe = Float8LinearConfig.from_recipe_name(config.scaling)
+        self._skip = skip
+        self._emulated = device_type != "cuda"
+        _check_device(device_type)
+        recipe = Float8LinearConfig.from_recipe_name(scaling)
         if self._emulated:
             object.__setattr__(recipe, "emulate", True)  # frozen, and dataclasses.replace() loses the target dtypes
         with torch.device("meta"):
@@ -65,8 +88,10 @@ class Float8Product:
 
 
 def _check_device(device_type: str) -> None:
-    if device_type != "cuda":
+    if device_type not in ("cuda", "cpu", "unlisted"):
         raise NoFloat8Here(device=device_type, reason="torchao multiplies in float8 on CUDA GPUs")
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return
     found = torch.cuda.get_device_capability()
     if found < _CAPABILITY:
         raise NoFloat8Here(

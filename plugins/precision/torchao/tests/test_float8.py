@@ -1,0 +1,173 @@
+"""``precision.type: float8``: torchao's product in the layers of a model's plan, in every layout, close to bfloat16."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from nxdt_plugin_torchao.config import Float8Config
+from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
+from nxdt_plugin_torchao.policy import float8
+from nxdt_plugin_torchao.product import Float8Product
+from torch import nn
+
+from nxdt_core.config import load
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.testing.precision_contract import PrecisionContract
+from nxdt_core.testing.ranks import RankPool
+from nxdt_core.training import build, primitives
+from nxdt_core.training.state import TrainState
+from tests.sampling import slow_except
+
+SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+STEPS, ROWS, SEQ = 8, 8, 16
+STRATEGY = "distributed_strategy."
+LORA = "adapter={name: lora, lora_rank: 4, target_modules: [all-linear]}"
+ALL = {
+    f"layers.{layer}.{part}"
+    for layer in range(2)
+    for part in (
+        *(f"attention.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    )
+}
+LAYOUTS = {
+    "one": (1, ()),
+    "autocast": (1, ("precision.rest=autocast",)),
+    "compiled": (1, ("model.compile=true",)),
+    "recomputed": (1, ("model.activations_checkpoint_granularity=full",)),
+    "lora": (1, (LORA,)),
+    "zero3": (2, (f"{STRATEGY}zero_stage=3",)),
+    "autocast-zero3": (2, ("precision.rest=autocast", f"{STRATEGY}zero_stage=3")),
+    "tp2": (2, (f"{STRATEGY}tensor_model_parallel_size=2",)),
+    "tp2-sp": (2, (f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}sequence_parallel=true")),
+    "pp2": (2, (f"{STRATEGY}pipeline_model_parallel_size=2",)),
+}
+
+
+class TestFloat8(PrecisionContract):
+    requires = frozenset({"linear_product"})
+
+    @pytest.fixture
+    def factory(self):
+        return float8
+
+    @pytest.fixture
+    def section(self):
+        return Float8Config()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_and_gradients_are_those_of_torchaos_layer(scaling):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, gradient = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in [(2, 16, 32), (48, 32), (2, 16, 48)]
+    )
+    recipe = Float8LinearConfig.from_recipe_name(scaling)
+    object.__setattr__(recipe, "emulate", True)
+    theirs = nn.Sequential(nn.Linear(32, 48, bias=False, dtype=torch.bfloat16))
+    theirs[0].weight.data = weight.clone()
+    convert_to_float8_training(theirs, config=recipe)
+
+    def run(product, factor):
+        inputs = hidden.clone().requires_grad_()
+        outputs = product(inputs)
+        outputs.backward(gradient)
+        return outputs, inputs.grad, factor.grad
+
+    ours = weight.clone().requires_grad_()
+    product = Float8Product(scaling, (), "cpu")
+    found = run(lambda inputs: product(inputs, ours), ours)
+    expected = run(theirs, theirs[0].weight)
+    for tensor, other in zip(found, expected, strict=True):
+        assert torch.equal(tensor, other)
+    assert not torch.equal(found[0], nn.functional.linear(hidden, weight))
+
+
+def train(overrides):
+    """Losses by step, and the layers of this rank that are multiplied in float8."""
+    config = load(
+        "recipe:llama-tiny",
+        [
+            *("trainer.accelerator=cpu", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64"),
+            *("model.optim.lr=1e-2", "model.optim.sched.name=constant", "model.optim.sched.min_lr=0.0"),
+            *(f"data.seq_length={SEQ}", f"data.global_batch_size={ROWS}", "data.micro_batch_size=2"),
+            *overrides,
+        ],
+    )
+    engine = build.engine(config)
+    engine.start()
+    model = primitives.initialize_parallel_model(config, engine)
+    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
+    ids = torch.randint(272, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    own = ROWS // engine.rank_info.dp_size
+    starts = range(engine.rank_info.dp_rank * own, (engine.rank_info.dp_rank + 1) * own, 2)
+    batches = [Batch(input_ids=ids[row : row + 2, :-1], labels=ids[row : row + 2, 1:]) for row in starts]
+    losses = [
+        float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
+        for _ in range(STEPS)
+    ]
+    chosen = {
+        name
+        for stage in model.local_modules()
+        for name, module in stage.named_modules()
+        if isinstance(getattr(module, "product", None), Float8Product)
+    }
+    engine.shutdown()
+    return losses, chosen
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """``ranks(n)``: a pool of that many processes, which later calls share."""
+    return cache(RankPool)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(ranks):
+    """``in_bfloat16(*overrides)``: losses of one rank without float8."""
+    return cache(lambda *overrides: ranks(1).run(train, ("precision.type=mixed_precision", *overrides))[0][0])
+
+
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("lora", "autocast-zero3", "tp2-sp")))
+def test_every_layout_follows_bfloat16_within_one_percent(ranks, in_bfloat16, layout):
+    world, overrides = LAYOUTS[layout]
+    expected = in_bfloat16(*(each for each in overrides if each == LORA))
+    assert layout == "lora" or expected[-1] < expected[0] - 0.5
+    words = (f"trainer.devices={world}", "precision.type=float8", *overrides)
+    found = ranks(world).run(train, words, timeout_s=240)
+    for losses, _ in found:
+        torch.testing.assert_close(losses, expected, rtol=0.01, atol=0)
+        assert losses != expected, "nothing was computed in float8"
+    assert set().union(*(chosen for _, chosen in found)) == ALL
+
+
+def test_layers_that_are_skipped_stay_in_bfloat16(ranks, in_bfloat16):
+    skipped = ("precision={type: float8, skip: ['layers.*.mlp.*', '*.q_proj']}",)
+    ((_, chosen),) = ranks(1).run(train, skipped)
+    assert chosen == {name for name in ALL if "mlp" not in name and "q_proj" not in name}
+    ((losses, chosen),) = ranks(1).run(train, ("precision={type: float8, skip: ['*']}",))
+    assert (losses, chosen) == (in_bfloat16(), set())
+
+
+def test_sizes_that_a_gpu_cannot_multiply_are_refused():
+    on_gpu = Float8Product("rowwise", (), "cuda")
+    assert on_gpu.covers("layers.0.mlp.up_proj", 48, 32)
+    with pytest.raises(Float8SizesDoNotDivide, match=r"has 32 inputs and 56 outputs on each rank"):
+        on_gpu.covers("layers.0.mlp.up_proj", 56, 32)
+    assert not Float8Product("rowwise", ("*.up_proj",), "cuda").covers("layers.0.mlp.up_proj", 56, 32)
+
+
+def test_other_accelerators_are_refused():
+    with pytest.raises(NoFloat8Here, match="neuron has no float8"):
+        Float8Product("rowwise", (), "neuron")
+
+
+def test_an_engine_that_does_not_apply_products_is_refused():
+    with pytest.raises(ConfigError, match="linear_product"):
+        load("recipe:llama-tiny", ["precision.type=float8", "parallel_engine.name=nxd"])
