@@ -223,7 +223,7 @@ class KitsNeedPytest(NxdtError):
 
     code = "NXDT-K030"
     happened = "The kits that check {name!r} need pytest, which is not installed."
-    remedy = "Install it: pip install pytest."
+    remedy = "Install it: pip install 'nxdt-core[kits]'."
     name: str
 
 

@@ -1,9 +1,9 @@
 """Runs the contracts that apply to an installed plugin, for ``nxdt plugins check``.
 
 Which ones apply follows from its records: that of plugins always; those of optimizers, learning-rate schedules,
-precision policies, objectives and adapters for each such component whose section has defaults; that of models for each
-model of a recipe ``…-tiny``, in the sizes of the recipe. The others run where the plugin's own tests are: give ``nxdt
-plugins check`` their directory.
+precision policies, objectives, adapters and launchers for each such component whose section has defaults; that of
+device profiles; that of models for each model of a recipe ``…-tiny``, in the sizes of the recipe. The others run where
+the plugin's own tests are: give ``nxdt plugins check`` their directory.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.kernel.policy import names
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.testing.adapter_contract import AdapterContract
+from nxdt_core.testing.device_profile_contract import DeviceProfileContract
+from nxdt_core.testing.launcher_contract import LauncherContract
 from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
 from nxdt_core.testing.model_contract import ModelContract
 from nxdt_core.testing.objective_contract import ObjectiveContract
@@ -100,6 +102,12 @@ def contracts(plugin: str) -> dict[str, type]:
     for each in kernel.registry.all("adapter"):
         if each.plugin == plugin:
             found[f"Test adapter {each.record.name}"] = _of(AdapterContract, each, name=each.record.name)
+    for each in kernel.registry.all("launcher"):
+        if each.plugin == plugin:
+            found[f"Test launcher {each.record.name}"] = _of_launcher(each)
+    for each in kernel.registry.all("device_profile"):
+        if each.plugin == plugin:
+            found[f"Test device_profile {each.record.name}"] = _of_profile(each)
     for recipe in list_recipes(kernel):
         if recipe.plugin == plugin and recipe.name.endswith(_TINY):
             try:
@@ -121,6 +129,27 @@ def _of_model(config: ResolvedConfig, component: RegisteredComponent) -> type:
     if getattr(component.record, "tried_before_launch", False):  # its plan, and so what it can do, depends on its keys
         declared &= planned_capabilities(build.model_builder(config).plan()) | {"lora"}
     return type("Contract", (ModelContract,), {"builder": builder, "capabilities": declared})
+
+
+def _of_launcher(component: RegisteredComponent) -> type:
+    @pytest.fixture
+    def factory(self: Any) -> Any:
+        return component.load_target()
+
+    @pytest.fixture
+    def options(self: Any) -> Any:
+        return _section(component)
+
+    members = {"name": component.record.name, "capabilities": component.record.capabilities}
+    return type("Contract", (LauncherContract,), {**members, "factory": factory, "options": options})
+
+
+def _of_profile(component: RegisteredComponent) -> type:
+    @pytest.fixture
+    def profile(self: Any) -> Any:
+        return component.load_target()
+
+    return type("Contract", (DeviceProfileContract,), {"name": component.record.name, "profile": profile})
 
 
 def _of(contract: type, component: RegisteredComponent, **members: Any) -> type:

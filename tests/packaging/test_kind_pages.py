@@ -40,6 +40,6 @@ def test_the_requirements_of_a_page_are_those_of_the_kit():
     found = {kind: kinds.requirements(kind) for kind in PAGES}
     assert "a resumed run has the factors of one that was not stopped" in found["lr_scheduler"]
     without = {kind for kind, names in found.items() if not names}
-    assert without == {"config_migration", "metric", "task_suite", "device_profile", "launcher"}
+    assert without == {"config_migration", "metric", "task_suite"}
     for kind in PAGES.keys() - without:
         assert "[[requirements]]" in PAGES[kind].read_text(), kind

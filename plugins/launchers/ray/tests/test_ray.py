@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+from nxdt_plugin_ray.config import RayOptions
 from nxdt_plugin_ray.launcher import RayLauncher
 
 from nxdt_core.protocols.launcher import Launcher
+from nxdt_core.testing.launcher_contract import LauncherContract
 from tests import processes
 from tests.launchers import waits
 from tests.training.small import SMALL
@@ -24,6 +26,21 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 DEADLINE_S = 800
 """Ray starts a dozen processes, and this run starts eight."""
 STEPS = 8
+
+
+class TestRay(LauncherContract):
+    """All tests are inherited."""
+
+    name = "ray"
+    capabilities = frozenset({"submit"})
+
+    @pytest.fixture
+    def factory(self):
+        return RayLauncher
+
+    @pytest.fixture
+    def options(self):
+        return RayOptions(gpus_per_node=2)
 
 
 @pytest.fixture

@@ -1,0 +1,59 @@
+"""The contract of device profiles fails a wrong one in the requirements that it breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nxdt_core.testing.device_profile_contract import DeviceProfileContract
+from tests.sampling import takes_all
+from tests.testing.device_profile_mutants import MUTANTS
+from tests.testing.outcomes import Outcomes, run_contract
+
+FILE = Path(__file__).with_name("device_profile_mutants.py")
+OF_TYPE, NEEDS = "test_it_is_the_profile_of_its_device_type", "test_it_says_what_a_run_needs"
+LIGHTNING, UNITS = "test_its_accelerator_is_known_to_lightning", "test_its_figures_have_the_units_of_their_fields"
+DTYPES, PRODUCTS = "test_its_dtypes_are_named_as_in_torch", "test_its_tables_name_the_same_products"
+HERE, ANSWER = "test_it_says_whether_this_machine_has_such_a_device", "test_its_operations_answer"
+RESTORED = "test_its_generator_is_restored"
+EVERY = {name for name in dir(DeviceProfileContract) if name.startswith("test_")}
+CAUGHT_BY = {
+    "Right": set(),
+    "IsOfAnotherType": {OF_TYPE},
+    "HasNoBackend": {NEEDS},
+    "SaysNothingOfInstalling": {NEEDS},
+    "NamesAnAcceleratorOfItsOwn": {LIGHTNING},
+    "PeakInTeraflops": {UNITS},
+    "MemoryInBytes": {UNITS},
+    "LinksInGigabytes": {UNITS},
+    "ShortNameOfADtype": {DTYPES},
+    "ShortNameOfADtypeInBlocks": {DTYPES},
+    "AnotherNameOfTheProduct": {PRODUCTS},
+    "FailsWithoutADevice": {HERE, ANSWER, RESTORED},
+    "SaysHowMany": {HERE},
+    "CountsInGiB": {ANSWER},
+    "KeepsItsState": {RESTORED},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+    """How the tests of the file ended."""
+    if takes_all(pytestconfig):
+        return run_contract(FILE, CAUGHT_BY, {})
+    return run_contract(FILE, ["Right"], [(name, test) for name, broken in CAUGHT_BY.items() for test in broken])
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
+    assert {test for name, test in outcomes.failed if name == mutant} == CAUGHT_BY[mutant]
+
+
+def test_every_requirement_is_met_by_the_right_one_and_broken_by_a_mutant(outcomes: Outcomes) -> None:
+    assert {test for name, test in outcomes.passed if name == "Right"} == EVERY
+    assert set().union(*CAUGHT_BY.values()) == EVERY
+
+
+def test_every_mutant_is_expected() -> None:
+    assert MUTANTS.keys() == CAUGHT_BY.keys()
