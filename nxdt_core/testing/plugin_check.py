@@ -1,9 +1,9 @@
 """Runs the contracts that apply to an installed plugin, for ``nxdt plugins check``.
 
-Which ones apply follows from its records: that of plugins always; those of optimizers, learning-rate schedules,
-precision policies, objectives, adapters and launchers for each such component whose section has defaults; that of
-device profiles; that of models for each model of a recipe ``…-tiny``, in the sizes of the recipe. The others run where
-the plugin's own tests are: give ``nxdt plugins check`` their directory.
+Which ones apply follows from its records: that of plugins always; those of metrics and device profiles; those of
+optimizers, learning-rate schedules, precision policies, objectives, adapters and launchers for each such component
+whose section has defaults; that of models for each model of a recipe ``…-tiny``, in the sizes of the recipe. The others
+run where the plugin's own tests are: give ``nxdt plugins check`` their directory.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from nxdt_core.testing.adapter_contract import AdapterContract
 from nxdt_core.testing.device_profile_contract import DeviceProfileContract
 from nxdt_core.testing.launcher_contract import LauncherContract
 from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
+from nxdt_core.testing.metric_contract import MetricContract
 from nxdt_core.testing.model_contract import ModelContract
 from nxdt_core.testing.objective_contract import ObjectiveContract
 from nxdt_core.testing.optimizer_contract import OptimizerContract
@@ -105,6 +106,9 @@ def contracts(plugin: str) -> dict[str, type]:
     for each in kernel.registry.all("launcher"):
         if each.plugin == plugin:
             found[f"Test launcher {each.record.name}"] = _of_launcher(each)
+    for each in kernel.registry.all("metric"):
+        if each.plugin == plugin:
+            found[f"Test metric {each.record.name}"] = _of(MetricContract, each)
     for each in kernel.registry.all("device_profile"):
         if each.plugin == plugin:
             found[f"Test device_profile {each.record.name}"] = _of_profile(each)

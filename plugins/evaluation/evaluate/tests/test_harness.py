@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxdt_plugin_evaluate.suite import Harness
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.inference.load import load_model
+from nxdt_core.testing.task_suite_contract import TaskSuiteContract
 from nxdt_core.training.run.train import train
 from nxdt_core.training.weights.export import export_hf
 from tests.training.small import SMALL
@@ -115,6 +117,30 @@ def theirs(uri, task_dir, tmp_path_factory):
     # Its cache takes the logits of the wrong tokens where two requests divide one text differently (lm-eval 0.4.13).
     model = HFLM(pretrained=target, device="cpu", dtype="float32", batch_size=3, logits_cache=False)
     return judged(model, task_dir)
+
+
+@pytest.fixture(scope="module")
+def loaded(uri):
+    return load_model(uri)
+
+
+@pytest.mark.slow  # each test runs the library several times; the others compare its figures
+class TestHarness(TaskSuiteContract):
+    """With two of the tasks, whose records come from a file; all tests are inherited."""
+
+    tasks = ("choices", "writing")
+
+    @pytest.fixture
+    def factory(self):
+        return Harness
+
+    @pytest.fixture
+    def path(self, task_dir):
+        return str(task_dir)
+
+    @pytest.fixture
+    def model(self, loaded):
+        return loaded
 
 
 def judged(model, task_dir):

@@ -15,8 +15,17 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.errors import NxdtError
+from nxdt_core.testing.metric_contract import MetricContract
 from nxdt_core.training.run.train import train
 from tests.training.small import SMALL
+
+
+class TestRouge(MetricContract):
+    """All tests are inherited."""
+
+    @pytest.fixture
+    def factory(self):
+        return Rouge
 
 
 def test_figures_are_means_over_the_answers():

@@ -11,6 +11,7 @@ import yaml
 from nxdt_plugin_migrate.config.migrate import migrate
 from nxdt_plugin_migrate.config.nxdt import stage_ends
 from nxdt_plugin_migrate.errors import MigrationRefused, NoDecoder
+from nxdt_plugin_migrate.programs import NeMo, NeuronxNemoMegatron, NxDTraining
 
 from nxdt_core import config
 from nxdt_core.builtins.schedules.annealing import cosine_annealing
@@ -18,6 +19,8 @@ from nxdt_core.builtins.schedules.config import CosineAnnealingConfig
 from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.lr_scheduler import ScheduleHorizon
+from nxdt_core.testing.config_migration_contract import ConfigMigrationContract
+from tests.sampling import slow_except
 
 HERE = Path(__file__).parent
 NXDT = HERE.parents[3] / "tests/config/nxdt"
@@ -56,6 +59,22 @@ HF = {
         "num_experts_per_tok": 2,
     },
 }
+
+
+class TestMigrations(ConfigMigrationContract):
+    """The migration of each program under a file of it; all tests are inherited."""
+
+    @pytest.fixture(params=slow_except(FILES, ("mistral", "nemo", "nnm lora")))
+    def named(self, request):
+        return request.param
+
+    @pytest.fixture
+    def factory(self, named):
+        return {"nxdt": NxDTraining, "nemo": NeMo, "nnm": NeuronxNemoMegatron}[FILES[named][1]]
+
+    @pytest.fixture
+    def source(self, named):
+        return FILES[named][0]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,56 @@
+"""The contract of metrics fails a wrong one in the requirements that it breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nxdt_core.testing.metric_contract import MetricContract
+from tests.sampling import takes_all
+from tests.testing.metric_mutants import MUTANTS
+from tests.testing.outcomes import Outcomes, run_contract
+
+FILE = Path(__file__).with_name("metric_mutants.py")
+EVERY = {name for name in dir(MetricContract) if name.startswith("test_")}
+IS_ONE, FINITE = "test_it_is_a_metric", "test_it_returns_finite_numbers_by_name"
+NAMES, AGAIN = "test_its_names_do_not_depend_on_the_answers", "test_it_computes_the_same_again"
+LEAVES = "test_it_leaves_the_answers_as_they_are"
+CAUGHT_BY = {
+    "Right": set(),
+    "IsCalled": EVERY,
+    "ReturnsATensor": {FINITE},
+    "ReturnsOneNumber": {FINITE, NAMES, AGAIN},
+    "DividesByItsMatches": {FINITE, NAMES, AGAIN},
+    "IsNotANumberWithoutMatches": {FINITE},
+    "TakesTheFirstWord": {FINITE, NAMES},
+    "NamesMatchesAlone": {NAMES},
+    "SumsOverCalls": {AGAIN},
+    "StripsInPlace": {LEAVES},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+    """How the tests of the file ended."""
+    if takes_all(pytestconfig):
+        return run_contract(FILE, CAUGHT_BY, {})
+    return run_contract(FILE, ["Right"], [(name, test) for name, broken in CAUGHT_BY.items() for test in broken])
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
+    assert _requirements(outcomes.failed, mutant) == CAUGHT_BY[mutant]
+
+
+def test_every_requirement_is_met_by_the_right_one_and_broken_by_a_mutant(outcomes: Outcomes) -> None:
+    assert _requirements(outcomes.passed, "Right") == EVERY
+    assert set().union(*CAUGHT_BY.values()) == EVERY
+
+
+def test_every_mutant_is_expected() -> None:
+    assert {mutant.__name__ for mutant in MUTANTS} == CAUGHT_BY.keys()
+
+
+def _requirements(ended: set[tuple[str, str]], mutant: str) -> set[str]:
+    return {test.partition("[")[0] for name, test in ended if name == mutant}

@@ -1,0 +1,56 @@
+"""The contract of task suites fails a wrong one in the requirements that it breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nxdt_core.testing.task_suite_contract import TaskSuiteContract
+from tests.sampling import takes_all
+from tests.testing.outcomes import Outcomes, run_contract
+from tests.testing.task_suite_mutants import MUTANTS
+
+FILE = Path(__file__).with_name("task_suite_mutants.py")
+EVERY = {name for name in dir(TaskSuiteContract) if name.startswith("test_")}
+IS_ONE, UNKNOWN = "test_it_is_a_suite", "test_an_unknown_task_is_an_error_before_a_model_is_loaded"
+FINITE, AGAIN = "test_each_task_has_finite_numbers_by_name", "test_it_finds_the_same_again"
+LIMIT, LEAVES = "test_a_limit_leaves_records_out", "test_it_leaves_the_model_as_it_is"
+CAUGHT_BY = {
+    "Right": set(),
+    "IsCalled": EVERY - {UNKNOWN},
+    "FindsUnknownTasksLate": {UNKNOWN},
+    "DoesNotNameTheTask": {UNKNOWN},
+    "ForgetsATask": {FINITE},
+    "ReturnsTensors": {FINITE},
+    "AddsATensor": {FINITE},
+    "CountsItsRuns": {AGAIN},
+    "IgnoresTheLimit": {LIMIT},
+    "TrainsTheModel": {LEAVES},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+    """How the tests of the file ended."""
+    if takes_all(pytestconfig):
+        return run_contract(FILE, CAUGHT_BY, {})
+    return run_contract(FILE, ["Right"], [(name, test) for name, broken in CAUGHT_BY.items() for test in broken])
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
+    assert _requirements(outcomes.failed, mutant) == CAUGHT_BY[mutant]
+
+
+def test_every_requirement_is_met_by_the_right_one_and_broken_by_a_mutant(outcomes: Outcomes) -> None:
+    assert _requirements(outcomes.passed, "Right") == EVERY
+    assert set().union(*CAUGHT_BY.values()) == EVERY
+
+
+def test_every_mutant_is_expected() -> None:
+    assert {mutant.__name__ for mutant in MUTANTS} == CAUGHT_BY.keys()
+
+
+def _requirements(ended: set[tuple[str, str]], mutant: str) -> set[str]:
+    return {test.partition("[")[0] for name, test in ended if name == mutant}
