@@ -73,12 +73,12 @@ class ConfigMigrationContract:
         assert not heavy, f"importing {factory.__module__} imports {', '.join(heavy)}"
 
     def test_it_recognises_its_files_and_no_others(self, factory: Callable[[], ConfigMigration], source: Path) -> None:
-        """By a key of the file; neither one for nxdt nor an empty one."""
+        """It returns a key of the file, and nothing for one of nxdt or an empty one."""
         tree = yaml.safe_load(source.read_text(encoding="utf-8"))
         key = factory().recognise(tree)
         assert isinstance(key, str), f"recognise must return text; it returned {key!r}"
         assert key, "recognise must return the key that shows whose file it is; it returned nothing"
-        assert key.partition(".")[0] in tree, f"recognise returned {key!r}, which is no key of the file"
+        assert key.partition(".")[0] in tree, f"recognise returned {key!r}, which the file does not have"
         for other in ({}, _OURS):
             found = factory().recognise(other)
             assert found == "", f"recognise must return '' for {dict(other)}, a file for nxdt; it returned {found!r}"

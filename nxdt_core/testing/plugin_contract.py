@@ -13,6 +13,7 @@ The components have contracts of their own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,11 +24,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 
 from nxdt_core.config import check
+from nxdt_core.config.fields.component_slots import Composition
 from nxdt_core.config.fields.docs import class_doc, field_docs
-from nxdt_core.config.fields.keys import keys_of
+from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
+from nxdt_core.config.resolve.bind import read_part
+from nxdt_core.config.resolve.defaults import complete
+from nxdt_core.config.resolve.path_values import Locator
+from nxdt_core.config.resolve.select import usable_class
+from nxdt_core.config.sources.node import Node, Origin, Place, to_plain
 from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.errors.configuration import BadComponentConfig
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.components.component import RegisteredComponent
 
@@ -52,6 +62,18 @@ print(json.dumps({
     "fingerprint": kernel.fingerprint(),
 }))
 """
+_IMPORT = """
+import sys, time
+from importlib import import_module
+import nxdt_core.api
+begun = time.process_time()
+import_module(sys.argv[1])
+print(time.process_time() - begun)
+"""
+_LIGHT_S = 0.015
+"""CPU seconds that an entry module may take: every command of every user pays them."""
+_ATTEMPTS = 3
+"""Of which the quickest counts: the first may compile bytecode, and another process may have used the caches."""
 _DATA = ("device_profile",)
 """Kinds whose target is not called."""
 _found: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -90,6 +112,17 @@ class PluginContract:
         told = [line for line in (found["note"], *found["hints"]) if line]
         assert not told, f"of the plugin nxdt says: {'; '.join(told)}"
 
+    def test_its_entry_module_is_light(self, info: PluginInfo) -> None:
+        """Importing it takes at most 15 ms of CPU time after ``nxdt_core.api``: every command imports it."""
+        module = info.module.partition(":")[0]
+        found, attempts = math.inf, 0
+        while found > _LIGHT_S and attempts < _ATTEMPTS:
+            found, attempts = min(found, _import_s(module)), attempts + 1
+        assert found <= _LIGHT_S, (
+            f"importing {module} takes {1000 * found:.0f} ms of CPU time; at most {1000 * _LIGHT_S:.0f} are allowed: "
+            "move imports and computations into the modules that targets name"
+        )
+
     def test_every_process_finds_the_same(self) -> None:
         """Ranks compare records and fingerprints; a set has another order in each process."""
         one, other = _probe("0"), _probe("1")
@@ -117,6 +150,28 @@ class PluginContract:
             documented = field_docs(cls)
             missing = [name for name in keys_of(cls) if not documented.get(name)]
             assert not missing, f"these keys of {cls.__name__} have no docstring below them: {', '.join(missing)}"
+
+    def test_every_section_comes_back_from_a_file(self, components: Sequence[RegisteredComponent]) -> None:
+        """Its defaults, written as YAML and read again, are the same; one with required keys has no defaults."""
+        for each in components:
+            cls = each.load_config()
+            if cls is not None and not any(key.default is REQUIRED for key in _keys(each, cls).values()):
+                _assert_comes_back(cls)
+
+    def test_every_section_has_a_json_schema(self, components: Sequence[RegisteredComponent]) -> None:
+        """Editors complete and check keys by it; it leaves a section out that has a type which YAML does not have."""
+        for each in components:
+            cls = each.load_config()
+            if cls is None:
+                continue
+            for name, key in _keys(each, cls).items():
+                if key.section is not None:
+                    continue
+                schema = key.shape.json_schema()
+                try:
+                    json.dumps(schema)
+                except TypeError as error:
+                    pytest.fail(f"the JSON Schema of {cls.__name__}.{name} has a value that JSON has not: {error}")
 
     def test_every_record_has_a_summary(self, components: Sequence[RegisteredComponent]) -> None:
         """``nxdt plugins show`` prints it."""
@@ -150,6 +205,41 @@ class PluginContract:
         )
         assert found is not None, f"no plugin is called {self.plugin!r}; install its distribution"
         return found
+
+
+def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:
+    """The keys of a section, which must have types that YAML values can be read into."""
+    try:
+        usable_class(component, Place(place=component.dist, line=0, key=""))
+    except BadComponentConfig as error:
+        pytest.fail(f"{cls.__name__} cannot be a section: {error}")
+    return keys_of(cls)
+
+
+def _assert_comes_back(cls: type) -> None:
+    tree = complete(Node({}, Origin(kind="default", where=cls.__name__)), Composition(), cls).tree
+    first, problems = read_part(cls, tree, "", Locator(cls.__name__))
+    assert not problems, f"the defaults of {cls.__name__} do not fit its keys: {problems[0]}"
+    try:
+        text = yaml.safe_dump(to_plain(tree))
+    except yaml.YAMLError as error:
+        pytest.fail(f"the defaults of {cls.__name__} cannot be written as YAML: {error}")
+    found, unread = parse_yaml(text, cls.__name__)
+    again, problems = read_part(cls, found, "", Locator(cls.__name__))
+    wrong = [*unread, *problems]
+    assert not wrong, f"the defaults of {cls.__name__} are not read back from YAML: {wrong[0]}"
+    assert again == first, f"{cls.__name__} is {first} by its defaults, and {again} when they are read from a file"
+
+
+def _import_s(module: str) -> float:
+    """CPU seconds that a new process takes to import a module after ``nxdt_core.api``."""
+    path = os.pathsep.join(each for each in sys.path if each)
+    command = [sys.executable, "-c", _IMPORT, module]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode != 0:
+        pytest.skip(f"{module} cannot be imported")
+    return float(done.stdout)
 
 
 def _probe(seed: str) -> dict[str, Any]:

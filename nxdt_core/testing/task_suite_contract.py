@@ -79,7 +79,7 @@ class TaskSuiteContract:
     def test_each_task_has_finite_numbers_by_name(
         self, factory: _Factory, path: str | None, model: LoadedModel
     ) -> None:
-        """`nxdt evaluate` prints them in a row per task; texts beside them are allowed."""
+        """`nxdt evaluate` prints them in a row per task; it may have texts as well."""
         found = factory(self.tasks, path).run(model, limit=1)
         assert isinstance(found, Mapping), f"run must return figures by task; it returned {found!r}"
         missing = [task for task in self.tasks if task not in found]
@@ -95,7 +95,7 @@ class TaskSuiteContract:
                 pytest.fail(f"the figures of the task {task!r} must be plain values: {error}")
 
     def test_it_finds_the_same_again(self, factory: _Factory, path: str | None, model: LoadedModel) -> None:
-        """Of the same model and records: sampling is greedy or seeded, and a run keeps nothing for the next one."""
+        """Sampling is greedy or seeded, and a run keeps nothing for the next one."""
         suite = factory(self.tasks, path)
         first, again = suite.run(model, limit=2), suite.run(model, limit=2)
         assert first == again, f"the same model has {first}, and {again} when it is judged again"

@@ -12,15 +12,20 @@ from tests.testing.outcomes import Outcomes, run_contract
 
 FILE = Path(__file__).parent / "mutants/plugin.py"
 USABLE, ELSE = "test_it_is_usable", "test_its_entry_module_changes_nothing_else"
+LIGHT, DOCUMENTED = "test_its_entry_module_is_light", "test_every_section_is_documented"
+COMES_BACK, SCHEMA = "test_every_section_comes_back_from_a_file", "test_every_section_has_a_json_schema"
 CAUGHT_BY = {
     "Right": set(),
     "Raises": {USABLE},
-    "ImportsNumpy": {ELSE},
+    "ImportsNumpy": {ELSE, LIGHT},
+    "ComputesAtImport": {LIGHT},
+    "HasADefaultOfAnotherType": {COMES_BACK},
+    "HasATypeThatYAMLHasNot": {COMES_BACK, SCHEMA, DOCUMENTED},
     "HasNoHook": {ELSE},
     "RequiresNoRange": {ELSE},
     "TakesTheFirstOfASet": {"test_every_process_finds_the_same"},
     "NamesAMissingTarget": {"test_every_target_can_be_imported"},
-    "LeavesAKeyWithoutText": {"test_every_section_is_documented"},
+    "LeavesAKeyWithoutText": {DOCUMENTED},
     "SaysNothingOfItsComponent": {"test_every_record_has_a_summary"},
     "HasAWrongRecipe": {"test_its_recipes_are_right"},
     "IsNotTyped": {"test_it_is_typed"},

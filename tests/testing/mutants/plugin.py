@@ -44,6 +44,9 @@ MUTANTS = {
     "Right": {},
     "Raises": {"entry": "1 / 0"},
     "ImportsNumpy": {"entry": f"import numpy\n{ENTRY}"},
+    "ComputesAtImport": {"entry": f"{ENTRY}\nTABLE = sum(range(5_000_000))\n"},
+    "HasADefaultOfAnotherType": {"build": BUILD.replace("= 0.1", "= '0.1'")},
+    "HasATypeThatYAMLHasNot": {"build": BUILD.replace("lr: float = 0.1", "lr: complex = 1j")},
     "HasNoHook": {"entry": "LIMIT = 3\n"},
     "RequiresNoRange": {"requires": ("nxdt-core",)},
     "TakesTheFirstOfASet": {
