@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -12,6 +13,8 @@ __all__ = ["mutants_page"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = _ROOT / "tests"
+_BETWEEN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Between the words of the name of a class; those of ``RaisesYAMLError`` are three."""
 
 
 def mutants_page() -> str:
@@ -48,5 +51,5 @@ def _words(name: str) -> str:
     """A name of a test or class as a sentence."""
     if name.startswith("test_"):
         return name.removeprefix("test_").replace("_", " ")
-    spaced = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name)
-    return spaced.strip()
+    words = _BETWEEN.sub(" ", name.replace("NaN", "Nan")).split()
+    return " ".join(word if word.isupper() and len(word) > 1 else word.lower() for word in words)

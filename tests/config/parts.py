@@ -62,6 +62,15 @@ class PlainConfig:
 
 
 @dataclass(kw_only=True)
+class FaultyConfig(PlainConfig):
+    """A model whose author forgot what its ``from_hf`` reads with."""
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Mapping[str, Any]:
+        return cls.hf_family.read(hf)
+
+
+@dataclass(kw_only=True)
 class LinesConfig:
     """A dataloader."""
 
@@ -140,6 +149,7 @@ def nxdt_model_builders():
         ),
         ModelComponent(name="bare", target="tiny:Bare"),
         ModelComponent(name="plain", target="tiny:Plain", config=f"{__name__}:PlainConfig"),
+        ModelComponent(name="faulty", target="tiny:Plain", config=f"{__name__}:FaultyConfig"),
     ]
 
 

@@ -269,6 +269,13 @@ def test_the_author_of_a_model_that_reads_no_hugging_face_config_learns_what_to_
     assert "add the class method from_hf(hf) to PlainConfig" in found
 
 
+def test_a_mistake_of_from_hf_names_the_class_and_not_the_file_alone(report, good, tmp_path):
+    hf_json(tmp_path, model_type="tiny", hidden_size=64)
+    (found,) = report(good.replace("name: tiny\n  hidden_size: 32\n", "name: faulty\n  model_config: config.json\n"))
+    assert f"FaultyConfig.from_hf cannot read '{tmp_path / 'config.json'}': AttributeError: " in found
+    assert "If it is right, correct from_hf: model_builder 'faulty' offers the class. [NXDT-C019]" in found
+
+
 def test_a_saved_configuration_needs_no_hugging_face_file(kernel, load, good, tmp_path):
     hf_json(tmp_path, model_type="tiny", hidden_size=64, num_hidden_layers=7)
     saved = load(good.replace("  hidden_size: 32\n", "  model_config: config.json\n")).to_dict()

@@ -84,9 +84,13 @@ def merge_hf_values(given: Node, composition: Composition, hf: HFConfig) -> tupl
         if isinstance(error, (HFFileDamaged, HFUnsupported)):
             error.path = str(hf.path)  # a plugin is only given what stands in it
         return given, [BadComponentChoice(**place, error=error)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         return given, [ConfigUnreadable(**place, path=str(hf.path), reason=reason)]
+    except (TypeError, AttributeError) as error:  # a value of a type that it does not expect, or its own mistake
+        message = f"{cls.__qualname__}.from_hf cannot read '{hf.path}': {type(error).__name__}: {error}."
+        advice = f"Correct that file. If it is right, correct from_hf: {composition.label('model')} offers the class."
+        return given, [ComponentFinding(**place, message=message, advice=advice)]
     names = cls.hf_names(hf.values) if issubclass(cls, NamesHFKeys) else {}
     for name, value in values.items():
         if name in lacking or ("." in name and given.find(f"model.{name}") is None):
