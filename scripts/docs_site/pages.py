@@ -88,6 +88,9 @@ def on_files(files: Any, config: Any) -> Any:
 WEIGHTS = {
     "how-to/": 4.0,
     "plugins.md": 4.0,
+    "trainium.md": 8.0,
+    "checkpoints.md": 2.5,
+    "kinds/": 2.0,
     "tutorials/": 2.0,
     "reference/plugins/": 2.0,
     "reference/components/": 0.5,

@@ -209,6 +209,16 @@ QUERIES = {
     "recipe gallery": ["reference/recipes/"],
     "docker": ["how-to/install/"],
     "write a plugin": ["plugins/"],
+    "trainium": ["trainium/"],
+    "checkpoint": ["checkpoints/"],
+    "launch": ["how-to/slurm/"],
+    "kubernetes": ["how-to/slurm/"],
+    "max restarts": ["how-to/slurm/"],
+    "prometheus": ["how-to/monitoring/"],
+    "health file": ["how-to/monitoring/"],
+    "nxd core": ["how-to/nxd-core/"],
+    "plan search": ["reference/cli/plan/", "parallel/"],
+    "support matrix": ["reference/support/"],
 }
 
 
