@@ -79,4 +79,6 @@ def say(text: str, *, err: bool = False, end: str = "\n") -> None:
 
 def print_note(text: str) -> None:
     """Print a note to standard error."""
-    say(f"note: {text}", err=True)
+    from nxdt_core.cli.terminal.table import print_wrapped
+
+    print_wrapped("note", text, err=True)

@@ -272,7 +272,7 @@ class Misfit:
 
 
 class ImpossibleCombination(ConfigProblem):
-    """Values that are each valid and together cannot work."""
+    """Each value is valid, but the combination is not."""
 
     code = "NXDT-C016"
     happened = "{reason}."
@@ -285,7 +285,7 @@ class ImpossibleCombination(ConfigProblem):
 
 
 class BadComponentChoice(ConfigProblem):
-    """A component that is not available; carries the kernel's own error."""
+    """A component is not available. The message is that of the kernel."""
 
     code = "NXDT-C017"
     happened = "{inner}{note}"

@@ -7,12 +7,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import public_api
 
 _LONGEST_LINE = 88
+_LONGEST_PAGE = 25_000
+"""Characters of Markdown on the page of a package; in a larger one each module has its own page."""
 _SECTIONS = {"Args": "Parameters", "Returns": "Returns", "Yields": "Yields", "Raises": "Raises"}
 _ROLE = re.compile(r":\w+:`(~?)([^`]+)`")
 
@@ -36,9 +38,16 @@ class Module:
 
 
 def api_pages() -> Iterator[tuple[str, str]]:
-    """Yield path and Markdown of the index and of a page for each package of stable modules."""
+    """Yield path and Markdown of the index and of a page for each package of stable modules, or for each module."""
     modules = _modules()
+    long = {page for page, text in _pages(modules) if len(text) > _LONGEST_PAGE}
+    modules = [replace(each, page=f"reference/api/{each.name}.md") if each.page in long else each for each in modules]
+    modules.sort(key=lambda each: (each.page, each.name))
     yield "reference/api.md", "\n".join(_index(modules))
+    yield from _pages(modules)
+
+
+def _pages(modules: list[Module]) -> Iterator[tuple[str, str]]:
     places = {f"{each.name}.{name}": each.page for each in modules for name, _, _ in each.exported()}
     places |= {each.name: each.page for each in modules}
     for page, inside in groupby(modules, lambda each: each.page):

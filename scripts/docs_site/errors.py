@@ -24,7 +24,7 @@ FAMILIES = {
 def errors_pages() -> Iterator[tuple[str, str]]:
     """Yield path and Markdown of the list of all codes, and of a page for each family with a section per code."""
     found = explanations()
-    yield "reference/errors.md", "\n".join(_index([(code, _cell(each.cause)) for code, each in found.items()]))
+    yield "reference/errors.md", "\n".join(_index(list(found)))
     for letter, title in FAMILIES.items():
         lines = [f"# Errors {letter}: {title.lower()}", ""]
         lines += [
@@ -38,16 +38,17 @@ def errors_pages() -> Iterator[tuple[str, str]]:
         yield f"reference/errors/{letter}.md", "\n".join(lines)
 
 
-def _index(codes: list[tuple[str, str]]) -> Iterator[str]:
+def _index(codes: list[str]) -> Iterator[str]:
     yield from ("# Error codes", "")
     yield "Look up the code of an error message here. Each code has a section with its cause, its message and a fix."
     yield "`nxdt explain NXDT-C016` prints the same without a network. The exit status of an error that you can fix"
     yield "is 2, or 1 if a process died."
     for letter, title in FAMILIES.items():
-        yield from ("", f"## {title}", "", "| Code | Cause |", "|---|---|")
-        for code, cause in codes:
-            if _letter(code) == letter:
-                yield f"| [{code}](errors/{letter}.md#{code}) | {cause} |"
+        yield from ("", f"## {title}", "")
+        links = [
+            f"[{code.removeprefix('NXDT-')}](errors/{letter}.md#{code})" for code in codes if _letter(code) == letter
+        ]
+        yield " · ".join(links)
 
 
 def _letter(code: str) -> str:

@@ -88,7 +88,7 @@ def _page(plugin: str, recipes: list[Recipe], plans: Mapping[str, Any], runs: Ma
     dist = f"nxdt-plugin-{plugin.replace('_', '-')}"
     yield from (f"# Recipes: {PLUGINS[plugin]}", "")
     yield f"The recipes of [`{dist}`](../plugins/{plugin}.md), with the plan of each. The plan is what `nxdt plan`"
-    yield "computes: memory of the fullest rank at the fullest moment of a step, and the size of a checkpoint."
+    yield "computes: the peak memory of the fullest rank, and the size of a checkpoint."
     yield from ("The [recipe gallery](../recipes.md) lists the recipes of all plugins.", "")
     for recipe in recipes:
         run = runs.get(recipe.name)
@@ -108,8 +108,9 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Steps", f"{plan['steps']:,}"
     yield "Layout", _layout(plan) + (f" · {plan['nodes']} nodes" if plan["nodes"] > 1 else "")
     idle = f", pipeline bubble {100 * plan['pipeline_bubble']:.1f} %" if plan["pipeline_bubble"] else ""
+    flops = _count(plan["flops_per_token"], "G")
     sizes = f"{human_size(plan['memory_bytes'])} per rank, checkpoint {human_size(plan['checkpoint_bytes'])}"
-    yield "Plan", f"{sizes}, {_count(plan['flops_per_token'], 'G')} FLOP per token{idle}"
+    yield "Plan", f"{sizes}, {flops[:-1]} {flops[-1]}FLOP per token{idle}"
 
 
 def _ran(name: str, run: Mapping[str, Any]) -> Iterator[str]:

@@ -37,6 +37,7 @@ def page(path: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 
 
 GROUPS = {
+    "Command line": "reference/cli/",
     "Error codes": "reference/errors/",
     "Configuration keys": "reference/config/",
     "Components": "reference/components/",
@@ -52,6 +53,7 @@ def on_config(config: Any) -> Any:
     if not any(path.startswith(tuple(GROUPS.values())) for path in PAGES):
         kernel = Kernel.start()
         pages = [
+            *cli_pages(),
             *errors.errors_pages(),
             *reference.section_pages(),
             *reference.component_pages(kernel),
@@ -86,6 +88,9 @@ def on_files(files: Any, config: Any) -> Any:
 WEIGHTS = {
     "how-to/": 4.0,
     "plugins.md": 4.0,
+    "trainium.md": 8.0,
+    "checkpoints.md": 2.5,
+    "kinds/": 2.0,
     "tutorials/": 2.0,
     "reference/plugins/": 2.0,
     "reference/components/": 0.5,
@@ -136,15 +141,24 @@ def hooks_page() -> str:
     return "\n".join(lines)
 
 
-@page("reference/cli.md")
-def cli_page() -> str:
-    """Every command's help text."""
+def cli_pages() -> Iterator[tuple[str, str]]:
+    """Yield path and Markdown of the list of all commands, and of a page for each with the help texts below it."""
     from nxdt_core.cli.app import COMMANDS, root
 
-    lines = ["# Command line", "", *_help(("nxdt",), root)]
+    lines = ["# Command line", "", "These pages show what `--help` prints.", "", "| Command | Summary |", "|---|---|"]
     for name, entry in COMMANDS.items():
-        lines += _commands(("nxdt", name), entry.load())
-    return "\n".join(lines)
+        command = entry.load()
+        lines += (
+            f"| [`{' '.join(path)}`](cli/{name}.md#{'-'.join(path)}) | {_sentence(each.get_short_help_str(200))} |"
+            for path, each in _commands(("nxdt", name), command)
+        )
+        below = (line for path, each in _commands(("nxdt", name), command) for line in _help(path, each))
+        yield f"reference/cli/{name}.md", "\n".join(below)
+    yield "reference/cli.md", "\n".join([*lines, "", *_help(("nxdt", "--help"), root)])
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
 
 
 @page("reference/support.md")
@@ -181,8 +195,8 @@ def _contexts() -> Iterator[str]:
         yield from (f"### `{name}`", "", "```python", source.strip(), "```", "")
 
 
-def _commands(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
-    yield from _help(path, command)
+def _commands(path: tuple[str, ...], command: click.Command) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield path, command
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
@@ -192,9 +206,21 @@ def _commands(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
 
 
 def _help(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
-    context = click.Context(command, info_name=" ".join(path), max_content_width=90, help_option_names=["-h", "--help"])
-    heading = "#" * min(len(path) + 1, 4)
-    yield from (f"{heading} {' '.join(path)}", "", "```text", command.get_help(context), "```", "")
+    context = click.Context(
+        command,
+        info_name=" ".join(path).removesuffix(" --help"),
+        max_content_width=90,
+        help_option_names=["-h", "--help"],
+    )
+    heading = "#" * min(len(path) - 1, 4)
+    yield from (
+        f"{heading} {' '.join(path)} {{ #{'-'.join(path)} }}",
+        "",
+        "```text",
+        command.get_help(context),
+        "```",
+        "",
+    )
 
 
 def _markup(text: str) -> str:

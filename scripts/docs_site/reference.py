@@ -69,24 +69,85 @@ def plugin_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
 
 
 def support_page(kernel: Kernel) -> str:
-    """Return the support matrix: what models and engines declare, as the configuration is checked against it."""
+    """Return the support matrix: what components declare, and which layouts are tested."""
+    records = {kind: _own(kernel, kind) for kind in (*CAPABILITIES, "precision_policy", "adapter", "objective")}
+    models, engines = records["model_builder"], records["parallel_engine"]
     lines = [
         "# Support matrix",
         "",
-        "A configuration that needs a capability which the selected model, engine or optimizer does not declare is an",
-        "error before anything starts. Tests compare the declared layouts with a single-process run.",
+        "This page shows which models, layouts, adapters, precisions and engines work together. Components",
+        "declare what they support. A configuration that needs more is an error before anything starts (`NXDT-C022`).",
         "",
+        "TP, SP, PP, CP, EP: tensor, sequence, pipeline, context and expert parallelism. ✓: supported. –: refused.",
+        "",
+        "## Tested layouts",
+        "",
+        "The conformance kit of models trains each model in these layouts of the engine `torch` on real processes. It",
+        "compares losses and weight updates with a single-process run. Other combinations of them are supported, too.",
+        "",
+        *_marks("Layout", models, {title: layout.needs for title, layout in _layouts()}),
+        "## Models",
+        "",
+        *_marks("The model declares", models, _meanings("model_builder")),
+        "## Engines",
+        "",
+        "A run needs both: the model and the engine declare what the layout uses.",
+        "",
+        *_marks("The engine declares", engines, _meanings("parallel_engine")),
+        "## Precisions",
+        "",
+        "`manual` needs what its keys ask for, such as `dtype:float64`.",
+        "",
+        *_marks("`precision.type`", engines, {f"`{each.name}`": each.requires for each in records["precision_policy"]}),
+        "## Adapters and objectives",
+        "",
+        *_marks("`adapter.name`", models, {f"`{each.name}`": each.requires_of_model for each in records["adapter"]}),
+        *_marks(
+            "`adapter.name`, `objective.name`",
+            engines,
+            {f"`{each.name}`": each.requires | {"adapters"} for each in records["adapter"]}
+            | {f"`{each.name}`": each.requires for each in records["objective"]},
+        ),
+        "## Optimizers",
+        "",
+        "TP, EP and ZeRO need an optimizer that updates shards of parameters.",
+        "",
+        "| `model.optim.name` | Updates shards |",
+        "|---|:-:|",
+        *(f"| `{each.name}` | {_mark('sharded' in each.capabilities)} |" for each in records["optimizer"]),
     ]
-    for kind, title in (("model_builder", "Models"), ("parallel_engine", "Engines"), ("optimizer", "Optimizers")):
-        words = CAPABILITIES[kind]
-        records = [each.record for each in kernel.registry.all(kind) if each.dist.startswith("nxdt-")]
-        lines += [f"## {title}", "", f"| Capability | {' | '.join(f'`{each.name}`' for each in records)} | Meaning |"]
-        lines += ["|---" * (len(records) + 2) + "|"]
-        for word, meaning in words.items():
-            marks = " | ".join("✓" if word in each.capabilities else "–" for each in records)
-            lines += [f"| `{word}` | {marks} | {meaning} |"]
-        lines += [""]
     return "\n".join(lines)
+
+
+def _own(kernel: Kernel, kind: str) -> list[Any]:
+    """Return the records of components of this repository."""
+    return [each.record for each in kernel.registry.all(kind) if each.dist.startswith("nxdt-")]
+
+
+def _layouts() -> Iterator[tuple[str, Any]]:
+    """Yield the layouts of the conformance kit of models, with a title such as ``TP, ZERO-3``."""
+    from nxdt_core.testing.runs.layouts import LAYOUTS
+
+    words = {"documents": "packed documents", "lora": "LoRA", "zero3": "ZeRO-3", "gather": "gathered keys"}
+    for name, layout in LAYOUTS.items():
+        yield ", ".join(words.get(part, part.upper()) for part in name.split("-")), layout
+
+
+def _meanings(kind: str) -> dict[str, frozenset[str]]:
+    return {f"`{word}`: {meaning}": frozenset({word}) for word, meaning in CAPABILITIES[kind].items()}
+
+
+def _marks(title: str, columns: list[Any], rows: Mapping[str, frozenset[str]]) -> Iterator[str]:
+    """Yield a table: which of the columns' records declare all that a row needs."""
+    yield from ('<div class="marks" markdown>', "", f"| {title} | {' | '.join(f'`{each.name}`' for each in columns)} |")
+    yield "|---" + "|:-:" * len(columns) + "|"
+    for row, needs in rows.items():
+        yield f"| {row} | {' | '.join(_mark(needs <= each.capabilities) for each in columns)} |"
+    yield from ("", "</div>", "")
+
+
+def _mark(supported: bool) -> str:
+    return "✓" if supported else "–"
 
 
 def _index(top: list[str]) -> Iterator[str]:

@@ -59,14 +59,17 @@ def test_the_guide_for_authors_names_every_hook():
 
 
 def test_the_guide_for_authors_shows_every_file_of_the_example(site):
-    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "plugins/index.html").read_text()))
+    pages = "".join((site / f"plugins/{name}/index.html").read_text() for name in ("complete", "models"))
+    text = html.unescape(re.sub(r"<[^>]+>", "", pages + (site / "plugins/index.html").read_text()))
     for path in (ROOT / "examples/third_party").rglob("*.py"):
         assert path.read_text().strip() in text, path.name
 
 
-def test_every_command_is_on_the_page_of_commands(site):
-    page = (site / "reference/cli/index.html").read_text()
-    assert all(f'id="nxdt-{name}"' in page for name in COMMANDS)
+def test_every_command_has_a_page_and_a_row(site):
+    index = (site / "reference/cli/index.html").read_text()
+    for name in COMMANDS:
+        assert f'href="{name}/#nxdt-{name}"' in index
+        assert f'id="nxdt-{name}"' in (site / f"reference/cli/{name}/index.html").read_text()
 
 
 def test_every_key_of_the_core_has_an_anchor_on_the_page_of_its_section(site):
@@ -120,11 +123,14 @@ def test_every_error_has_its_own_code_and_a_section_with_a_fix(site):
 
 
 def test_the_support_matrix_has_what_models_declare(site):
-    text = (site / "reference/support/index.html").read_text().partition('id="models"')[2].partition('id="engines"')[0]
+    page = (site / "reference/support/index.html").read_text()
+    text = page.partition('id="models"')[2].partition('id="engines"')[0]
     models = [each.record for each in Kernel.start().registry.all("model_builder") if each.dist.startswith("nxdt-")]
-    (row,) = re.findall(r"<tr>\s*<td><code>ep</code></td>(.*?)</tr>", text, re.DOTALL)
-    marks = re.findall(r"<td>(✓|–)</td>", row)
-    assert marks == ["✓" if "ep" in record.capabilities else "–" for record in models]
+    (row,) = re.findall(r"<tr>\s*<td><code>ep</code>: [^<]+</td>(.*?)</tr>", text, re.DOTALL)
+    marks = ["✓" if "ep" in record.capabilities else "–" for record in models]
+    assert re.findall(r">(✓|–)</td>", row) == marks
+    (row,) = re.findall(r"<tr>\s*<td>TP, EP</td>(.*?)</tr>", page, re.DOTALL)
+    assert re.findall(r">(✓|–)</td>", row) == marks, "all of them declare tp"
 
 
 def test_every_kit_with_mutants_has_its_table(site):
@@ -203,6 +209,16 @@ QUERIES = {
     "recipe gallery": ["reference/recipes/"],
     "docker": ["how-to/install/"],
     "write a plugin": ["plugins/"],
+    "trainium": ["trainium/"],
+    "checkpoint": ["checkpoints/"],
+    "launch": ["how-to/slurm/"],
+    "kubernetes": ["how-to/slurm/"],
+    "max restarts": ["how-to/slurm/"],
+    "prometheus": ["how-to/monitoring/"],
+    "health file": ["how-to/monitoring/"],
+    "nxd core": ["how-to/nxd-core/"],
+    "plan search": ["reference/cli/plan/", "parallel/"],
+    "support matrix": ["reference/support/"],
 }
 
 
@@ -243,7 +259,7 @@ VIEWED = (
     "parallel/",
     "reference/recipes/",
     "reference/recipes/llama/",
-    "reference/api/nxdt_core.protocols/",
+    "reference/api/nxdt_core.protocols.model/",
 )
 FRAMES = """<body style="margin:0"><script>
 const pages = PAGES, widths = [390, 1400], found = {};

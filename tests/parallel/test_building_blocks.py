@@ -22,7 +22,7 @@ from nxdt_core.protocols.parallel.ranks import OneRank
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import RankPool
 
-DOCS = Path(__file__).parents[2] / "docs" / "plugins.md"
+DOCS = Path(__file__).parents[2] / "docs" / "kinds" / "engine.md"
 RULES = [InitRule(pattern="*", distribution="normal", std=0.02)]
 
 
@@ -97,7 +97,7 @@ def test_a_group_that_chooses_nothing_is_refused_in_one_process() -> None:
 
 
 def test_the_documentation_names_building_blocks_that_exist() -> None:
-    table = DOCS.read_text().partition("What every engine needs is public")[2].partition("```")[0]
+    table = DOCS.read_text().partition("## Public building blocks")[2].partition("```")[0]
     rows = [line for line in table.splitlines() if line.startswith("|")][2:]
     assert len(rows) >= 8
     for row in rows:

@@ -130,5 +130,5 @@ def _summary(resolved: ResolvedConfig) -> list[tuple[str, str]]:
     for slot, selected in resolved.components.items():
         if selected is not None:
             component = selected.component
-            facts.append((slot, f"{component.record.name}  ({component.dist} {component.version})"))
+            facts.append((slot, f"{component.record.name}  ({f'{component.dist} {component.version}'.strip()})"))
     return [*facts, ("run directory", str(resolved.run_dir)), ("checkpoints", resolved.checkpoint_uri)]

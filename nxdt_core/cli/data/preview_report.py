@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from nxdt_core.cli.terminal.table import print_facts, print_table
+from nxdt_core.cli.terminal.table import percent, print_facts, print_table
 from nxdt_core.data.files.unused_fields import describe_unused
 from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
 from nxdt_core.protocols.dataloader import DataReport, TokenCount
@@ -96,7 +96,7 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
         yield "counted", f"the first {found.counted:,} samples"
     yield "records", f"{report.records:,}"
     share = report.tokens.trained / report.tokens.tokens if report.tokens.tokens else 0.0
-    yield "tokens", f"{report.tokens.tokens:,}, of which {report.tokens.trained:,} ({share:.1%}) are trained"
+    yield "tokens", f"{report.tokens.tokens:,}, of which {report.tokens.trained:,} ({percent(share)}) are trained"
     if lengths := length_summary(report):
         yield (
             "lengths",
@@ -110,7 +110,7 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
     if report.unused:
         yield "unused", describe_unused(report.unused)
     if report.efficiency is not None:
-        yield "filled", f"{report.efficiency:.1%} of the samples' positions"
+        yield "filled", f"{percent(report.efficiency)} of the samples' positions"
 
 
 def _turns(report: DataReport) -> Iterator[tuple[str, TokenCount]]:
@@ -124,4 +124,4 @@ def _turns(report: DataReport) -> Iterator[tuple[str, TokenCount]]:
 
 
 def _cells(count: TokenCount) -> tuple[str, str, str]:
-    return f"{count.tokens:,}", f"{count.trained:,}", f"{count.trained / max(count.tokens, 1):.1%}"
+    return f"{count.tokens:,}", f"{count.trained:,}", percent(count.trained / max(count.tokens, 1))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.terminal.table import human_size, print_facts, print_table
+from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print_table, print_wrapped
 
 if TYPE_CHECKING:
     from nxdt_core.protocols.parallel.estimate import RankEstimate
@@ -55,9 +55,9 @@ def print_report(plan: RunPlan) -> None:
         _print_time(plan.step_time)
     elif plan.product is not None:
         click.echo()
-        click.echo(f"no time per step: the links of {plan.product}, or its peak in this dtype, are not known")
+        print_wrapped("no time per step", f"the links of {plan.product}, or its peak in this dtype, are not known")
     click.echo()
-    click.echo(_verdict(plan))
+    _print_verdict(plan)
 
 
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -68,12 +68,12 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP per token"
     yield (
         "step",
-        f"{data.global_batch_size} sequences of {data.seq_length} = {_count(found.tokens_per_step).strip()} tokens,"
+        f"{data.global_batch_size:,} sequences of {data.seq_length:,} = {_billions(found.tokens_per_step)} tokens,"
         f" {_count(found.flops_per_step)}FLOP; {_plural(found.micro_batches, 'micro-batch', 'micro-batches')}"
         f" of {data.micro_batch_size} per rank",
     )
     if sizes.pp > 1:
-        yield "pipeline", f"{sizes.schedule}; ranks wait {found.bubble:.1%} of a step for one another"
+        yield "pipeline", f"{sizes.schedule}; ranks wait {percent(found.bubble)} of a step for one another"
     yield "checkpoint", f"{human_size(found.checkpoint_bytes)}, weights and optimizer state"
 
 
@@ -106,7 +106,7 @@ def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -
         click.style(size(rank.memory.total), bold=rank is not marked, fg="yellow" if rank is marked else None)
         for rank in shown
     ]
-    rows.append((click.style("total", bold=True), *totals, "at the fullest moment of a step"))
+    rows.append((click.style("total", bold=True), *totals, "at the peak of a step"))
     print_table((unit, *titles, "WHAT"), rows, right=titles)
 
 
@@ -121,7 +121,7 @@ def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
 
 
 def _print_time(time: StepTime) -> None:
-    rows = [("compute", _seconds(time.compute), f"with kernels at {time.efficiency:.0%} of the peak")]
+    rows = [("compute", _seconds(time.compute), f"with kernels at {percent(time.efficiency, 0)} of the peak")]
     if time.waiting:
         rows.append(("pipeline", _seconds(time.waiting), "ranks wait for one another"))
     rows += [
@@ -129,7 +129,7 @@ def _print_time(time: StepTime) -> None:
         for dimension, seconds in time.exposed.items()
         if seconds
     ]
-    rate = f"{time.tokens_per_second:,.0f} tokens/s per device, MFU {time.mfu:.1%}; from data sheets, not measured"
+    rate = f"{time.tokens_per_second:,.0f} tokens/s per device, MFU {percent(time.mfu)}; from data sheets, not measured"
     rows.append((click.style("total", bold=True), click.style(_seconds(time.total), bold=True), rate))
     print_table(("SECONDS", "PER STEP", "WHAT"), rows, right=("PER STEP",))
 
@@ -138,20 +138,20 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.3f}"
 
 
-def _verdict(plan: RunPlan) -> str:
+def _print_verdict(plan: RunPlan) -> None:
     fullest = plan.estimate.fullest
     needed = fullest.memory.total
     largest = max(_PARTS, key=lambda part: int(getattr(fullest.memory, part)))
     who = f"pipeline rank {fullest.pp_rank} is the fullest: it" if plan.sizes.pp > 1 else "each rank"
     need = f"{who} needs {human_size(needed)}, most of it {largest}"
     if plan.memory_bytes is None:
-        return f"{need}; --memory-gib compares it with a device"
-    share = needed / plan.memory_bytes
+        print_wrapped("", f"{need}; --memory-gib compares it with a device")
+        return
     words, colour = ("tight", "yellow") if plan.tight else ("fits", "green")
     if not plan.fits:
         words, colour = "does not fit", "red"
-    has = f"a device has {human_size(plan.memory_bytes)} ({share:.0%})"
-    return f"{click.style(words, fg=colour)}: {need}; {has}"
+    has = f"a device has {human_size(plan.memory_bytes)} ({percent(needed / plan.memory_bytes, 0)})"
+    print_wrapped(words, f"{need}; {has}", colour=colour)
 
 
 def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.terminal.table import human_size, print_table
+from nxdt_core.cli.terminal.table import human_size, percent, print_table
 
 if TYPE_CHECKING:
     from nxdt_core.training.layout_search import Search
@@ -71,5 +71,5 @@ def _row(name: str, plan: RunPlan) -> tuple[str, ...]:
         needed if plan.fits else f"{needed}, too much",
         f"{time.total:,.2f}" if time.total >= 1 else f"{time.total:.2g}",
         f"{time.tokens_per_second:,.0f}",
-        f"{time.mfu:.1%}",
+        percent(time.mfu),
     )

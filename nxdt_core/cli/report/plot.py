@@ -12,7 +12,7 @@ COLOURS = 6
 """Number of line classes ``s0``, ``s1``, …; further lines repeat them."""
 
 _WIDTH, _HEIGHT = 420, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 24, 10, 26
 _MOST_POINTS = 500
 
 

@@ -7,6 +7,7 @@ words. A word is split only where it is wider than its column, after ``/``, ``,`
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -18,7 +19,7 @@ import click
 
 from nxdt_core.visible_text import visible
 
-__all__ = ["human_size", "print_facts", "print_table", "shade", "wrap"]
+__all__ = ["human_size", "percent", "print_facts", "print_table", "print_wrapped", "shade", "wrap"]
 
 _GAP = "  "
 _NARROWEST = 12
@@ -94,6 +95,32 @@ def wrap(text: str, width: int) -> list[str]:
     if styled:
         return [f"{styled[1]}{line}\x1b[0m" for line in wrap(styled[2], width)]
     return [part for line in text.split("\n") for part in _wrapped(line, width)]
+
+
+def print_wrapped(lead: str, text: str, *, colour: str | None = None, err: bool = False) -> None:
+    """Print ``lead: text``; on a terminal in lines that fit it, those after the first indented.
+
+    Args:
+        lead: what comes before the colon.
+        text: any text; control characters become visible.
+        colour: of ``lead``.
+        err: whether to print to standard error.
+    """
+    stream = sys.stderr if err else sys.stdout
+    line = visible(f"{lead}: {text}" if lead else text)
+    lines = [line]
+    if stream.isatty():
+        chosen = os.environ.get("COLUMNS", "")
+        width = int(chosen) if chosen.isdigit() and int(chosen) else os.get_terminal_size(stream.fileno()).columns or 80
+        lines = wrap(line, max(width - len(_GAP), _NARROWEST))
+    if colour:
+        lines[0] = click.style(lead, fg=colour) + lines[0].removeprefix(lead)
+    click.echo(f"\n{_GAP}".join(lines), err=err)
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share as a percentage: ``95.9 %``."""
+    return f"{100 * share:.{digits}f} %"
 
 
 def human_size(size_bytes: int) -> str:

@@ -104,8 +104,10 @@ class Console:
             self._bar = None
 
     def _line(self, row: Mapping[str, Any]) -> str:
-        of = "" if self._total is None else f"/{self._total}"
-        return f"step {row['step']}{of}  {_values(row)}"
+        done = f"step {row['step']}"
+        if self._total is not None:  # as wide as the last one, so that the values are columns
+            done = f"{done}/{self._total}".ljust(len(f"step {self._total}/{self._total}"))
+        return f"{done}  {_values(row)}"
 
 
 def _validation_text(figures: Mapping[str, Any], unit: str) -> str:
@@ -115,7 +117,7 @@ def _validation_text(figures: Mapping[str, Any], unit: str) -> str:
 
 
 def _values(row: Mapping[str, Any]) -> str:
-    mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
+    mfu = "" if row["mfu"] is None else f"  mfu {100 * row['mfu']:.1f} %"
     return (
         f"loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
         f"{human(row['tokens_per_s'])} tokens/s{mfu}"

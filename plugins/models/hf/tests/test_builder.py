@@ -132,7 +132,7 @@ def test_the_command_lists_what_is_cut_and_what_stays_whole():
     layout = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
     done = CliRunner().invoke(sharding, ["recipe:hf-tiny", *layout])
     assert done.exit_code == 0, done.output
-    assert done.output.startswith("Qwen3ForCausalLM over 2 tensor parallel ranks: each holds 50.2% of all weights.\n")
+    assert done.output.startswith("Qwen3ForCausalLM over 2 tensor parallel ranks: each holds 50.2 % of all weights.\n")
     cut, whole = done.output.split("whole on each rank:")
     assert "  model.layers.*.self_attn.q_proj.weight\n" in cut
     assert "  model.layers.*.self_attn.q_norm.weight\n" in whole

@@ -65,7 +65,7 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
             }
         )
         return
-    click.echo(f"{found.model} over {tp} tensor parallel ranks: each holds {found.share:.1%} of all weights.")
+    click.echo(f"{found.model} over {tp} tensor parallel ranks: each holds {100 * found.share:.1f} % of all weights.")
     click.echo(f"cut:{listed(found.cut)}")
     click.echo(f"whole on each rank:{listed(found.whole)}")
     if found.unmatched:

@@ -1,4 +1,4 @@
-"""The README's training loop trains on one global batch, however many ranks share it."""
+"""The training loop of the documentation trains on one global batch, however many ranks share it."""
 
 import re
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 
 from nxdt_core.testing.ranks import RankPool
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-(LOOP,) = (code for code in PROGRAMS if "TrainSession" in code)
+PAGE = (Path(__file__).parents[2] / "docs/training-loop.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+LOOP = next(code for code in PROGRAMS if "TrainSession" in code)
 
 
 def steps_of_the_loop(directory):
-    """Run the README's program; return loss, gradient norm and rows of each step, and the counters at its end."""
+    """Run the program; return loss, gradient norm and rows of each step, and the counters at its end."""
     seen = []
 
     def note(step, loss):
