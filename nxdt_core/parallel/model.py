@@ -67,6 +67,7 @@ class TorchModel:
             tensor_partial=stages.tensor_partial,
             replica_partial=stages.replica_partial,
             data_reduced=stages.sharded,
+            overlapped=mesh.sizes.pp == 1,
         )
         self._tied = tied_copies(
             dict(zip(stages.numbers, stages.modules, strict=True)), stages.plan, stage_count=mesh.sizes.stages
@@ -134,6 +135,8 @@ class TorchModel:
                 for index, micro_batch in enumerate(batch.on_device()):
                     if index in (0, last):  # between them nothing changes
                         begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
+                    if index == last:
+                        self._sums.begin_last()
                     batch.loss(self._logits(micro_batch), micro_batch).backward()  # type: ignore[no-untyped-call]
         return batch.result(self._routers)
 
