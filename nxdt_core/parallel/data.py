@@ -41,6 +41,7 @@ __all__ = [
     "apply_data_parallel",
     "begin_micro_batch",
     "check_sums",
+    "copies_masters",
     "ends_of",
     "keeps_experts",
     "needs_sharding",
@@ -52,8 +53,17 @@ def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
 
     Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
     """
+    if copies_masters(mesh.sizes, precision):
+        return False
     mixed = precision.master_weights or precision.gradients != precision.parameters
     return mixed or (mesh.sizes.zero_stage > 0 and mesh.sizes.dp_replicate * mesh.sizes.fsdp > 1)
+
+
+def copies_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
+    """Return whether no other rank has the weights of this one, so that their masters need no FSDP2
+    (:mod:`nxdt_core.parallel.copied_masters`). Stages of a pipeline add to gradients past the hooks that this needs."""
+    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
+    return alone and precision.master_weights and precision.gradients == "float32"
 
 
 def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:

@@ -61,9 +61,16 @@ class Storage:
         return _BYTES[self.policy.gradients]
 
     @property
+    def copied(self) -> bool:
+        """Return whether masters have copies that are computed with, without FSDP2."""
+        return self.policy.master_weights and not self.sharded
+
+    @property
     def gradient_use(self) -> GradientUse:
         """What becomes of a micro-batch's gradients."""
         if self.sharded and (self.zero_stage >= 2 or not self.accumulates):
+            return "sharded"
+        if self.copied:  # added to those of the masters
             return "sharded"
         return "accumulated" if self.accumulates else "fresh"
 
@@ -102,6 +109,8 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
     weights, optimizer = _between_steps(counts, storage, computing=True)
     largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
     gradients, communication = counts.trained * storage.gradient_bytes, 0
+    if storage.copied:
+        weights += counts.trained * storage.compute_bytes
     if storage.sharded:
         # ZeRO-3 holds the root, the part at work and the one that is fetched ahead.
         gathered = counts.root + max(two, largest + max(counts.first, counts.last))
