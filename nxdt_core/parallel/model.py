@@ -329,8 +329,9 @@ class TorchModel:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """No gradients. Where FSDP2 gathers weights or masters have copies, a caller's inference mode is left, since no backward can use what
-        is made in it; and they are freed, since the optimizer's update would not reach them.
+        """No gradients. Where FSDP2 gathers weights or masters have copies, a caller's inference mode is left, since no
+        backward can use what is made in it; and gathered weights are freed, since the optimizer's update would not
+        reach them.
         """
         gathered = self._stages.sharded or self._copies is not None
         with torch.inference_mode(False) if gathered else nullcontext(), torch.no_grad(), self._computing():

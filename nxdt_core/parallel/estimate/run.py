@@ -77,7 +77,8 @@ def _hidden_behind(work: Workload, storage: Storage) -> dict[str, float]:
 
     FSDP2 gathers a layer's weights during the layer before, and reduces its gradients during the next one's backward:
     in each micro-batch under ZeRO-2 and 3, else in the first and last. Without it gradients are summed during the last
-    backward, in a pipeline after it. Messages between pipeline stages, and keys and values on a ring, go while other blocks are computed.
+    backward, in a pipeline after it. Messages between pipeline stages, and keys and values on a ring, go while other
+    blocks are computed.
     """
     each_time = storage.zero_stage >= 2
     after = not storage.sharded and work.sizes.pp > 1
