@@ -143,6 +143,43 @@ def test_dispatched_tokens_are_in_the_compute_dtype(ranks):
     assert [one - other for one, other in zip(wide, narrow, strict=True)] == [dispatched, dispatched]
 
 
+EXPERTS_APART = (
+    *SP2,
+    f"{STRATEGY}expert_model_parallel_size=2",
+    f"{STRATEGY}zero1=false",
+    "model.moe.capacity_factor=1.0",
+    "model.moe.dropless=false",
+)
+ON_MACHINES = (("trainer.devices=4",), ("trainer.devices=2", "trainer.num_nodes=2"))
+
+
+def whole_and_sliced() -> list[dict[str, int]]:
+    """Planned traffic of four ranks on one machine, and on two with experts on both."""
+    return [planned("mixtral-tiny", "autocast", 4, *EXPERTS_APART, *machines)[0] for machines in ON_MACHINES]
+
+
+def test_tensor_parallel_ranks_dispatch_slices_where_experts_are_on_several_machines():
+    whole, sliced = whole_and_sliced()
+    rows = 4 * LAYERS * MICRO_BATCHES // 2 * 2 * ROWS * SEQ * HIDDEN  # there and back, forward and backward, top 2
+    assert whole["ep"] == 2 * rows // 2
+    assert sliced["ep"] == whole["ep"] // 2
+    # Gathers and sums of what arrived, and parts of the sequence for slices in the place of a sum at the end.
+    tokens = 2 * LAYERS * MICRO_BATCHES // 2 * ROWS * SEQ * HIDDEN // 2
+    assert sliced["tp"] - whole["tp"] == 2 * (rows // 2 + tokens // 2 - tokens)
+
+
+@pytest.mark.slow
+def test_slices_are_sent_as_planned(ranks):
+    here, there = (
+        ranks(4).run(sent_in_a_step, "mixtral-tiny", "autocast", 4, *EXPERTS_APART, *machines, timeout_s=240)
+        for machines in ON_MACHINES
+    )
+    whole, sliced = whole_and_sliced()
+    expected = {dim: whole[dim] - sliced[dim] for dim in ("ep", "tp")}
+    for one, other in zip(here, there, strict=True):  # gradients go to the same ranks in both
+        assert {dim: one[dim] - other[dim] for dim in expected} == expected
+
+
 @pytest.mark.parametrize("stage", [1, slow(3)])
 def test_weights_of_matrix_products_are_gathered_in_the_compute_dtype(counted, stage):
     wide, narrow = (counted("dp", precision, f"{STRATEGY}zero_stage={stage}") for precision in ("fp32", "autocast"))
