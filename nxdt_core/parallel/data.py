@@ -17,7 +17,10 @@ arXiv:1910.02054.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import nn
@@ -25,14 +28,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.errors.optimizers import GradientSumsRounded
-from nxdt_core.nn.patterns import matches
+from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.gathers import gather_narrow, product_weights
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.tensor.vocabulary_layers import VocabularyEmbedding
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["apply_data_parallel", "begin_micro_batch", "check_sums", "keeps_experts", "needs_sharding"]
+__all__ = [
+    "Ends",
+    "apply_data_parallel",
+    "begin_micro_batch",
+    "check_sums",
+    "copies_masters",
+    "ends_of",
+    "keeps_experts",
+    "needs_sharding",
+]
 
 
 def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
@@ -40,14 +53,75 @@ def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
 
     Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
     """
+    if copies_masters(mesh.sizes, precision):
+        return False
     mixed = precision.master_weights or precision.gradients != precision.parameters
     return mixed or (mesh.sizes.zero_stage > 0 and mesh.sizes.dp_replicate * mesh.sizes.fsdp > 1)
+
+
+def copies_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
+    """Return whether no other rank has the weights of this one, so that their masters need no FSDP2
+    (:mod:`nxdt_core.parallel.copied_masters`). Stages of a pipeline add to gradients past the hooks that this needs."""
+    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
+    return alone and precision.master_weights and precision.gradients == "float32"
 
 
 def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     """Return whether each rank has experts of its own, which FSDP2 would gather from that rank alone, as a copy."""
     mixed = precision.master_weights or precision.gradients != precision.parameters
     return sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What FSDP2 gathers for itself around the layers of a stage: paths of modules, empty where they are part of the
+    root."""
+
+    first: str = ""
+    """The embedding. Its backward reads no weights, so that it is gathered for forward alone."""
+    last: tuple[str, ...] = ()
+    """The norm and the head. Their backward follows their forward, so that they stay gathered in between."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return the paths of all modules."""
+        return (self.first, *self.last) if self.first else self.last
+
+
+def ends_of(module: nn.Module, plan: ParallelPlan) -> Ends:
+    """Return the ends of a stage that can be gathered apart from its root.
+
+    Those are an embedding that is not tied to the head, and what the plan's pipeline has behind the layers if the head
+    is in it. In other models the root is gathered as a whole before the embedding.
+    """
+    first, last = "", tuple[str, ...]()
+    for path in _styled(module, plan, "vocab_embedding"):
+        if type(module.get_submodule(path)) in (nn.Embedding, VocabularyEmbedding) and _alone(module, (path,)):
+            first = path
+    if plan.pipeline is not None:
+        parts = {path: part for path, part in module.named_modules() if path in plan.pipeline.last}
+        behind = tuple(
+            path for path in plan.pipeline.last if path in parts and any(True for _ in parts[path].parameters())
+        )
+        heads = _styled(module, plan, "vocab_head")
+        if any(head in behind for head in heads) and _alone(module, behind):
+            last = behind
+    return Ends(first=first, last=last)
+
+
+def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[str]:
+    """Paths of the modules with parameters that ``plan`` gives a style."""
+    patterns = tuple(pattern for pattern, style in plan.tensor.items() if style == wanted)
+    found = [(path, part) for path, part in module.named_modules() if matches_any(patterns, path)]
+    return [path for path, part in found if any(True for _ in part.parameters())]
+
+
+def _alone(module: nn.Module, paths: tuple[str, ...]) -> bool:
+    """Whether no module but those of ``paths`` has one of their parameters."""
+    owners: dict[int, set[bool]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(any(name.startswith(f"{path}.") for path in paths))
+    return all(len(inside) == 1 for inside in owners.values())
 
 
 def check_sums(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
@@ -72,7 +146,7 @@ def apply_data_parallel(
     plan: ParallelPlan,
     mesh: ParallelMesh,
     precision: PrecisionPolicy,
-    experts: Iterable[str] = (),
+    experts: Collection[str] = (),
     *,
     compiled: bool = False,
 ) -> None:
@@ -95,23 +169,55 @@ def apply_data_parallel(
     if keeps_experts(mesh.sizes, precision):
         own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
-    parts = [(name, _mesh(mesh, expert=True)) for name in experts] + [(name, _mesh(mesh)) for name in layers]
-    for name, where in [*parts, ("", _mesh(mesh))]:
-        sharded = fully_shard(
-            module.get_submodule(name),
+    ends, dense = ends_of(module, plan), _mesh(mesh)
+    parts = [((name,), _mesh(mesh, expert=True)) for name in experts] + [((name,), dense) for name in layers]
+    parts += [((ends.first,), dense)] * bool(ends.first) + [(ends.last, dense)] * bool(ends.last) + [(("",), dense)]
+    for names, where in parts:
+        modules = [module.get_submodule(name) for name in names]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
             mesh=where,
             mp_policy=policy,
-            reshard_after_forward=not keep,
+            reshard_after_forward=not keep and names != ends.last,
             ignored_params=own,
         )
+        sharded = _sharded(module, names[0])  # the modules of a group share what is set
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        layer = next((layer for layer in layers if names[0].startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
         if precision.autocast is not None:
             weights = [parameter for path, parameter in module.named_parameters() if path in narrow]
             gather_narrow(sharded, weights, getattr(torch, precision.autocast))
+    if ends.first:
+        _sharded(module, ends.first).set_unshard_in_backward(False)
+    _prefetch(module, ends, layers, experts)
+
+
+def _prefetch(module: nn.Module, ends: Ends, layers: Sequence[str], experts: Collection[str]) -> None:
+    """Let the gather for each part begin before the part that precedes it runs, forward and backward.
+
+    By itself FSDP2 does so in backward alone, and there, with several micro-batches, the first part gathers the last
+    one of the micro-batch before.
+    """
+    order = [ends.first] * bool(ends.first) + list(layers) + list(ends.last[:1])
+    within = {name: [inner for inner in experts if inner.startswith(f"{name}.")] for name in order}
+    for before, here, following in zip([None, *order], order, [*order[1:], None], strict=False):
+        inner = within[here]
+        _sharded(module, here).set_modules_to_forward_prefetch(_states(module, [*inner, following]))
+        for name, ahead in pairwise([here, *inner, before or here]):  # itself: it is there already
+            _sharded(module, name).set_modules_to_backward_prefetch(_states(module, [ahead]))
+    if order:
+        _sharded(module, "").set_modules_to_backward_prefetch(_states(module, order[-1:]))
+
+
+def _states(module: nn.Module, names: Iterable[str | None]) -> list[FSDPModule]:
+    return [_sharded(module, name) for name in names if name is not None]
+
+
+def _sharded(module: nn.Module, name: str) -> FSDPModule:
+    return cast(FSDPModule, module.get_submodule(name))
 
 
 def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last: bool) -> None:

@@ -95,7 +95,7 @@ class TorchEngine:
         data = self._run.data
         micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
         check_sums(self._sizes, precision, micro_batches=micro_batches)
-        if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # FSDP2 keeps masters for one, too
+        if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self._build_mesh()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)

@@ -59,7 +59,10 @@ def gather_narrow(sharded: FSDPModule, weights: Collection[nn.Parameter], dtype:
         weights: as they are after it.
         dtype: of two bytes.
     """
-    (group,) = fsdp_parameter_groups(sharded._get_fsdp_state())
+    groups = fsdp_parameter_groups(sharded._get_fsdp_state())
+    if not groups:  # a root all of whose parameters are those of its parts
+        return
+    (group,) = groups
     chosen = {id(weight) for weight in weights}
     segments = [
         (parameter._sharded_param_data.numel(), id(parameter.sharded_param) in chosen)

@@ -11,6 +11,7 @@ from torch import nn
 from nxdt_core.distributed.bucketed_sums import by_dtype, sum_over
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
+from nxdt_core.parallel.overlapped_sums import OverlappedSums
 
 __all__ = ["GradientSums", "clip", "global_norm"]
 
@@ -24,6 +25,7 @@ class GradientSums:
         tensor_partial: names whose gradient is a partial sum on each tensor parallel rank.
         replica_partial: names of heads that several tensor parallel ranks hold; each has seen its own queries.
         data_reduced: FSDP2 sums over data and context parallel ranks.
+        overlapped: without it, let these sums start in the backward that :meth:`begin_last` announces.
     """
 
     def __init__(
@@ -34,20 +36,32 @@ class GradientSums:
         tensor_partial: Collection[str],
         replica_partial: Collection[str],
         data_reduced: bool,
+        overlapped: bool = False,
     ) -> None:
         # In the order of the parameters, which all ranks share: that of a set of names differs between processes.
         chosen: dict[Dimension, list[nn.Parameter]] = {}
+        self._data: list[OverlappedSums] = []
         if not data_reduced:
             experts = {name for name, parameter in parameters.items() if "ep" in sharded_over(parameter)}
-            chosen["fsdp"] = [parameter for name, parameter in parameters.items() if name not in experts]
-            chosen["efsdp"] = [parameter for name, parameter in parameters.items() if name in experts]
+            dense = [parameter for name, parameter in parameters.items() if name not in experts]
+            of_experts = [parameter for name, parameter in parameters.items() if name in experts]
+            for group, summed in ((mesh.group("fsdp"), dense), (mesh.group("efsdp"), of_experts)):
+                if group is not None and summed:
+                    self._data.append(OverlappedSums(group, summed, hooked=overlapped))
             chosen["dp_replicate"] = list(parameters.values())
         chosen["tp"] = [parameter for name, parameter in parameters.items() if name in tensor_partial]
         chosen["tp_kv_replica"] = [parameter for name, parameter in parameters.items() if name in replica_partial]
         self._sums = [(mesh.group(dimension), summed) for dimension, summed in chosen.items() if summed]
 
+    def begin_last(self) -> None:
+        """Let sums over data parallel ranks start in the backward that comes: no other adds to its gradients."""
+        for sums in self._data:
+            sums.begin()
+
     def add_up(self) -> None:
         """Sum each gradient over the ranks of its group, in place."""
+        for sums in self._data:
+            sums.finish()
         for group, parameters in self._sums:
             if group is not None:
                 sum_over(group, [local_of(p.grad) for p in parameters if p.grad is not None])

@@ -53,6 +53,8 @@ class LayoutOptions:
     sequence_parallel: bool = False
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"
+    slices_tokens: bool = False
+    """Whether each tensor parallel rank sends a slice of the tokens to their experts, and not all of them."""
     token_shuffle: int = 1
     """Data parallel ranks that exchange tokens before experts."""
     pipeline_cuts: tuple[str, ...] | None = None
@@ -74,6 +76,8 @@ class LayoutOptions:
             sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.context_parallel_method or profile.context_parallel_method,
+            # Ranks of ep are apart by tp, so that they are on several machines from here on.
+            slices_tokens=mesh.sizes.tp * mesh.sizes.ep > run.trainer.devices,
             token_shuffle=run.distributed_strategy.token_shuffle_group_size,
             pipeline_cuts=run.model.pipeline_cuts,
             recompute_granularity=run.model.activations_checkpoint_granularity,
@@ -148,7 +152,9 @@ def lay_out(
             apply_tensor_parallel(
                 module, plan, mesh, sequence_parallel=options.sequence_parallel, pad_heads=options.pad_heads
             )
-        apply_expert_parallel(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+        apply_expert_parallel(
+            module, plan, mesh, sequence_parallel=options.sequence_parallel, sliced=options.slices_tokens
+        )
         apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
         if mesh.sizes.tp > 1:  # asked once experts are cut: what tensor parallelism shards is no partial sum
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)

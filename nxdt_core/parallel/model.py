@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from nxdt_core.nn.loss.logit_rows import with_row_kernels
 from nxdt_core.nn.loss.token_losses import token_labels
 from nxdt_core.nn.random.dropout_masks import draws_of_step, rows_of_batch
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
-from nxdt_core.parallel.data import begin_micro_batch
+from nxdt_core.parallel.copied_masters import CopiedMasters
+from nxdt_core.parallel.data import begin_micro_batch, copies_masters
 from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
@@ -67,6 +68,7 @@ class TorchModel:
             tensor_partial=stages.tensor_partial,
             replica_partial=stages.replica_partial,
             data_reduced=stages.sharded,
+            overlapped=mesh.sizes.pp == 1,
         )
         self._tied = tied_copies(
             dict(zip(stages.numbers, stages.modules, strict=True)), stages.plan, stage_count=mesh.sizes.stages
@@ -78,6 +80,9 @@ class TorchModel:
         self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._routers = RouterFigures(stages.routers, stages.modules, device=numerics.device, dtype=numerics.figures)
+        self._copies: CopiedMasters | None = None
+        if copies_masters(mesh.sizes, numerics.precision):
+            self._copies = CopiedMasters(stages.modules, numerics.hidden)
         self._has_run = False
         self._pipeline: PipelineRunner | None = None
         if mesh.sizes.pp > 1:
@@ -126,7 +131,7 @@ class TorchModel:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         batch = self._begin(micro_batches, objective, training=True)
         rounded = rounded_weights(self._placed(), self._numerics.masters_rounded, self._step)
-        with self._name_shape_errors(), batch.running(), self._routers.counting(), rounded:
+        with self._name_shape_errors(), batch.running(), self._routers.counting(), rounded, self._computing():
             if self._pipeline is not None:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.loss)
             else:
@@ -134,6 +139,8 @@ class TorchModel:
                 for index, micro_batch in enumerate(batch.on_device()):
                     if index in (0, last):  # between them nothing changes
                         begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
+                    if index == last:
+                        self._sums.begin_last()
                     batch.loss(self._logits(micro_batch), micro_batch).backward()  # type: ignore[no-untyped-call]
         return batch.result(self._routers)
 
@@ -173,6 +180,8 @@ class TorchModel:
         :class:`nxdt_core.protocols.parallel.called.CalledModel`."""
         numerics = self._numerics
         begin_micro_batch(self._stages.modules, self._mesh, last=True)
+        if self._copies is not None:  # until the gradients are finished: backward may compute forward again
+            self._copies.put_in()
         with (
             self._name_shape_errors(),
             with_row_kernels(numerics.rows),
@@ -248,6 +257,8 @@ class TorchModel:
 
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
+        if self._copies is not None:
+            self._copies.take_out()
         self._sums.add_up()
         sum_tied_gradients(self._tied, self._tied_group)
         norm = self._norm([parameter.grad for parameter in self._spoken_for])
@@ -312,12 +323,18 @@ class TorchModel:
             tokens //= self._mesh.sizes.tp
         return (rows, tokens, self.plan.pipeline.hidden_size), self._numerics.hidden
 
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return the block in which modules have the weights that they compute with; FSDP2 gathers them by itself."""
+        return nullcontext() if self._copies is None else self._copies.in_place()
+
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """No gradients. Where FSDP2 gathers weights, a caller's inference mode is left, since no backward can use what
-        is made in it; and they are freed, since the optimizer's update would not reach them.
+        """No gradients. Where FSDP2 gathers weights or masters have copies, a caller's inference mode is left, since no
+        backward can use what is made in it; and gathered weights are freed, since the optimizer's update would not
+        reach them.
         """
-        with torch.inference_mode(False) if self._stages.sharded else nullcontext(), torch.no_grad():
+        gathered = self._stages.sharded or self._copies is not None
+        with torch.inference_mode(False) if gathered else nullcontext(), torch.no_grad(), self._computing():
             yield
         for module in self._stages.modules if self._stages.sharded else ():
             for part in module.modules():

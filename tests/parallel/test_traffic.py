@@ -51,8 +51,8 @@ def configured(recipe: str, precision: str, world: int, *overrides: str) -> Reso
 
 
 @contextmanager
-def running(config: ResolvedConfig) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    """The engine of this rank, and a function that trains a step on a batch that is always the same."""
+def running(config: ResolvedConfig) -> Iterator[tuple[Any, Any, Callable[[], Any]]]:
+    """The engine and the model of this rank, and a function that trains a step on a batch that is always the same."""
     engine = build.engine(config)
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
@@ -61,20 +61,20 @@ def running(config: ResolvedConfig) -> Iterator[tuple[Any, Callable[[], Any]]]:
     batches = [Batch(input_ids=ids, labels=ids)] * (MICRO_BATCHES // engine.rank_info.dp_size)
     parts = (model, optimizer, batches, build.objective(config), build.schedule(config), TrainState())
     try:
-        yield engine, lambda: primitives.train_step(*parts)
+        yield engine, model, lambda: primitives.train_step(*parts)
     finally:
         engine.shutdown()
 
 
 def trained(config: ResolvedConfig, *, steps: int) -> list[float]:
     """The losses of this rank."""
-    with running(config) as (_, step):
+    with running(config) as (_, _, step):
         return [float(step().loss.loss) for _ in range(steps)]
 
 
 def sent_in_a_step(recipe: str, precision: str, world: int, *overrides: str) -> dict[str, int]:
     """Of this rank, by dimension."""
-    with running(configured(recipe, precision, world, *overrides)) as (engine, step):
+    with running(configured(recipe, precision, world, *overrides)) as (engine, _, step):
         step()
         with WireBytes(dimensions(engine.mesh)) as wire:
             step()
@@ -113,6 +113,18 @@ def test_tensor_parallel_traffic_is_in_the_compute_dtype(counted, layout):
     assert rest < narrow / 40
 
 
+@pytest.mark.parametrize("method", ["ring", slow("gather")])
+def test_context_parallel_traffic_is_in_the_compute_dtype(ranks, method):
+    """Keys and values in forward and again in backward, and their gradients; a hop or a collective each."""
+    half = STATES // HIDDEN // 2 * 2 * (2 * 8)  # tokens of a rank, keys and values, two heads of 8
+    layout = (f"{STRATEGY}context_parallel_size=2", f"{STRATEGY}context_parallel_method={method}")
+    found = ranks(2).run(sent_in_a_step, "llama-tiny", "autocast", 2, *layout, timeout_s=240)
+    expected = planned("llama-tiny", "autocast", 2, *layout)[0]
+    assert expected["cp"] == 2 * 3 * half * LAYERS
+    # Weights and their gradients go to the same ranks.
+    assert [sent["cp"] - SUMS for sent in found] == [expected["cp"] + expected["dp"]] * 2
+
+
 def test_pipeline_traffic_is_in_the_compute_dtype(counted):
     assert counted("pp", "autocast", *PP2) == 2 * STATES  # one rank sends hidden states, the other their gradients
 
@@ -131,9 +143,47 @@ def test_dispatched_tokens_are_in_the_compute_dtype(ranks):
     assert [one - other for one, other in zip(wide, narrow, strict=True)] == [dispatched, dispatched]
 
 
+EXPERTS_APART = (
+    *SP2,
+    f"{STRATEGY}expert_model_parallel_size=2",
+    f"{STRATEGY}zero1=false",
+    "model.moe.capacity_factor=1.0",
+    "model.moe.dropless=false",
+)
+ON_MACHINES = (("trainer.devices=4",), ("trainer.devices=2", "trainer.num_nodes=2"))
+
+
+def whole_and_sliced() -> list[dict[str, int]]:
+    """Planned traffic of four ranks on one machine, and on two with experts on both."""
+    return [planned("mixtral-tiny", "autocast", 4, *EXPERTS_APART, *machines)[0] for machines in ON_MACHINES]
+
+
+def test_tensor_parallel_ranks_dispatch_slices_where_experts_are_on_several_machines():
+    whole, sliced = whole_and_sliced()
+    rows = 4 * LAYERS * MICRO_BATCHES // 2 * 2 * ROWS * SEQ * HIDDEN  # there and back, forward and backward, top 2
+    assert whole["ep"] == 2 * rows // 2
+    assert sliced["ep"] == whole["ep"] // 2
+    # Gathers and sums of what arrived, and parts of the sequence for slices in the place of a sum at the end.
+    tokens = 2 * LAYERS * MICRO_BATCHES // 2 * ROWS * SEQ * HIDDEN // 2
+    assert sliced["tp"] - whole["tp"] == 2 * (rows // 2 + tokens // 2 - tokens)
+
+
+@pytest.mark.slow
+def test_slices_are_sent_as_planned(ranks):
+    here, there = (
+        ranks(4).run(sent_in_a_step, "mixtral-tiny", "autocast", 4, *EXPERTS_APART, *machines, timeout_s=240)
+        for machines in ON_MACHINES
+    )
+    whole, sliced = whole_and_sliced()
+    expected = {dim: whole[dim] - sliced[dim] for dim in ("ep", "tp")}
+    for one, other in zip(here, there, strict=True):  # gradients go to the same ranks in both
+        assert {dim: one[dim] - other[dim] for dim in expected} == expected
+
+
 @pytest.mark.parametrize("stage", [1, slow(3)])
 def test_weights_of_matrix_products_are_gathered_in_the_compute_dtype(counted, stage):
     wide, narrow = (counted("dp", precision, f"{STRATEGY}zero_stage={stage}") for precision in ("fp32", "autocast"))
-    products = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2 + 3 * 64) + 272 * HIDDEN
-    gathers = 1 if stage == 1 else 2 * MICRO_BATCHES // 2
-    assert wide - narrow == 2 * products * gathers // 2
+    layers, head = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2 + 3 * 64), 272 * HIDDEN
+    passes = 1 if stage == 1 else 2  # the head stays gathered between its forward and its backward
+    gathers = 1 if stage == 1 else MICRO_BATCHES // 2
+    assert wide - narrow == 2 * (passes * layers + head) * gathers // 2

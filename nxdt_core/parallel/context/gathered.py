@@ -60,7 +60,8 @@ def gathered_backward(
     grad_keys, grad_values = grad_whole.tensor_split((keys.shape[-1],), -1)
     for block in prefix_blocks(*layout):
         sums.add(block, keys, values, grad_keys, grad_values)
-    shards = [shard_of(grad_whole, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
+    narrow = grad_whole.to(key.dtype)  # as keys and values travel
+    shards = [shard_of(narrow, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
     summed = scatter_sum_along(torch.stack(shards), 0, group)[0]
     grad_key += summed[..., : key.shape[-1]]
     grad_value += summed[..., key.shape[-1] :]

@@ -1,7 +1,8 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values travel from rank to rank, queries stay.
 
 While a block is computed, the next keys and values are on their way. In backward their gradients travel one step
-behind them: the sum for a rank's keys starts at its neighbour and comes home after as many hops as the keys made.
+behind them: the sum for a rank's keys starts at its neighbour and comes home after as many hops as the keys made. It
+travels in the dtype of the keys, and each rank adds to it in float32.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def ring_backward(
         if source != group.rank():
             if travelling is not None:
                 total += travelling.arrived()
-            travelling = _Hop(total, group)
+            travelling = _Hop(total.to(key.dtype), group)
     if travelling is not None:
         own += travelling.arrived()
     grad_key, grad_value = _unpacked(own, key)

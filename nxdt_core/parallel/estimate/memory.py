@@ -61,9 +61,16 @@ class Storage:
         return _BYTES[self.policy.gradients]
 
     @property
+    def copied(self) -> bool:
+        """Return whether masters have copies that are computed with, without FSDP2."""
+        return self.policy.master_weights and not self.sharded
+
+    @property
     def gradient_use(self) -> GradientUse:
         """What becomes of a micro-batch's gradients."""
         if self.sharded and (self.zero_stage >= 2 or not self.accumulates):
+            return "sharded"
+        if self.copied:  # added to those of the masters
             return "sharded"
         return "accumulated" if self.accumulates else "fresh"
 
@@ -75,8 +82,8 @@ def fullest_moment(
     traces: Mapping[int, MicroBatchTrace],
     received: int,
 ) -> Memory:
-    """Return the largest of three moments: the worst one of forward and backward, the reduction of the last gradients,
-    and the update where that works on float32 stand-ins of rounded weights.
+    """Return the largest of four moments: the worst one of forward and backward, the first and the last reduction of
+    gradients, and the update where that works on float32 stand-ins of rounded weights.
 
     Args:
         counts: parameters of all stages of the rank.
@@ -88,23 +95,30 @@ def fullest_moment(
     computing = Memory(**_computing(counts, storage), **_in_flight(order, traces, received))
     if storage.gradient_use == "fresh":
         computing = replace(computing, gradients=_peak_gradients(traces))
-    moments = (computing, _reducing(counts, storage), _updating(counts, storage))
+    moments = (
+        computing,
+        _reducing_first(counts, storage, computing),
+        _reducing(counts, storage),
+        _updating(counts, storage),
+    )
     return max(moments, key=lambda moment: moment.total)
 
 
 def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
     """Bytes in memory while micro-batches run."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
-    largest = sum(counts.groups[:1])
+    largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
     gradients, communication = counts.trained * storage.gradient_bytes, 0
+    if storage.copied:
+        weights += counts.trained * storage.compute_bytes
     if storage.sharded:
-        # ZeRO-3 holds the root, the layer at work and the one that is fetched ahead.
-        gathered = counts.root + sum(counts.groups[:2])
+        # ZeRO-3 holds the root, the part at work and the one that is fetched ahead.
+        gathered = counts.root + max(two, largest + max(counts.first, counts.last))
         if storage.zero_stage < 3:
             gathered = counts.local - counts.experts_kept
         weights += gathered * storage.compute_bytes
         if storage.gradient_use == "sharded":
-            # The head's gradient is the first there is and is reduced last, with the rest of the root.
+            # Gradients of the root are reduced last. The head's are among them where it is tied to the embedding.
             gradients = counts.trained_stored * storage.gradient_bytes + counts.root * storage.compute_bytes
             communication = largest * storage.gradient_bytes
         if storage.zero_stage == 3:
@@ -126,19 +140,31 @@ def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool
     return frozen, copies * trained + state
 
 
+def _reducing_first(counts: ParameterCounts, storage: Storage, computing: Memory) -> Memory:
+    """FSDP2 reduces what is behind the layers first, when the logits are gone and all activations are there: out of a
+    flat copy, into this rank's shard."""
+    if not storage.sharded:
+        return computing
+    shard = storage.gradient_bytes * counts.trained_stored / max(counts.trained, 1)
+    whole = storage.compute_bytes if storage.gradient_use == "sharded" else shard
+    flat = round(counts.last * (storage.gradient_bytes + whole))
+    return replace(computing, logits=0, workspace=0, communication=flat)
+
+
 def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
-    """Gradients are reduced out of flat copies when the activations are gone: by FSDP2 those of the root as the last,
-    without it all of them, a bucket at a time."""
+    """Gradients are reduced out of flat copies when the activations are gone: by FSDP2 those of the embedding and the
+    root as the last, without it all of them, a bucket at a time."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
     if not storage.sharded:
         gradients = counts.trained * storage.gradient_bytes
         flat = min(gradients, BUCKET_BYTES) if storage.replicated else 0
         return Memory(weights=weights, gradients=gradients, optimizer=optimizer, communication=flat)
+    remaining = counts.first + counts.root
     return Memory(
         weights=weights + counts.root * storage.compute_bytes,
-        gradients=(counts.trained_stored + counts.root) * storage.gradient_bytes,
+        gradients=(counts.trained_stored + remaining) * storage.gradient_bytes,
         optimizer=optimizer,
-        communication=counts.root * storage.gradient_bytes,
+        communication=max(counts.first, counts.root) * storage.gradient_bytes,
     )
 
 

@@ -76,11 +76,13 @@ def _hidden_behind(work: Workload, storage: Storage) -> dict[str, float]:
     """Return the share of a step's computation that traffic can be hidden behind, by dimension.
 
     FSDP2 gathers a layer's weights during the layer before, and reduces its gradients during the next one's backward:
-    in each micro-batch under ZeRO-2 and 3, else in the first and last. Without it, one all-reduce follows the last
-    backward. Messages between pipeline stages, and keys and values on a ring, go while other blocks are computed.
+    in each micro-batch under ZeRO-2 and 3, else in the first and last. Without it gradients are summed during the last
+    backward, in a pipeline after it. Messages between pipeline stages, and keys and values on a ring, go while other
+    blocks are computed.
     """
     each_time = storage.zero_stage >= 2
-    found = {"pp": 1.0, "dp": 0.0 if not storage.sharded else 1.0 if each_time else 1 / work.micro_batches}
+    after = not storage.sharded and work.sizes.pp > 1
+    found = {"pp": 1.0, "dp": 0.0 if after else 1.0 if each_time else 1 / work.micro_batches}
     if work.sizes.cp > 1 and work.options.context_parallel_method == "ring":
         found["cp"] = 1.0
     return found

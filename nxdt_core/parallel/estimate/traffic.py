@@ -52,9 +52,17 @@ def _data(counts: ParameterCounts, sizes: MeshSizes, storage: Storage, micro_bat
             continue
         each_time = storage.zero_stage >= 2
         gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
-        yield _share(ranks) * gathers * ((local - narrow) * storage.compute_bytes + narrow * storage.product_bytes)
+        yield _share(ranks) * gathers * _travelling(local, narrow, storage)
         yield _share(ranks) * gradients * (micro_batches if each_time else 1)
         yield 2 * _share(sizes.dp_replicate) * gradients / ranks
+    if storage.sharded and storage.zero_stage == 3:  # the ends are gathered in forward alone
+        ends = _travelling(counts.first + counts.last, counts.ends_narrow, storage)
+        yield -_share(sizes.fsdp) * micro_batches * ends
+
+
+def _travelling(local: int, narrow: int, storage: Storage) -> int:
+    """Bytes of ``local`` elements that are gathered, ``narrow`` of them in autocast's dtype."""
+    return (local - narrow) * storage.compute_bytes + narrow * storage.product_bytes
 
 
 def _share(ranks: int) -> float:

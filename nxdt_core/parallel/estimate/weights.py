@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.parallel.data import Ends, ends_of
 from nxdt_core.parallel.rounding.adam import AdamUpdates
 from nxdt_core.parallel.rounding.updates import in_buckets
 from nxdt_core.protocols.optimizer import OptimizerFactory
@@ -35,9 +36,15 @@ class ParameterCounts:
     trained_stored: int = 0
     """The part of ``stored`` that has gradients."""
     groups: tuple[int, ...] = ()
-    """``local`` by what FSDP2 gathers at a time, the largest first; without the root's."""
+    """``local`` of layers and experts by what FSDP2 gathers at a time, the largest first."""
+    first: int = 0
+    """Elements of the embedding, where FSDP2 gathers it for itself."""
+    last: int = 0
+    """Elements of what is behind the layers, where FSDP2 gathers it for itself."""
+    ends_narrow: int = 0
+    """The part of ``first`` and ``last`` that travels in autocast's dtype."""
     root: int = 0
-    """Elements outside of all layers, which FSDP2 gathers first and frees last."""
+    """Elements outside of all these, which FSDP2 gathers first and frees last."""
     narrow: int = 0
     """The part of ``local`` that travels in autocast's dtype when it is gathered."""
     experts: int = 0
@@ -61,6 +68,9 @@ class ParameterCounts:
             trained=self.trained + other.trained,
             trained_stored=self.trained_stored + other.trained_stored,
             groups=tuple(sorted((*self.groups, *other.groups), reverse=True)),
+            first=max(self.first, other.first),
+            last=max(self.last, other.last),
+            ends_narrow=self.ends_narrow + other.ends_narrow,
             root=max(self.root, other.root),
             narrow=self.narrow + other.narrow,
             experts=self.experts + other.experts,
@@ -70,6 +80,9 @@ class ParameterCounts:
             partial=self.partial + other.partial,
             bucket=max(self.bucket, other.bucket),
         )
+
+
+_FIRST, _LAST, _ROOT = "<first>", "<last>", "<root>"
 
 
 @dataclass(slots=True)
@@ -99,7 +112,7 @@ def count_parameters(
         narrow: names that FSDP2 gathers in autocast's dtype.
         keeps: whether FSDP2 leaves experts alone.
     """
-    tally, sums = _Tally(), frozenset(partial)
+    tally, sums, ends = _Tally(), frozenset(partial), ends_of(stage, plan)
     trained: dict[str, tuple[int, int]] = {}
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
@@ -118,12 +131,16 @@ def count_parameters(
             tally.counts["trained"] += local.numel()
             tally.counts["trained_stored"] += stored
             tally.counts["partial"] += local.numel() * (name in sums)
-        tally.groups[_group_of(name, plan)] += local.numel() * (not (expert and keeps))
-    root = tally.groups.pop("", 0)
+        group = _group_of(name, plan, ends)
+        tally.groups[group] += local.numel() * (not (expert and keeps))
+        tally.counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
+    first, last, root = (tally.groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
     buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})
     return ParameterCounts(
         **tally.counts,
         groups=tuple(sorted(tally.groups.values(), reverse=True)),
+        first=first,
+        last=last,
         root=root,
         bucket=max((sum(trained[name][1] for name in bucket) for bucket in buckets), default=0),
     )
@@ -162,11 +179,13 @@ def _shard(shape: tuple[int, ...], ranks: int) -> int:
     return -(-rows // ranks) * rest
 
 
-def _group_of(name: str, plan: ParallelPlan) -> str:
-    """The innermost experts or layer that contains ``name``; empty for the root."""
+def _group_of(name: str, plan: ParallelPlan, ends: Ends) -> str:
+    """The innermost experts or layer that contains ``name``, or the place outside of all."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         path = ".".join(parts[:end])
         if matches_any(plan.experts, path) or matches(plan.recompute_layer, path):
             return path
-    return ""
+        if path == ends.first or path in ends.last:
+            return _FIRST if path == ends.first else _LAST
+    return _ROOT

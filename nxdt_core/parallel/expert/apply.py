@@ -29,7 +29,12 @@ _SHARDED_DIM = {"column": 1, "row": 2}
 
 
 def apply_expert_parallel(
-    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool = False
+    module: nn.Module,
+    plan: ParallelPlan,
+    mesh: ParallelMesh,
+    *,
+    sequence_parallel: bool = False,
+    sliced: bool = False,
 ) -> None:
     """Shard the experts of a stage, in place, and fill the slots of dispatchers and routers.
 
@@ -41,6 +46,7 @@ def apply_expert_parallel(
         plan: patterns that match nothing here belong to other stages.
         mesh: of the run.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
+        sliced: let each tensor parallel rank send a slice of the tokens' features over ``ep``.
 
     Raises:
         ModelWithoutExperts: there is nothing to share out over ``ep``.
@@ -54,7 +60,12 @@ def apply_expert_parallel(
     for path in expert_modules(module, plan):
         _shard(path, module.get_submodule(path), plan, mesh)
     for path in _paths(module, plan.expert_dispatchers):
-        dispatcher = AllToAllDispatcher(mesh.group("ep"), mesh.group("tp"), sequence_parallel=sequence_parallel)
+        dispatcher = AllToAllDispatcher(
+            mesh.group("ep"),
+            mesh.group("tp"),
+            sequence_parallel=sequence_parallel,
+            sliced=sliced and mesh.size("ep") > 1,
+        )
         module.set_submodule(path, dispatcher)
     for path in _paths(module, plan.expert_routers):
         module.get_submodule(path).shards = token_shards(mesh)  # type: ignore[assignment]

@@ -58,6 +58,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
+    sliced: bool = False
 
     @property
     def sizes(self):
@@ -65,7 +66,9 @@ class Layout:
 
     def __str__(self):
         sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
-        return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) + "-sp" * self.sequence_parallel
+        return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) + (
+            "-sp" * self.sequence_parallel + "-slices" * self.sliced
+        )
 
 
 class Layer(nn.Module):
@@ -156,7 +159,7 @@ def on_ranks(layout):
 def on_a_rank(layout, mesh, capacity_factor):
     model = two_layers(capacity_factor)
     apply_tensor_parallel(model, PLAN, mesh, sequence_parallel=layout.sequence_parallel)
-    apply_expert_parallel(model, PLAN, mesh, sequence_parallel=layout.sequence_parallel)
+    apply_expert_parallel(model, PLAN, mesh, sequence_parallel=layout.sequence_parallel, sliced=layout.sliced)
     held = {name: local(p).numel() for name, p in model.named_parameters()}
     losses, counts, input_grads = train(
         model,
@@ -230,10 +233,13 @@ LAYOUTS = [
     Layout(dp=2, cp=2, ep=4),
     Layout(cp=2, tp=2, ep=2, sequence_parallel=True),
     Layout(dp=4, ep=2),
+    Layout(dp=2, tp=2, ep=2, sliced=True),
+    Layout(dp=2, tp=2, ep=2, sequence_parallel=True, sliced=True),
+    Layout(cp=2, tp=2, ep=2, sequence_parallel=True, sliced=True),
 ]
 
 
-KEPT = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4])
+KEPT = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], LAYOUTS[-2])
 """Experts over data and context parallel ranks, with sequence parallelism and without."""
 
 

@@ -1,0 +1,104 @@
+"""Masters without FSDP2: copies in the dtype that is computed in, of weights that no other rank holds.
+
+FSDP2 casts, gathers, reduces and frees through buffers of its own, also where there is one rank to do so with. Here a
+step casts each master once, and each gradient is added to the master's as soon as it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nxdt_core.distributed.placement import local_of
+
+__all__ = ["CopiedMasters"]
+
+
+class CopiedMasters:
+    """Copies of the trained parameters of modules, which take their place while the modules run.
+
+    Outside of that the modules have their masters, and the copies no memory.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        """``dtype``: of the copies."""
+        self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        """Module, name in it, master, copy."""
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        copies: dict[int, nn.Parameter] = {}
+        for module in (part for whole in modules for part in whole.modules()):
+            for name, master in module.named_parameters(recurse=False):
+                if not master.requires_grad:
+                    continue
+                if id(master) not in copies:
+                    copies[id(master)] = self._copy_of(master, dtype)
+                    self._pairs.append((master, copies[id(master)]))
+                self._places.append((module, name, master, copies[id(master)]))
+
+    def _copy_of(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        copy = nn.Parameter(_without_memory(master, dtype))
+        copy.register_post_accumulate_grad_hook(_Adding(master))  # type: ignore[no-untyped-call]
+        return copy
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the modules have their copies, of what the masters are now, within the block."""
+        self.put_in()
+        try:
+            yield
+        finally:
+            self.take_out()
+
+    @torch.no_grad()
+    def put_in(self) -> None:
+        """Begin what :meth:`in_place` does."""
+        for _, copy in self._pairs:
+            local = local_of(copy)
+            local.untyped_storage().resize_(local.numel() * local.element_size())
+        copies = [local_of(copy).detach() for _, copy in self._pairs]
+        torch._foreach_copy_(copies, [local_of(master).detach() for master, _ in self._pairs])
+        for module, name, _, copy in self._places:
+            module._parameters[name] = copy
+
+    def take_out(self) -> None:
+        """End what :meth:`in_place` does; without its beginning nothing changes."""
+        for module, name, master, copy in self._places:
+            module._parameters[name] = master
+            local_of(copy).untyped_storage().resize_(0)
+
+
+class _Adding:
+    """Adds the gradient of a copy to that of its master."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, copy: torch.Tensor) -> None:
+        master, gradient = self._master, copy.grad
+        assert gradient is not None
+        copy.grad = None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            local_of(master.grad).add_(local_of(gradient))
+
+
+@torch.no_grad()
+def _without_memory(master: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor like ``master`` that has no memory yet."""
+    local = torch.empty_like(local_of(master), dtype=dtype, memory_format=torch.contiguous_format)
+    local.untyped_storage().resize_(0)
+    if not isinstance(master, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        master.device_mesh,
+        master.placements,
+        run_check=False,
+        shape=master.shape,
+        stride=master.stride(),
+    )

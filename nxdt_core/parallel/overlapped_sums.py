@@ -1,0 +1,107 @@
+"""Sums of gradients over data parallel ranks without ZeRO, which run while backward still computes others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdt_core.distributed.placement import local_of
+
+__all__ = ["OverlappedSums"]
+
+_BUCKET_BYTES = 32 * 2**20
+"""Gradients that are summed in one call. Larger calls gain little, and the last one has nothing left to overlap."""
+_IN_FLIGHT = 4
+"""Calls that are not waited for; each has a copy of its gradients."""
+
+
+class OverlappedSums:
+    """Sums over the ranks of a group, in buckets of gradients in the order in which backward computes them.
+
+    All ranks start the same sums in the same order, whichever gradients a rank has first: a bucket waits for the one
+    before it. What was not started when :meth:`finish` is called is summed then.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], *, hooked: bool) -> None:
+        """
+        Args:
+            group: over which to sum.
+            parameters: of this rank, in the order of the model, the same on all ranks.
+            hooked: whether sums start in backward after :meth:`begin`; otherwise all of them start in :meth:`finish`.
+        """
+        self._group = group
+        self._buckets = [tuple(bucket) for bucket in _buckets(reversed(parameters))]
+        self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
+        self._missing: list[int] = []
+        """Gradients of each bucket that backward has not computed; empty outside of :meth:`begin` and
+        :meth:`finish`."""
+        self._started = 0
+        self._running: deque[Callable[[], None]] = deque()
+        for parameter in (p for p in parameters if hooked and p.requires_grad):
+            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Let the sums start in the backward that comes, which is the last before :meth:`finish`."""
+        self._missing, self._started = [sum(p.requires_grad for p in bucket) for bucket in self._buckets], 0
+
+    def finish(self) -> None:
+        """Start what has not started, and wait until all gradients are sums."""
+        while self._started < len(self._buckets):
+            self._start()
+        while self._running:
+            self._running.popleft()()
+        self._missing, self._started = [], 0
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if not self._missing:
+            return
+        self._missing[self._bucket_of[id(parameter)]] -= 1
+        while self._started < len(self._buckets) and not self._missing[self._started]:
+            self._start()
+
+    def _start(self) -> None:
+        bucket = self._buckets[self._started]
+        self._started += 1
+        gradients = [local_of(p.grad) for p in bucket if p.grad is not None]
+        gradients = [gradient for gradient in gradients if gradient.numel()]
+        if not gradients:
+            return
+        while len(self._running) >= _IN_FLIGHT:
+            self._running.popleft()()
+        if len(gradients) == 1 and gradients[0].is_contiguous():
+            work = dist.all_reduce(gradients[0], group=self._group, async_op=True)
+            self._running.append(partial(_arrive, work))
+            return
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._running.append(partial(_arrive, work, flat, gradients))
+
+
+def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients: Sequence[torch.Tensor] = ()) -> None:
+    """Wait for a sum, and copy it from ``flat`` to where it belongs."""
+    assert work is not None
+    work.wait()
+    if flat is not None:
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+        torch._foreach_copy_(list(gradients), views)
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one dtype, to a size."""
+    bucket: list[nn.Parameter] = []
+    filled = 0
+    for parameter in parameters:
+        size = local_of(parameter).nbytes
+        if bucket and (filled + size > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += size
+    if bucket:
+        yield bucket

@@ -1,0 +1,89 @@
+"""Where FSDP2's gathers are in a step: what each is made of, and before the forward of which module it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxdt_core.engines.stages import cut_stage
+from nxdt_core.parallel.data import Ends, ends_of
+from nxdt_core.training import build
+from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
+
+VOCABULARY = 272
+LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * 64 * HIDDEN + 2 * HIDDEN
+"""Elements of a layer of :func:`tests.parallel.test_traffic.configured`."""
+TABLE = VOCABULARY * HIDDEN
+NAMES = {LAYER: "layer", TABLE: "embedding", TABLE + HIDDEN: "ends"}
+"""``ends``: norm and head, and the embedding where that is the head's matrix."""
+
+
+class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gathers and reductions by what they are made of, and forwards of modules by their path, in order."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+        for name, part in module.named_modules():
+            if name and isinstance(part, FSDPModule):
+                part.register_forward_pre_hook(lambda *_, name=name: self.seen.append(f"run {name}"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func._opname in ("_allgather_base_", "_reduce_scatter_base_"):
+            gathers = func._opname == "_allgather_base_"
+            whole = args[0 if gathers else 1].numel()
+            self.seen.append(f"{'gather' if gathers else 'reduce'} {NAMES.get(whole, whole)}")
+        return func(*args, **(kwargs or {}))
+
+
+def events(*overrides: str) -> list[str]:
+    """Of the first rank in its second step, of two micro-batches."""
+    with running(configured("llama-tiny", "fp32", 2, *overrides)) as (_, model, step):
+        (module,) = model.local_modules()
+        step()
+        with Events(module) as found:
+            step()
+    return found.seen
+
+
+FORWARD = [
+    *("gather embedding", "gather layer", "run embed_tokens"),
+    *("gather layer", "run layers.0"),
+    *("gather ends", "run layers.1"),
+    *("run norm", "run lm_head"),
+]
+BACKWARD = ["gather layer", "reduce ends", "gather layer", "reduce layer", "reduce layer", "reduce embedding"]
+
+
+def test_gathers_begin_a_part_ahead_and_ends_are_gathered_once(ranks):
+    found = ranks(2).run(events, f"{STRATEGY}zero_stage=3", timeout_s=240)
+    assert found == [[*FORWARD, *BACKWARD] * 2] * 2
+
+
+def test_a_step_gathers_each_part_once_while_gradients_add_up(ranks):
+    found = ranks(2).run(events, f"{STRATEGY}zero_stage=1", timeout_s=240)
+    runs = [event for event in FORWARD if event.startswith("run")]
+    reductions = [event for event in BACKWARD if event.startswith("reduce")]
+    assert found == [[*FORWARD, *runs, *reductions]] * 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages"),
+    [
+        ((), [Ends(first="embed_tokens", last=("norm", "lm_head"))]),
+        (("model.share_embeddings_and_output_weights=true",), [Ends()]),
+        ((), [Ends(first="embed_tokens"), Ends(last=("norm", "lm_head"))]),
+    ],
+    ids=["whole", "tied", "pipeline"],
+)
+def test_a_tied_embedding_stays_in_the_root_and_each_end_is_on_its_stage(overrides, stages):
+    builder = build.model_builder(configured("llama-tiny", "fp32", 1, *overrides))
+    with torch.device("meta"):
+        whole = builder.build()
+    plan, count = builder.plan(), len(stages)
+    parts = [whole] if count == 1 else [cut_stage(whole, plan, stage=stage, stages=count) for stage in range(count)]
+    assert [ends_of(part, plan) for part in parts] == stages

@@ -1,0 +1,81 @@
+"""Sums of gradients without ZeRO: which have started when backward has computed how many gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxdt_core.parallel import overlapped_sums
+from nxdt_core.parallel.overlapped_sums import OverlappedSums
+from nxdt_core.testing.ranks import process_group
+from tests.parallel.test_gather_order import LAYER, TABLE
+from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
+from tests.sampling import slow
+
+ENDS = TABLE + HIDDEN
+
+
+class Order(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Elements of each sum, and ``|`` where backward has all gradients of a layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[int | str] = []
+        for layer in module.layers.values():
+            layer.register_full_backward_hook(lambda *_: self.seen.append("|"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func._opname == "allreduce_":
+            self.seen.append(sum(tensor.numel() for tensor in args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def order(bucket_bytes: int, *overrides: str) -> list[int | str]:
+    """Of the first rank in its second step, of two micro-batches."""
+    overlapped_sums._BUCKET_BYTES = bucket_bytes
+    with running(configured("llama-tiny", "fp32", 2, f"{STRATEGY}zero1=false", *overrides)) as (_, model, step):
+        step()
+        with Order(model.local_modules()[0]) as found:
+            step()
+    return [event for event in found.seen if event == "|" or event > 8]  # others are losses and norms
+
+
+@pytest.mark.parametrize("overrides", [(), slow(("model.activations_checkpoint_granularity=full",))], ids=str)
+def test_sums_start_while_backward_computes_the_next_gradients(ranks, overrides):
+    found = ranks(2).run(order, 4 * ENDS, *overrides, timeout_s=240)
+    assert found[0] == found[1]
+    first, second, *last = found[0]
+    assert first == second == "|"  # nothing is summed before the last micro-batch
+    assert last[0] == ENDS  # while the last layer's gradients are computed
+    assert last[-2:] == ["|", TABLE]  # all others have started when the layers are done
+    assert sum(event for event in last if event != "|") == 2 * LAYER + TABLE + ENDS
+
+
+def sums_by_hand(requires: Sequence[bool]) -> list[list[float]]:
+    """Gradients of a rank after sums that start in a backward, of parameters of which some need no gradients."""
+    with process_group():
+        overlapped_sums._BUCKET_BYTES = 8
+        parameters = [nn.Parameter(torch.ones(2), requires_grad=needs) for needs in requires]
+        sums = OverlappedSums(dist.group.WORLD, parameters, hooked=True)
+        for parameter in parameters:
+            parameter.requires_grad_()
+        found = []
+        for begins in (True, False):
+            for parameter in parameters:
+                parameter.grad = None
+            if begins:
+                sums.begin()
+            sum(parameter.sum() * (dist.get_rank() + 1) for parameter in parameters).backward()
+            sums.finish()
+            found.append([float(parameter.grad[0]) for parameter in parameters])
+        return found
+
+
+def test_parameters_that_need_gradients_later_are_summed_too(ranks):
+    assert ranks(2).run(sums_by_hand, [True, False, True]) == [[[3.0] * 3] * 2] * 2
