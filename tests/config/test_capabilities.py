@@ -56,6 +56,7 @@ ELSEWHERE = {
     "gradient_dtype": "tests/parallel/precision/test_gradient_sums.py",
     "optimizer_dtype": "tests/parallel/precision/test_precision.py",
     "stochastic_rounding": "tests/parallel/precision/test_rounding_kernels.py",
+    "linear_product": "plugins/precision/torchao/tests/test_float8.py",
 }
 """Capability of the torch engine that is not a layout of the matrix → the tests that show that it works."""
 
@@ -95,7 +96,7 @@ def test_an_engine_is_asked_for_nothing_that_it_does_not_declare(missing, capabi
 
 
 def test_every_capability_of_an_engine_is_asked_for_by_some_setting():
-    beyond = {"adapters", "reference", "dtype:float64", "dtype:float16", "xla"}
+    beyond = {"adapters", "reference", "dtype:float64", "dtype:float16", "linear_product", "xla"}
     assert CAPABILITIES["parallel_engine"].keys() == SETTINGS.keys() | beyond
 
 
