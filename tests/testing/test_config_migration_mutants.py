@@ -8,10 +8,10 @@ import pytest
 
 from nxdt_core.testing.config_migration_contract import ConfigMigrationContract
 from tests.sampling import takes_all
-from tests.testing.config_migration_mutants import MUTANTS
+from tests.testing.mutants.config_migration import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
 
-FILE = Path(__file__).with_name("config_migration_mutants.py")
+FILE = Path(__file__).parent / "mutants/config_migration.py"
 EVERY = {name for name in dir(ConfigMigrationContract) if name.startswith("test_")}
 IS_ONE, LIGHT = "test_it_is_a_migration", "test_its_module_imports_nothing_heavy"
 RECOGNISES, REFUSES = "test_it_recognises_its_files_and_no_others", "test_what_another_program_wrote_is_refused"

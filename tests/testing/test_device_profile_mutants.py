@@ -8,10 +8,10 @@ import pytest
 
 from nxdt_core.testing.device_profile_contract import DeviceProfileContract
 from tests.sampling import takes_all
-from tests.testing.device_profile_mutants import MUTANTS
+from tests.testing.mutants.device_profile import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
 
-FILE = Path(__file__).with_name("device_profile_mutants.py")
+FILE = Path(__file__).parent / "mutants/device_profile.py"
 OF_TYPE, NEEDS = "test_it_is_the_profile_of_its_device_type", "test_it_says_what_a_run_needs"
 LIGHTNING, UNITS = "test_its_accelerator_is_known_to_lightning", "test_its_figures_have_the_units_of_their_fields"
 DTYPES, PRODUCTS = "test_its_dtypes_are_named_as_in_torch", "test_its_tables_name_the_same_products"

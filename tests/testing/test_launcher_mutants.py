@@ -8,10 +8,10 @@ import pytest
 
 from nxdt_core.testing.launcher_contract import LauncherContract
 from tests.sampling import takes_all
-from tests.testing.launcher_mutants import MUTANTS
+from tests.testing.mutants.launcher import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
 
-FILE = Path(__file__).with_name("launcher_mutants.py")
+FILE = Path(__file__).parent / "mutants/launcher.py"
 RANK, MEET = "test_every_process_has_its_rank", "test_all_processes_meet_at_one_address"
 WRONG, SAME = "test_wrong_and_missing_variables_are_errors", "test_joining_changes_nothing"
 FILES, ARGUMENTS = "test_a_submission_has_files_and_a_command", "test_the_files_of_a_job_train_with_all_its_arguments"

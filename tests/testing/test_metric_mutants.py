@@ -8,10 +8,10 @@ import pytest
 
 from nxdt_core.testing.metric_contract import MetricContract
 from tests.sampling import takes_all
-from tests.testing.metric_mutants import MUTANTS
+from tests.testing.mutants.metric import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
 
-FILE = Path(__file__).with_name("metric_mutants.py")
+FILE = Path(__file__).parent / "mutants/metric.py"
 EVERY = {name for name in dir(MetricContract) if name.startswith("test_")}
 IS_ONE, FINITE = "test_it_is_a_metric", "test_it_returns_finite_numbers_by_name"
 NAMES, AGAIN = "test_its_names_do_not_depend_on_the_answers", "test_it_computes_the_same_again"

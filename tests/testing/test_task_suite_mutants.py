@@ -8,10 +8,10 @@ import pytest
 
 from nxdt_core.testing.task_suite_contract import TaskSuiteContract
 from tests.sampling import takes_all
+from tests.testing.mutants.task_suite import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
-from tests.testing.task_suite_mutants import MUTANTS
 
-FILE = Path(__file__).with_name("task_suite_mutants.py")
+FILE = Path(__file__).parent / "mutants/task_suite.py"
 EVERY = {name for name in dir(TaskSuiteContract) if name.startswith("test_")}
 IS_ONE, UNKNOWN = "test_it_is_a_suite", "test_an_unknown_task_is_an_error_before_a_model_is_loaded"
 FINITE, AGAIN = "test_each_task_has_finite_numbers_by_name", "test_it_finds_the_same_again"

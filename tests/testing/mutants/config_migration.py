@@ -84,7 +84,7 @@ class HasNoNote(Right):
 class ImportsTorch(Right):
     """As if it were written in a module that does."""
 
-    __module__ = "tests.testing.small_model"
+    __module__ = "tests.testing.mutants.small_model"
 
 
 @mutant
