@@ -36,7 +36,7 @@ class LaunchGroup(SuggestingGroup):
 
     def summaries(self) -> dict[str, str]:
         """Return the names of the launchers with their lines, importing none of them."""
-        return {name: component.record.summary for name, component in _launchers().items()}
+        return {name: _summary(component) for name, component in _launchers().items()}
 
     def own_command(self, name: str) -> click.Command | None:
         """Return the command of one launcher; None where there is none of that name."""
@@ -85,8 +85,14 @@ def _launchers() -> dict[str, RegisteredComponent]:
     return {each.record.name if names.count(each.record.name) == 1 else each.qualified_name: each for each in found}
 
 
+def _summary(component: RegisteredComponent) -> str:
+    """Return the summary of a launcher as a sentence, as other commands have one."""
+    text = component.record.summary
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
+
+
 def _command(name: str, component: RegisteredComponent) -> click.Command:
-    summary = component.record.summary
+    summary = _summary(component)
     examples = [f"nxdt launch {name} {words}" for words in _EXAMPLES.get(name, ("my_run.yaml --nodes 2",))]
 
     def callback(**values: Any) -> None:
@@ -97,12 +103,12 @@ def _command(name: str, component: RegisteredComponent) -> click.Command:
         callback=callback,
         params=[*_parameters(), *_options(component)],
         short_help=summary,
-        help=_HELP.format(summary=f"{summary[:1].upper()}{summary[1:]}"),
+        help=_HELP.format(summary=summary),
         examples=examples,
     )
 
 
-_HELP = """{summary}.
+_HELP = """{summary}
 
 CONFIG and KEY=VALUE are those of `nxdt train`. The files are written to launch/NAME, with a directory for logs, and the
 command that submits them is printed. That directory, the configuration and exp_manager.exp_dir must be on a file system

@@ -208,7 +208,7 @@ def _fitted(columns: Mapping[str, Sequence[str]]) -> list[int]:
     if sum(floors) > room:
         floors[0] = min(words[0], _NARROWEST)
     cap = max(natural)
-    while cap > _NARROWEST and sum(_capped(natural, floors, cap)) > room:
+    while cap > 1 and sum(_capped(natural, floors, cap)) > room:
         cap -= 1
     widths = _capped(natural, floors, cap)
     for column, wanted in enumerate(natural):  # what the cap, one number for all, leaves over

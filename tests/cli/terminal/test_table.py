@@ -1,11 +1,14 @@
 """Tables: aligned in a terminal and elsewhere, wrapped in a terminal only."""
 
+import os
 import re
+import sys
 
 import click
 import pytest
 
-from nxdt_core.cli.terminal.table import human_size, print_facts, print_table, shade, wrap
+from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print_table, shade, wrap
+from nxdt_core.testing.processes.terminal import on_terminal
 
 
 def test_columns_are_aligned_and_numbers_end_together(capsys):
@@ -46,6 +49,26 @@ def test_facts_align_their_values(capsys):
 )
 def test_sizes_have_few_digits(size, text):
     assert human_size(size) == text
+
+
+def test_a_narrow_terminal_splits_no_word_of_a_table_or_a_note(tmp_path):
+    program = (
+        "from nxdt_core.cli.terminal.table import print_table, print_wrapped\n"
+        "titles = ['GIB SENT', 'PP 0', 'PP 1', 'PP 2', 'PP 3', 'BY A RANK IN A STEP']\n"
+        "print_table(titles, [['tp', *4 * ['1,568.00'], 'weights and gradients, data parallel']])\n"
+        "print_wrapped('note', 'the schedule ends at step 40, but the run ends earlier: trainer.max_steps is 20')\n"
+    )
+    status, text = on_terminal([sys.executable, "-c", program], cwd=tmp_path, env=os.environ, columns=60)
+    lines = click.unstyle(text).splitlines()
+    assert status == 0
+    assert max(map(len, lines)) <= 60
+    assert "note: the schedule ends at step 40, but the run ends" in lines
+    assert lines[-1] == "  earlier: trainer.max_steps is 20"
+    assert {"gradients,", "parallel"} <= set(" ".join(lines).split())
+
+
+def test_a_share_is_a_percentage_with_a_space():
+    assert [percent(0.9591), percent(1, 0), percent(0)] == ["95.9 %", "100 %", "0.0 %"]
 
 
 LISTINGS = ("plugins list", "plugins hooks", "plugins show builtin", "recipes list", "checkpoint list {store}")
