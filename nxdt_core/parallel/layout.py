@@ -28,6 +28,7 @@ from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
 from nxdt_core.parallel.dropout import salt_dropouts
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules
+from nxdt_core.parallel.expert.dispatch import Sliced
 from nxdt_core.parallel.expert.figures import routers_of
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle
 from nxdt_core.parallel.loss.chunked import chunk_loss
@@ -53,8 +54,8 @@ class LayoutOptions:
     sequence_parallel: bool = False
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"
-    slices_tokens: bool = False
-    """Whether each tensor parallel rank sends a slice of the tokens to their experts, and not all of them."""
+    sliced_tokens: Sliced = "none"
+    """What each tensor parallel rank sends a slice of to experts, and not the whole."""
     token_shuffle: int = 1
     """Data parallel ranks that exchange tokens before experts."""
     pipeline_cuts: tuple[str, ...] | None = None
@@ -76,8 +77,7 @@ class LayoutOptions:
             sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.context_parallel_method or profile.context_parallel_method,
-            # Ranks of ep are apart by tp, so that they are on several machines from here on.
-            slices_tokens=mesh.sizes.tp * mesh.sizes.ep > run.trainer.devices,
+            sliced_tokens=_sliced_tokens(run, mesh),
             token_shuffle=run.distributed_strategy.token_shuffle_group_size,
             pipeline_cuts=run.model.pipeline_cuts,
             recompute_granularity=run.model.activations_checkpoint_granularity,
@@ -153,7 +153,7 @@ def lay_out(
                 module, plan, mesh, sequence_parallel=options.sequence_parallel, pad_heads=options.pad_heads
             )
         apply_expert_parallel(
-            module, plan, mesh, sequence_parallel=options.sequence_parallel, sliced=options.slices_tokens
+            module, plan, mesh, sequence_parallel=options.sequence_parallel, sliced=options.sliced_tokens
         )
         apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
         if mesh.sizes.tp > 1:  # asked once experts are cut: what tensor parallelism shards is no partial sum
@@ -176,6 +176,12 @@ def lay_out(
         compiled=compiled,
         routers=routers_of(whole, plan),
     )
+
+
+def _sliced_tokens(run: RunConfig, mesh: ParallelMesh) -> Sliced:
+    if mesh.sizes.tp * mesh.sizes.ep <= run.trainer.devices:  # neighbours in ep are tp ranks apart
+        return "none"
+    return "capacity" if run.model.compile else "all"
 
 
 def block_attention(profile: DeviceProfile) -> BlockAttention | None:

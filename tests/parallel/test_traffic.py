@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.devices import CPU
 from nxdt_core.parallel.estimate.live import WireBytes
 from nxdt_core.parallel.estimate.rank import dimensions
+from nxdt_core.parallel.layout import LayoutOptions
+from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
@@ -166,6 +170,13 @@ def test_tensor_parallel_ranks_dispatch_slices_where_experts_are_on_several_mach
     # Gathers and sums of what arrived, and parts of the sequence for slices in the place of a sum at the end.
     tokens = 2 * LAYERS * MICRO_BATCHES // 2 * ROWS * SEQ * HIDDEN // 2
     assert sliced["tp"] - whole["tp"] == 2 * (rows // 2 + tokens // 2 - tokens)
+
+
+def test_compiled_layers_dispatch_slices_with_a_capacity_alone():
+    sizes = MeshSizes(tp=2, ep=2, dp_shard=2)
+    for overrides, found in (((), "all"), (("model.compile=true",), "capacity")):
+        run = configured("mixtral-tiny", "fp32", 4, *EXPERTS_APART, *ON_MACHINES[1], *overrides).run
+        assert LayoutOptions.of(run, CPU, ParallelMesh(sizes, None)).sliced_tokens == found
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.nn.updates import Update
-from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher
+from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher, Sliced
 from nxdt_core.parallel.expert.tokens import token_shards
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.tensor.layers import local_part
@@ -34,7 +34,7 @@ def apply_expert_parallel(
     mesh: ParallelMesh,
     *,
     sequence_parallel: bool = False,
-    sliced: bool = False,
+    sliced: Sliced = "none",
 ) -> None:
     """Shard the experts of a stage, in place, and fill the slots of dispatchers and routers.
 
@@ -46,7 +46,7 @@ def apply_expert_parallel(
         plan: patterns that match nothing here belong to other stages.
         mesh: of the run.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
-        sliced: let each tensor parallel rank send a slice of the tokens' features over ``ep``.
+        sliced: what each tensor parallel rank sends a slice of the features of over ``ep``.
 
     Raises:
         ModelWithoutExperts: there is nothing to share out over ``ep``.
@@ -64,7 +64,7 @@ def apply_expert_parallel(
             mesh.group("ep"),
             mesh.group("tp"),
             sequence_parallel=sequence_parallel,
-            sliced=sliced and mesh.size("ep") > 1,
+            sliced=sliced if mesh.size("ep") > 1 else "none",
         )
         module.set_submodule(path, dispatcher)
     for path in _paths(module, plan.expert_routers):

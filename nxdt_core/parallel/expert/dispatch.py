@@ -7,7 +7,7 @@ the ranks of ``ep`` are on several machines.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,11 @@ from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.moe.router import Routing
 from nxdt_core.parallel.tensor.layers import sum_over_ranks
 
-__all__ = ["AllToAllDispatcher"]
+__all__ = ["AllToAllDispatcher", "Sliced"]
+
+Sliced = Literal["none", "capacity", "all"]
+"""Which rows are sent in slices; ``capacity``: those of experts with a capacity. Torch 2.13 cannot compile the backward
+of others, whose number depends on data and which are gathered."""
 
 
 class AllToAllDispatcher(ExchangingDispatcher):
@@ -31,10 +35,11 @@ class AllToAllDispatcher(ExchangingDispatcher):
         tensor_group: dist.ProcessGroup | None = None,
         *,
         sequence_parallel: bool = False,
-        sliced: bool = False,
+        sliced: Sliced = "none",
     ) -> None:
         """``group``: over ``ep``; ``tensor_group``: over ``tp``, whose ranks hold parts of each expert. None for one
-        rank. ``sequence_parallel``: hand on this rank's part of the sequence only. ``sliced``: send slices."""
+        rank. ``sequence_parallel``: hand on this rank's part of the sequence only. ``sliced``: which rows are sent in
+        slices."""
         super().__init__(group)
         self.tensor_group = tensor_group
         self.sequence_parallel = sequence_parallel
@@ -43,7 +48,8 @@ class AllToAllDispatcher(ExchangingDispatcher):
     def forward(self, hidden: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
         """Compute :meth:`LocalDispatcher.forward`, over the ranks of both groups."""
         tensor_group = self.tensor_group
-        if not self.sliced or tensor_group is None or hidden.shape[-1] % tensor_group.size():
+        sliced = self.sliced == "all" or (self.sliced == "capacity" and routing.capacity is not None)
+        if not sliced or tensor_group is None or hidden.shape[-1] % tensor_group.size():
             return super().forward(hidden, routing, experts)
         width = hidden.shape[-1] // tensor_group.size()
 

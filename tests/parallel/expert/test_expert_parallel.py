@@ -58,7 +58,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
-    sliced: bool = False
+    sliced: str = "none"
 
     @property
     def sizes(self):
@@ -67,7 +67,7 @@ class Layout:
     def __str__(self):
         sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
         return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) + (
-            "-sp" * self.sequence_parallel + "-slices" * self.sliced
+            "-sp" * self.sequence_parallel + "-slices" * (self.sliced != "none")
         )
 
 
@@ -233,9 +233,9 @@ LAYOUTS = [
     Layout(dp=2, cp=2, ep=4),
     Layout(cp=2, tp=2, ep=2, sequence_parallel=True),
     Layout(dp=4, ep=2),
-    Layout(dp=2, tp=2, ep=2, sliced=True),
-    Layout(dp=2, tp=2, ep=2, sequence_parallel=True, sliced=True),
-    Layout(cp=2, tp=2, ep=2, sequence_parallel=True, sliced=True),
+    Layout(dp=2, tp=2, ep=2, sliced="all"),
+    Layout(dp=2, tp=2, ep=2, sequence_parallel=True, sliced="all"),
+    Layout(cp=2, tp=2, ep=2, sequence_parallel=True, sliced="all"),
 ]
 
 
