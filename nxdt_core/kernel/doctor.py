@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from nxdt_core.kernel.integrity.editable import stale_metadata
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo, PluginState
 
 __all__ = ["advise", "complaints", "diagnose"]
@@ -36,6 +37,6 @@ def complaints(plugins: Iterable[PluginInfo]) -> Iterator[str]:
     for plugin in plugins:
         if plugin.state not in ("ok", "blocked"):
             yield f"plugin {diagnose(plugin)} ({advise(plugin)})"
-        for line in (plugin.note, *plugin.hints):
+        for line in (plugin.note, *plugin.hints, stale_metadata(plugin)):
             if line:
                 yield f"plugin {plugin.label}: {line}"

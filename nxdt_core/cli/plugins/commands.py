@@ -80,8 +80,8 @@ def doctor(ctx: click.Context, json_output: bool) -> None:
     """Say what is wrong with the installed plugins; exit status 1 where something is.
 
     Found are plugins that cannot be used; entry modules that import heavy libraries, replace functions of torch, start
-    threads, implement no hook or change the environment; and distributions that require no range of nxdt-core. The
-    table shows how long each entry module takes.
+    threads, implement no hook or change the environment; distributions that require no range of nxdt-core; and editable
+    installations whose metadata are older than their pyproject.toml. The table shows how long each entry module takes.
     """
     from nxdt_core.kernel.doctor import complaints
 

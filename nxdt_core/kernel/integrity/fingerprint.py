@@ -9,12 +9,12 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib.util
-import json
 import os
 from collections.abc import Iterable, Iterator
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
 
+from nxdt_core.kernel.integrity.editable import editable_source
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 
 __all__ = ["digest_plugin", "fingerprint_plugins"]
@@ -48,18 +48,10 @@ def _hex(data: bytes) -> str:
 def _wheel_record(plugin: PluginInfo) -> list[str]:
     """Path and hash of each file of an installed wheel, sorted; empty where the files have to be read."""
     dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
-    if dist is None or _is_editable(dist):
+    if dist is None or editable_source(dist) is not None:
         return []
     rows = [row for row in csv.reader((dist.read_text("RECORD") or "").splitlines()) if len(row) >= 2]
     return sorted(f"{path} {digest}" for path, digest, *_ in rows if digest and _is_content(PurePosixPath(path)))
-
-
-def _is_editable(dist: Distribution) -> bool:
-    try:
-        origin = json.loads(dist.read_text("direct_url.json") or "{}")
-    except ValueError:
-        return False
-    return bool(isinstance(origin, dict) and origin.get("dir_info", {}).get("editable"))
 
 
 def _is_content(path: PurePosixPath) -> bool:

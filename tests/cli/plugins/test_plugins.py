@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 OFFER = """
 from nxdt_core.api import OptimizerComponent, hookimpl
 
@@ -153,6 +155,48 @@ def test_doctor_names_what_is_wrong_and_exits_with_1(nxdt, dist):
     found = json.loads(nxdt("plugins", "doctor", "--json", fork=False).stdout)
     assert found["import_s"]["acme"] > found["import_s"]["dove"]
     assert len(found["problems"]) == 3
+
+
+PROJECT = """
+[project]
+name = "acme"
+version = "1.0"
+dependencies = ["nxdt_core >=0.1, <0.2"]
+[project.entry-points."nxdt.plugins"]
+acme = "acme"
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("acme = ", "acme = ", ""),
+        ('acme = "acme"', 'acme = "acme.entry"', "other entry points"),
+        ('version = "1.0"', 'version = "1.1"', "other version"),
+        ('["nxdt_core >=0.1, <0.2"]', '["nxdt-core>=0.1,<0.2", "numpy"]', "other requirements"),
+        ('[project]\nname = "acme"\nversion = "1.0"', "[tool.nothing]", ""),
+    ],
+)
+def test_doctor_finds_an_editable_installation_of_older_metadata(nxdt, dist, site, tmp_path, old, new, said):
+    dist("acme", OFFER)
+    source = tmp_path / "acme project"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(PROJECT.replace(old, new))
+    origin = {"url": source.as_uri(), "dir_info": {"editable": True}}
+    (site / "acme-1.0.dist-info" / "direct_url.json").write_text(json.dumps(origin))
+    done = nxdt("plugins", "doctor")
+    problem = f"plugin 'acme' (acme 1.0): its installed metadata are older than {source / 'pyproject.toml'}: {said}"
+    assert (problem in done.stdout) is bool(said)
+    assert done.returncode == (1 if said else 0), done.stdout
+
+
+def test_doctor_finds_an_editable_installation_without_its_sources(nxdt, dist, site, tmp_path):
+    dist("acme", OFFER)
+    origin = {"url": (tmp_path / "gone").as_uri(), "dir_info": {"editable": True}}
+    (site / "acme-1.0.dist-info" / "direct_url.json").write_text(json.dumps(origin))
+    done = nxdt("plugins", "doctor")
+    assert done.returncode == 1
+    assert f"it is installed from {tmp_path / 'gone'}, which does not exist" in done.stdout
 
 
 def test_doctor_is_content_with_the_plugins_of_this_repository(nxdt):
