@@ -218,7 +218,7 @@ def fork_rank_pools() -> None:
     start = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 
     def fork(path: Any, words: Sequence[Any], descriptors: Sequence[int]) -> int:
-        texts = [os.fsdecode(word) for word in words]
+        texts = [os.fsdecode(word) for word in words if os.fsdecode(word) != "-B"]  # of a variable that tests unset
         client = _current() if "multiprocessing.forkserver" in texts[-1] and forks(texts) else None
         if client is None or not client.fits(os.environ):
             return int(start(path, words, descriptors))
