@@ -69,6 +69,8 @@ class DeviceProfile:
     """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
     pinned_host_memory: bool = False
     """Whether copies to the host run faster, and in parallel with kernels, into pinned memory."""
+    reduced_float32_matmul: bool = False
+    """Whether float32 matrix products can run in a shorter format (TF32), for ``trainer.float32_matmul_precision``."""
     broadcast_loads: bool = False
     """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
     host_random: bool = False
@@ -125,6 +127,7 @@ CUDA = DeviceProfile(
     lightning_accelerator="cuda",
     fused_optimizers=True,
     pinned_host_memory=True,
+    reduced_float32_matmul=True,
     broadcast_loads=True,
     attention_kernel="flash_or_efficient",
     block_attention=("float32", "bfloat16", "float16"),

@@ -10,6 +10,7 @@ import torch
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device, profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.device_settings import use_device_settings
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
@@ -55,6 +56,7 @@ class TorchEngine:
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
         self.rank_info = self._place()
         use_cache(config.run, profile_of(self.device))
+        use_device_settings(config.run.trainer, profile_of(self.device))
 
     def start(self) -> None:
         """Join the process group, if there is more than one process, and build the mesh."""

@@ -95,6 +95,9 @@ class TrainerConfig:
     """Validate under ``torch.inference_mode``."""
     use_distributed_sampler: bool = False
     """Always false: the core hands out samples itself."""
+    float32_matmul_precision: Literal["highest", "high"] = "highest"
+    """Precision of matrix products of float32 tensors: ``high`` lets GPUs round their factors to 10 bits of mantissa
+    (TF32). A run replaces what its process has set before. CPUs and Trainium ignore the key, and a note says so."""
     lnc: Annotated[int | None, XlaOnly()] = None
     """Logical NeuronCore size of Trn2."""
     sequential_move_factor: Annotated[int | None, XlaOnly()] = None

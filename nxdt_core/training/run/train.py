@@ -17,6 +17,8 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.devices import profile_of
+from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.kernel.discovery.lightning_callbacks import (
     check_lightning_callbacks,
@@ -145,6 +147,8 @@ def _train(
     if strategy.is_global_zero:
         for line in banner(config, strategy.engine):
             console.say(line)
+    for note in ignored_settings(config.run.trainer, profile_of(strategy.engine.device)):
+        console.say(f"note: {note}")
     module = NxdtModule(config, logs_metrics=False)
     module.announce = console.say
     data.prepare()
