@@ -71,6 +71,8 @@ class DeviceProfile:
     """Whether copies to the host run faster, and in parallel with kernels, into pinned memory."""
     reduced_float32_matmul: bool = False
     """Whether float32 matrix products can run in a shorter format (TF32), for ``trainer.float32_matmul_precision``."""
+    gc_interval: int = 0
+    """Steps between two garbage collections where ``trainer.gc_interval`` is not set; 0 leaves them to Python."""
     broadcast_loads: bool = False
     """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
     host_random: bool = False
@@ -128,6 +130,7 @@ CUDA = DeviceProfile(
     fused_optimizers=True,
     pinned_host_memory=True,
     reduced_float32_matmul=True,
+    gc_interval=50,
     broadcast_loads=True,
     attention_kernel="flash_or_efficient",
     block_attention=("float32", "bfloat16", "float16"),
@@ -153,6 +156,7 @@ NEURON = DeviceProfile(
     process_group_backend="neuron",
     point_to_point=False,  # send and receive are documented, and not tried yet; nothing needs them but the ring
     context_parallel_method="gather",
+    gc_interval=50,
     broadcast_loads=True,
     static_shapes=True,
     compile_backend="neuron",

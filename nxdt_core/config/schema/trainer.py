@@ -98,6 +98,9 @@ class TrainerConfig:
     float32_matmul_precision: Literal["highest", "high"] = "highest"
     """Precision of matrix products of float32 tensors: ``high`` lets GPUs round their factors to 10 bits of mantissa
     (TF32). A run replaces what its process has set before. CPUs and Trainium ignore the key, and a note says so."""
+    gc_interval: NonNegativeInt | None = None
+    """Optimizer steps between two collections of Python's garbage collector, on all ranks after the same step; none
+    runs within a step. 0 lets Python collect when it likes. ``null`` takes what suits the device: 50, and 0 on CPUs."""
     lnc: Annotated[int | None, XlaOnly()] = None
     """Logical NeuronCore size of Trn2."""
     sequential_move_factor: Annotated[int | None, XlaOnly()] = None

@@ -30,6 +30,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.garbage_collection import GarbageCollection
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.callbacks.signals import StopSignals, Supervisor
@@ -116,7 +117,7 @@ def _train(
     supervisor: Supervisor | None,
     monitor: Monitor,
 ) -> RunSummary:
-    ranks = strategy.engine.ranks
+    ranks, profile = strategy.engine.ranks, profile_of(strategy.engine.device)
     signals = StopSignals(console, ranks, supervisor)
     limit = config.run.trainer.max_time
     time_limit = [] if limit is None else [TimeLimit(seconds_of(limit), signals)]
@@ -147,7 +148,7 @@ def _train(
     if strategy.is_global_zero:
         for line in banner(config, strategy.engine):
             console.say(line)
-    for note in ignored_settings(config.run.trainer, profile_of(strategy.engine.device)):
+    for note in ignored_settings(config.run.trainer, profile):
         console.say(f"note: {note}")
     module = NxdtModule(config, logs_metrics=False)
     module.announce = console.say
@@ -162,6 +163,8 @@ def _train(
     for note in lightning_notes(factories):
         console.say(note)
     _log.info("plugins %s", config.kernel.fingerprint())
+    interval = config.run.trainer.gc_interval
+    collections = GarbageCollection(profile.gc_interval if interval is None else interval)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=strategy.lightning_accelerator,
@@ -183,6 +186,7 @@ def _train(
             AdapterFinish(config, lambda module: _within_store(own, _last_checkpoint(own, module, start))),
             *time_limit,
             *([MonitorReports(monitor, metrics)] if monitor.wanted else []),
+            *([collections] if collections.interval else []),
             signals,
         ],
         enable_checkpointing=False,
@@ -198,6 +202,7 @@ def _train(
             raise KeyboardInterrupt from None
         raise
     finally:
+        collections.close()
         console.close()
         strategy.close()
     if signals.failure is not None:
