@@ -73,6 +73,9 @@ class DeviceProfile:
     """Whether float32 matrix products can run in a shorter format (TF32), for ``trainer.float32_matmul_precision``."""
     gc_interval: int = 0
     """Steps between two garbage collections where ``trainer.gc_interval`` is not set; 0 leaves them to Python."""
+    allocator_variables: tuple[str, ...] = ()
+    """Environment variables that configure its allocator, if that has expandable segments; the first is the one to set,
+    and a process that has any of them keeps it."""
     broadcast_loads: bool = False
     """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
     host_random: bool = False
@@ -131,6 +134,7 @@ CUDA = DeviceProfile(
     pinned_host_memory=True,
     reduced_float32_matmul=True,
     gc_interval=50,
+    allocator_variables=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     broadcast_loads=True,
     attention_kernel="flash_or_efficient",
     block_attention=("float32", "bfloat16", "float16"),

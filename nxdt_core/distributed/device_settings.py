@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -9,13 +10,26 @@ import torch
 from nxdt_core.config.schema.trainer import TrainerConfig
 from nxdt_core.devices import DeviceProfile
 
-__all__ = ["ignored_settings", "use_device_settings"]
+__all__ = ["configure_allocator", "ignored_settings", "use_device_settings"]
+
+_EXPANDABLE = "expandable_segments:True"
 
 
 def use_device_settings(trainer: TrainerConfig, profile: DeviceProfile) -> None:
     """Set what this process computes with, before anything is on the device."""
+    configure_allocator(trainer, profile)
     if profile.reduced_float32_matmul:
         torch.set_float32_matmul_precision(trainer.float32_matmul_precision)
+
+
+def configure_allocator(trainer: TrainerConfig, profile: DeviceProfile) -> None:
+    """Set the variable of the device's allocator for this process and those that it starts, unless the user has.
+
+    The allocator reads it when the device is first used, not when torch is imported.
+    """
+    names = profile.allocator_variables
+    if names and trainer.expandable_segments is not False and not any(name in os.environ for name in names):
+        os.environ[names[0]] = _EXPANDABLE
 
 
 def ignored_settings(trainer: TrainerConfig, profile: DeviceProfile) -> Iterator[str]:
@@ -24,4 +38,13 @@ def ignored_settings(trainer: TrainerConfig, profile: DeviceProfile) -> Iterator
         yield (
             f"trainer.float32_matmul_precision={trainer.float32_matmul_precision} has no effect: {profile.device_type} "
             "has no shorter format for float32 matrix products"
+        )
+    wanted, names = trainer.expandable_segments, profile.allocator_variables
+    if wanted and not names:
+        yield f"trainer.expandable_segments has no effect: the allocator of {profile.device_type} has no such segments"
+    elif names and wanted is not None and wanted != any(_EXPANDABLE in os.environ.get(name, "") for name in names):
+        named = next((name for name in names if name in os.environ), names[0])
+        yield (
+            f"trainer.expandable_segments={str(wanted).lower()} has no effect: {named} is set to "
+            f"{os.environ.get(named, '')!r} and takes precedence"
         )

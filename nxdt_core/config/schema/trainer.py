@@ -101,6 +101,9 @@ class TrainerConfig:
     gc_interval: NonNegativeInt | None = None
     """Optimizer steps between two collections of Python's garbage collector, on all ranks after the same step; none
     runs within a step. 0 lets Python collect when it likes. ``null`` takes what suits the device: 50, and 0 on CPUs."""
+    expandable_segments: bool | None = None
+    """Let the device's allocator grow its segments, so that less memory is lost between tensors of changing sizes.
+    ``null`` does so on GPUs. ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF`` take precedence over this key."""
     lnc: Annotated[int | None, XlaOnly()] = None
     """Logical NeuronCore size of Trn2."""
     sequential_move_factor: Annotated[int | None, XlaOnly()] = None
