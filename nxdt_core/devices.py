@@ -68,7 +68,7 @@ class DeviceProfile:
     all_to_all: bool = True
     """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
     pinned_host_memory: bool = False
-    """Whether copies to the host run faster, and in parallel with kernels, into pinned memory."""
+    """Whether copies between host and device run faster, and in parallel with kernels, with pinned memory."""
     reduced_float32_matmul: bool = False
     """Whether float32 matrix products can run in a shorter format (TF32), for ``trainer.float32_matmul_precision``."""
     gc_interval: int = 0

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
+from nxdt_core.config.schema.data import DataConfig
+from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.schema.trainer import TrainerConfig
 from nxdt_core.devices import DeviceProfile
 
-__all__ = ["configure_allocator", "ignored_settings", "use_device_settings"]
+__all__ = ["configure_allocator", "ignored_settings", "pins_inputs", "use_device_settings"]
 
 _EXPANDABLE = "expandable_segments:True"
 
@@ -32,8 +34,16 @@ def configure_allocator(trainer: TrainerConfig, profile: DeviceProfile) -> None:
         os.environ[names[0]] = _EXPANDABLE
 
 
-def ignored_settings(trainer: TrainerConfig, profile: DeviceProfile) -> Iterator[str]:
-    """Yield a sentence for each setting that the device does not have."""
+def pins_inputs(data: DataConfig, profile: DeviceProfile) -> bool:
+    """Return whether batches are copied to the device out of pinned memory."""
+    return profile.pinned_host_memory and data.pin_memory is not False
+
+
+def ignored_settings(run: RunConfig, profile: DeviceProfile) -> Iterator[str]:
+    """Yield a sentence for each setting that has no effect on the device."""
+    trainer = run.trainer
+    if run.data.pin_memory and not profile.pinned_host_memory:
+        yield f"data.pin_memory has no effect: copies to {profile.device_type} do not gain from pinned memory"
     if trainer.float32_matmul_precision != "highest" and not profile.reduced_float32_matmul:
         yield (
             f"trainer.float32_matmul_precision={trainer.float32_matmul_precision} has no effect: {profile.device_type} "

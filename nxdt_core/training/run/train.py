@@ -148,7 +148,7 @@ def _train(
     if strategy.is_global_zero:
         for line in banner(config, strategy.engine):
             console.say(line)
-    for note in ignored_settings(config.run.trainer, profile):
+    for note in ignored_settings(config.run, profile):
         console.say(f"note: {note}")
     module = NxdtModule(config, logs_metrics=False)
     module.announce = console.say
