@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from nxdt_core.devices import HOST
 from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels, with_row_kernels
@@ -59,7 +60,7 @@ class Numerics:
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host in memory from which a copy to the device does not wait for its kernels."""
-        return tensor.pin_memory() if self.pins and tensor.is_cpu else tensor
+        return tensor.pin_memory() if self.pins and tensor.device == HOST else tensor
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context for forward and the loss; backward runs outside of it."""

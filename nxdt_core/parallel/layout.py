@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.devices import DeviceProfile
+from nxdt_core.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.engines.stages import cut_stage, stages_of_rank
@@ -50,7 +50,7 @@ __all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise
 class LayoutOptions:
     """What a run's configuration says of its layout in addition to the sizes of the mesh."""
 
-    device_type: str = "cpu"
+    device_type: str = HOST.type
     sequence_parallel: bool = False
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"

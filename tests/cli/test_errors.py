@@ -85,7 +85,7 @@ def test_every_code_has_a_cause_and_a_fix_and_no_placeholder_in_braces():
 def test_explain_prints_cause_example_and_fix(nxdt):
     done = nxdt("explain", "C016", "nxdt-k020")
     assert done.returncode == 0
-    assert done.stdout.startswith("code     NXDT-C016\ncause    Values that are each valid")
+    assert done.stdout.startswith("code     NXDT-C016\ncause    Each value is valid, but the combination is not.")
     assert "\nexample  " in done.stdout
     assert "\nfix      " in done.stdout
     assert "\n\ncode     NXDT-K020\n" in done.stdout

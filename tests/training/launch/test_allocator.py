@@ -80,6 +80,7 @@ def test_one_process_has_what_the_key_says(recorded, value, settings):
     assert "expandable_segments" not in err
 
 
+@pytest.mark.slow
 def test_the_users_variable_takes_precedence_over_the_key(recorded):
     mine = "max_split_size_mb:128"
     (rank,), err = recorded("trainer.expandable_segments=true", **{VARIABLES[0]: mine})
