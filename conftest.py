@@ -9,6 +9,7 @@ import gc
 import locale
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -40,8 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A run within a run, as of a contract over mutants, keeps the server: another one would make all imports again.
     """
-    if not takes_all(config) and not processes.enabled():
-        processes.use(processes.start_server)
+    if takes_all(config) or processes.enabled():
+        return
+    inherited = processes.inherited_server()
+    processes.use((lambda: inherited) if inherited else processes.start_server)
+    processes.fork_rank_pools()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Fork the workers of pytest-xdist from a process that has made the imports, which each would make thrice."""
+    if not processes.enabled() or hasattr(session.config, "workerinput"):
+        return (yield)
+    with processes.fork_workers():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

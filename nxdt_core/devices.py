@@ -68,7 +68,14 @@ class DeviceProfile:
     all_to_all: bool = True
     """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
     pinned_host_memory: bool = False
-    """Whether copies to the host run faster, and in parallel with kernels, into pinned memory."""
+    """Whether copies between host and device run faster, and in parallel with kernels, with pinned memory."""
+    reduced_float32_matmul: bool = False
+    """Whether float32 matrix products can run in a shorter format (TF32), for ``trainer.float32_matmul_precision``."""
+    gc_interval: int = 0
+    """Steps between two garbage collections where ``trainer.gc_interval`` is not set; 0 leaves them to Python."""
+    allocator_variables: tuple[str, ...] = ()
+    """Environment variables that configure its allocator, if that has expandable segments; the first is the one to set,
+    and a process that has any of them keeps it."""
     broadcast_loads: bool = False
     """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
     host_random: bool = False
@@ -125,6 +132,9 @@ CUDA = DeviceProfile(
     lightning_accelerator="cuda",
     fused_optimizers=True,
     pinned_host_memory=True,
+    reduced_float32_matmul=True,
+    gc_interval=50,
+    allocator_variables=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     broadcast_loads=True,
     attention_kernel="flash_or_efficient",
     block_attention=("float32", "bfloat16", "float16"),
@@ -150,6 +160,7 @@ NEURON = DeviceProfile(
     process_group_backend="neuron",
     point_to_point=False,  # send and receive are documented, and not tried yet; nothing needs them but the ring
     context_parallel_method="gather",
+    gc_interval=50,
     broadcast_loads=True,
     static_shapes=True,
     compile_backend="neuron",

@@ -3,13 +3,15 @@
 ``python fork_server.py FD`` serves on a connected Unix socket. A request has the three standard streams and what
 :class:`tests.processes.Popen` knows of the process; the answer is its id. The process becomes a child of the caller:
 the server forks twice, the middle process ends, and the caller adopts the orphan as the subreaper above it. A forked
-process that starts ranks has a server of its own, which it has forked before it starts any thread.
+process that starts ranks, or is a worker of pytest-xdist, has a server of its own, which it has forked before it starts
+any thread.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib.util
 import io
@@ -34,6 +36,9 @@ from typing import Any
 
 _STARTS_RANKS = ("train", "torch.distributed.run")
 _SET_NAME = 15
+_MAX_DESCRIPTORS = 16
+_ABOVE_ALL = 512
+"""No descriptor of a process that has only made imports has such a number."""
 _libc = ctypes.CDLL(None)
 
 
@@ -53,7 +58,7 @@ def main() -> None:
     gc.freeze()  # what is imported: else each full collection writes to all of its pages, which are shared until then
     task = _serve(connection, processes)
     program, arguments = _program_of(task)
-    while {*program, *arguments[:1]} & {*_STARTS_RANKS} and "TORCHELASTIC_RUN_ID" not in task["environment"]:
+    while _needs_server(task):
         ours, theirs = socket.socketpair()
         if os.fork() != 0:
             theirs.close()
@@ -64,12 +69,20 @@ def main() -> None:
         task = _serve(theirs, processes, streams=task["streams"])
         program, arguments = _program_of(task)
         processes.use(None)
+    if task["keeps_server"]:  # a test runner says itself what is forked
+        subprocess.Popen = processes.Popen.__base__  # type: ignore[misc]
     _take_on(task)
     if not ({*program, *arguments[:1]} & {*_STARTS_RANKS} or "RANK" in task["environment"]):
         _leave_out_of_the_end(imported)
     sys.argv[:] = ["-c" if program[0] == "-c" else program[-1], *arguments]
     sys.orig_argv[:] = task["words"]
     _run(program)
+
+
+def _needs_server(task: dict[str, Any]) -> bool:
+    program, arguments = _program_of(task)
+    starts_ranks = {*program, *arguments[:1]} & {*_STARTS_RANKS} and "TORCHELASTIC_RUN_ID" not in task["environment"]
+    return bool(starts_ranks or task["keeps_server"])
 
 
 def _leave_out_of_the_end(finalizers: Sequence[Any]) -> None:
@@ -152,7 +165,7 @@ def _serve(connection: socket.socket, processes: Any, streams: Sequence[int] = (
     _libc.prctl(_SET_NAME, processes.SPARE.encode(), 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        head, received, _, _ = socket.recv_fds(connection, 4, 3)
+        head, received, _, _ = socket.recv_fds(connection, 4, _MAX_DESCRIPTORS)
         if len(head) < 4:
             os._exit(0)
         task: dict[str, Any] = json.loads(connection.recv(struct.unpack("!I", head)[0], socket.MSG_WAITALL))
@@ -180,9 +193,12 @@ def _serve(connection: socket.socket, processes: Any, streams: Sequence[int] = (
 
 def _take_on(task: dict[str, Any]) -> None:
     """Take on what distinguishes a process of its own."""
-    for number, stream in enumerate(task["streams"]):
-        os.dup2(stream, number)
-        os.close(stream)
+    away = [fcntl.fcntl(each, fcntl.F_DUPFD, _ABOVE_ALL) for each in task["streams"]]
+    for each in task["streams"]:
+        os.close(each)
+    for each, number in zip(away, (0, 1, 2, *task["inherited"]), strict=True):
+        os.dup2(each, number)
+        os.close(each)
     if task["session"]:
         os.setsid()
     os.chdir(task["directory"])

@@ -7,7 +7,8 @@ are what a test is about, it uses :mod:`subprocess`. These do the same for other
 variables the interpreter or a library reads only once, and under ``--samples=all``, so that ``make test-full`` forks
 nothing.
 
-A server makes the forks (:mod:`tests.fork_server`), also those of the ranks that a forked launcher starts.
+A server makes the forks (:mod:`tests.fork_server`), also those of the ranks that a forked launcher starts, of the
+workers of pytest-xdist, which have servers of their own, and of the server of rank pools.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ctypes
 import inspect
 import itertools
 import json
+import multiprocessing.util
 import os
 import re
 import signal
@@ -24,11 +26,25 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SPARE", "ForkClient", "Popen", "enabled", "forks", "run", "start_server", "take_interrupts", "use"]
+__all__ = [
+    "SPARE",
+    "ForkClient",
+    "Popen",
+    "enabled",
+    "fork_rank_pools",
+    "fork_workers",
+    "forks",
+    "inherited_server",
+    "run",
+    "start_server",
+    "take_interrupts",
+    "use",
+]
 
 _MODULES = ("nxdt_core", "torch.distributed.run")
 """What ``python -m`` may name in a forked process."""
@@ -51,6 +67,9 @@ _MAY_BE_MISSING = re.compile(r"LC_|LANG$|HOME$|XDG_|OPENBLAS_")
 SPARE = "nxdt-spare"
 """Name of a server's process, as ``/proc/PID/comm`` tells it."""
 _SUBREAPER = 36
+_NAME_IN_FORKS = "nxdt_tests_processes"
+"""This module in a server and its forks."""
+_KEEPS_SERVER = "NXDT_TESTS_KEEP_SERVER"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -145,17 +164,67 @@ class Popen(subprocess.Popen[Any]):
             start(*arguments)
             return
         ends = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
-        task = {
-            "words": [os.fspath(word) for word in asked["args"]],
-            "environment": environment,
-            "directory": os.path.abspath(asked["cwd"] or "."),
-            "session": bool(asked["start_new_session"]),
-            "umask": int(re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[0], 8),
-        }
+        task = _task(asked["args"], environment, directory=asked["cwd"], session=asked["start_new_session"])
         streams = [number if end == -1 else end for number, end in enumerate((ends[0], ends[3], ends[5]))]
         self.pid = client.start(task, streams)
         self._child_created = True
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
+
+
+def _task(
+    words: Sequence[Any],
+    environment: dict[str, str],
+    *,
+    directory: Any = None,
+    session: bool = False,
+    inherited: Sequence[int] = (),
+) -> dict[str, Any]:
+    return {
+        "words": [os.fspath(word) for word in words],
+        "keeps_server": bool(environment.pop(_KEEPS_SERVER, "")),
+        "environment": environment,
+        "directory": os.path.abspath(directory or "."),
+        "session": bool(session),
+        "umask": int(re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[0], 8),
+        "inherited": list(inherited),
+    }
+
+
+@contextmanager
+def fork_workers() -> Iterator[None]:
+    """Fork what is started by :mod:`subprocess` meanwhile; each fork has a server for its own forks."""
+    plain = subprocess.Popen
+    os.environ[_KEEPS_SERVER] = "1"
+    subprocess.Popen = Popen  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = plain  # type: ignore[misc]
+        del os.environ[_KEEPS_SERVER]
+
+
+def inherited_server() -> ForkClient | None:
+    """Return the server that this process was forked with, if any."""
+    module = sys.modules.get(_NAME_IN_FORKS)
+    if module is None:
+        return None
+    client: ForkClient | None = module._current()
+    module.use(None)  # for what has taken its Popen at an import, such as torch's launcher
+    return client
+
+
+def fork_rank_pools() -> None:
+    """Fork the server of rank pools, which multiprocessing starts as an interpreter that makes the same imports."""
+    start = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+
+    def fork(path: Any, words: Sequence[Any], descriptors: Sequence[int]) -> int:
+        texts = [os.fsdecode(word) for word in words if os.fsdecode(word) != "-B"]  # of a variable that tests unset
+        client = _current() if "multiprocessing.forkserver" in texts[-1] and forks(texts) else None
+        if client is None or not client.fits(os.environ):
+            return int(start(path, words, descriptors))
+        return client.start(_task(texts, dict(os.environ), inherited=descriptors), (0, 1, 2, *descriptors))
+
+    multiprocessing.util.spawnv_passfds = fork  # type: ignore[attr-defined]
 
 
 def forks(words: Any) -> bool:

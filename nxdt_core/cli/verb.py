@@ -15,6 +15,7 @@ __all__ = [
     "as_json",
     "completed_by",
     "config_arguments",
+    "optional_config_arguments",
     "print_json",
     "print_note",
     "say",
@@ -48,13 +49,6 @@ def as_json(function: _F) -> _F:
     return click.option("--json", "json_output", is_flag=True, help="Print JSON to standard output.")(function)
 
 
-def config_arguments(function: _F) -> _F:
-    """Add the arguments that name a configuration: a source and overrides."""
-    completed = completed_by("complete_override")
-    function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completed)(function)
-    return click.argument("source", metavar="CONFIG", shell_complete=completed_by("complete_source"))(function)
-
-
 def completed_by(name: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
     """Return what completes an argument: a function of :mod:`nxdt_core.cli.terminal.completions`, imported on use."""
 
@@ -65,6 +59,22 @@ def completed_by(name: str) -> Callable[[click.Context, click.Parameter, str], l
         return found
 
     return complete
+
+
+def _config_arguments(*, required: bool) -> Callable[[_F], _F]:
+    def add(function: _F) -> _F:
+        completed = completed_by("complete_override")
+        function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completed)(function)
+        metavar, complete = "CONFIG" if required else "[CONFIG]", completed_by("complete_source")
+        return click.argument("source", metavar=metavar, required=required, shell_complete=complete)(function)
+
+    return add
+
+
+config_arguments = _config_arguments(required=True)
+"""Decorator that adds the arguments that name a configuration: a source and overrides."""
+optional_config_arguments = _config_arguments(required=False)
+"""As :data:`config_arguments`, where a command also does something without a configuration."""
 
 
 def print_json(value: object) -> None:

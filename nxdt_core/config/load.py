@@ -92,6 +92,15 @@ def check(
     return ()
 
 
+def start_kernel_of(source: str | Path, overrides: Sequence[str] = ()) -> Kernel:
+    """Start a kernel under the section ``plugins`` of a configuration, which may be wrong in all others.
+
+    Raises:
+        ConfigError: the source cannot be read, or the section is wrong.
+    """
+    return _Load(source, tuple(overrides), None, None).kernel()
+
+
 class _Load:
     """One load: what is known so far, and the problems so far."""
 
@@ -153,6 +162,10 @@ class _Load:
         )
         notes = tuple(map(Redaction(reading.tree), notes))
         return _assemble(source.label, self.overrides, reading.run, reading, composition, extensions, kernel, notes)
+
+    def kernel(self) -> Kernel:
+        source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced)
+        return self._start_kernel(self._collect(source), Locator(source.label))
 
     def _keep(self, outcome: tuple[Node, list[ConfigProblem]]) -> Node:
         """Take the tree of a step and note its problems."""

@@ -20,8 +20,9 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import current_device
+from nxdt_core.devices import current_device, profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.device_settings import configure_allocator
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.clusters import NodeAlreadyJoined
@@ -70,7 +71,9 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     node = node_from_environment(trainer.devices, trainer.num_nodes)
     place = node.place()
     register_profile_of(config)
-    check_devices(current_device(trainer.accelerator), node.devices, place.host)
+    device = current_device(trainer.accelerator)
+    check_devices(device, node.devices, place.host)
+    configure_allocator(trainer, profile_of(device))
     store = _join(node, place)
     supervisor = _open_supervisor(node, store) if node.number == 0 else None
     _wait_for_nodes(store, node)

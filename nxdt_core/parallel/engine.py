@@ -10,6 +10,7 @@ import torch
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device, profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.device_settings import pins_inputs, use_device_settings
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
@@ -55,6 +56,7 @@ class TorchEngine:
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
         self.rank_info = self._place()
         use_cache(config.run, profile_of(self.device))
+        use_device_settings(config.run.trainer, profile_of(self.device))
 
     def start(self) -> None:
         """Join the process group, if there is more than one process, and build the mesh."""
@@ -104,7 +106,8 @@ class TorchEngine:
         rows = IN_CHUNKS
         if options.compile_backend is not None:
             rows = compiled_rows(options.compile_backend, static_shapes=options.static_shapes)
-        numerics = Numerics(precision, self.device, seed, rows)
+        pins = pins_inputs(self._run.data, profile_of(self.device))
+        numerics = Numerics(precision, self.device, seed, rows, pins=pins)
         return TorchModel(stages, self.mesh, numerics, micro_batches=micro_batches)
 
     def initialize_optimizer(

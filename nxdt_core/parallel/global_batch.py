@@ -33,12 +33,20 @@ class Numerics:
     """Where a run computes, and in which dtypes."""
 
     def __init__(
-        self, precision: PrecisionPolicy, device: torch.device, seed: int = 0, rows: RowKernels = IN_CHUNKS
+        self,
+        precision: PrecisionPolicy,
+        device: torch.device,
+        seed: int = 0,
+        rows: RowKernels = IN_CHUNKS,
+        *,
+        pins: bool = False,
     ) -> None:
-        """``seed``: of dropout and of what is rounded stochastically; ``rows``: what computes on logits."""
+        """``seed``: of dropout and of what is rounded stochastically; ``rows``: what computes on logits; ``pins``:
+        whether inputs are copied to the device out of pinned memory."""
         self.device = device
         self.seed = seed
         self.rows = rows
+        self.pins = pins
         self.precision = precision
         self.masters_rounded = masters_rounded(precision, seed)
         self.figures = torch.float64 if precision.gradients == "float64" else torch.float32
@@ -48,6 +56,10 @@ class Numerics:
         self._autocast: torch.dtype | None = None if precision.autocast is None else getattr(torch, precision.autocast)
         self.sent = self._autocast or self.hidden
         """Of hidden states on their way to another pipeline stage."""
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host in memory from which a copy to the device does not wait for its kernels."""
+        return tensor.pin_memory() if self.pins and tensor.is_cpu else tensor
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context for forward and the loss; backward runs outside of it."""
@@ -82,7 +94,9 @@ class GlobalBatch:
         divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
         self._divisors, self._tokens = divisors[:-1], divisors[-1]
         self._step = step
-        self.micro_batches = [shard_sequence(batch, mesh) for batch in _numbered(micro_batches, mesh.rank("dp"))]
+        self.micro_batches = [
+            shard_sequence(batch, mesh).map(numerics.pinned) for batch in _numbered(micro_batches, mesh.rank("dp"))
+        ]
         """As the model sees them: this rank's part of every sequence."""
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, list[torch.Tensor]] = {}
@@ -164,7 +178,9 @@ class GlobalBatch:
         of_batches = [
             torch.cat([self._objective.weight(batch).reshape(-1), batch.weight().reshape(1)]) for batch in micro_batches
         ]
-        weights = torch.stack(of_batches).sum(0).to(self._numerics.device)
+        numerics, on_host = self._numerics, torch.stack(of_batches).sum(0)
+        # Without pinned memory a device may still read the host's copy when it is gone.
+        weights = numerics.pinned(on_host).to(numerics.device, non_blocking=numerics.pins)
         if self._mesh.group("world") is None:
             return weights
         if any(self._mesh.rank(dim) for dim in ("pp", "cp", "tp")):

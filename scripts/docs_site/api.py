@@ -72,7 +72,9 @@ def _index(modules: list[Module]) -> Iterator[str]:
     yield from ("", "| Module | Contents |", "|---|---|")
     for each in modules:
         text = _first_sentence(ast.get_docstring(each.tree) or "")
-        yield f"| [`{each.name}`](api/{each.page.rpartition('/')[2]}#{each.name}) | {_escaped(_inline(text, None))} |"
+        page = each.page.rpartition("/")[2]
+        anchor = "" if page == f"{each.name}.md" else f"#{each.name}"
+        yield f"| [`{each.name}`](api/{page}{anchor}) | {_escaped(_inline(text, None))} |"
     yield ""
 
 
@@ -166,7 +168,9 @@ def _errors(module: Module, links: Links) -> Iterator[str]:
             else:
                 text = "–"
             doc = _first_sentence(ast.get_docstring(node) or "")
-            rows.append(f"| `{name}` | {text} | {_escaped(_inline(doc, links))} |")
+            rows.append(
+                f'| <span id="{module.name}.{name}"></span>`{name}` | {text} | {_escaped(_inline(doc, links))} |'
+            )
     yield from ("| Class | Code | Meaning |", "|---|---|---|", *rows, "") if rows else ()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.builtins.tokenizers.tiktoken import TiktokenTokenizer
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import HFTokenizer, Tokenizer
+from tests.carried import carried
 
 KJV = Path(__file__).parents[2] / "plugins/datasets/text/src/nxdt_plugin_text/data/kjv.txt"
 TEXTS = [
@@ -34,12 +34,6 @@ TEXTS = [
     "\r\n",
     "",
 ]
-
-
-def carried(package, *path):
-    """A file of an installed package."""
-    pytest.importorskip(package, reason=f"{package}, which carries the files, is not installed")
-    return Path(str(files(package).joinpath(*path)))
 
 
 @pytest.fixture(scope="module")

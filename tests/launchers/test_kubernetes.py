@@ -14,7 +14,6 @@ import yaml
 
 pytest.importorskip("importlib_resources", reason="make install brings it")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make install brings it")
-trainer = pytest.importorskip("kubeflow_trainer_api.models", reason="make install brings it")
 
 VERSIONS = ("1.31", "1.35")
 CLUSTER = {
@@ -111,6 +110,7 @@ def test_a_mistake_ends_the_job_and_a_stop_does_not_count(manifests):
 
 
 def test_a_train_job_of_kubeflow_trainer(manifests):
+    trainer = pytest.importorskip("kubeflow_trainer_api.models", reason="make install brings it")
     found, notes = manifests("kubernetes", "--workload", "trainjob", "--compile")
     job = found["TrainJob"]
     read = trainer.TrainerV1alpha1TrainJob.from_dict(job)

@@ -11,6 +11,7 @@ import tempfile
 import pytest
 
 from nxdt_core.testing.distributions import write_distribution
+from nxdt_core.testing.ranks import RankPool
 from tests import processes
 
 PLUGIN = """
@@ -180,3 +181,13 @@ def test_a_variable_that_the_interpreter_reads_at_its_start_counts(popen, tmp_pa
     out, err = process.communicate()
     assert out.startswith("nxdt ")
     assert "import 'site'" in err
+
+
+def imports_of_rank():
+    """Whether a server of tests has forked this process, and whether it has what the test runner imports."""
+    return "nxdt_tests_processes" in sys.modules, "tests.processes" in sys.modules
+
+
+@pytest.mark.skipif(not processes.enabled(), reason="nothing is forked under --samples=all")
+def test_ranks_of_pools_come_from_the_server_of_the_commands():
+    assert RankPool(2).run(imports_of_rank) == [(True, True)] * 2, "a rank imports the file of its function"

@@ -14,7 +14,7 @@ from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.plugins.trace import trace
 from nxdt_core.cli.plugins.versions import outdated
 from nxdt_core.cli.terminal.table import print_facts, print_table, shade
-from nxdt_core.cli.verb import as_json, completed_by, print_json, print_note, say
+from nxdt_core.cli.verb import as_json, completed_by, optional_config_arguments, print_json, print_note, say
 from nxdt_core.visible_text import visible
 
 if TYPE_CHECKING:
@@ -73,11 +73,15 @@ def list_(kind: str | None, json_output: bool) -> None:
         print_note(note)
 
 
-@plugins.command("doctor", examples=("nxdt plugins doctor", "nxdt plugins doctor --json"))
+@plugins.command("doctor", examples=("nxdt plugins doctor", "nxdt plugins doctor my_run.yaml --json"))
+@optional_config_arguments
 @as_json
 @click.pass_context
-def doctor(ctx: click.Context, json_output: bool) -> None:
+def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json_output: bool) -> None:
     """Say what is wrong with the installed plugins; exit status 1 where something is.
+
+    With CONFIG, the section `plugins` of that configuration decides which plugins are imported, and entries of
+    plugins.allow, block and prefer that name no installed plugin are found, too.
 
     Found are plugins that cannot be used; entry modules that import heavy libraries, replace functions of torch, start
     threads, implement no hook or change the environment; distributions that require no range of nxdt-core; and editable
@@ -85,8 +89,9 @@ def doctor(ctx: click.Context, json_output: bool) -> None:
     """
     from nxdt_core.kernel.doctor import complaints
 
-    kernel = _start_kernel()
-    found = list(complaints(kernel.plugins))
+    kernel = _start_kernel(source, overrides)
+    unused = [f"plugins: no installed plugin is called {entry!r}" for entry in kernel.unmatched_policy()]
+    found = [*complaints(kernel.plugins), *unused]
     if json_output:
         seconds = {plugin.name: round(plugin.import_s, 6) for plugin in kernel.plugins if plugin.state == "ok"}
         print_json({"import_s": seconds, "problems": found})
@@ -239,10 +244,14 @@ plugins.add_command(trace)
 plugins.add_command(outdated)
 
 
-def _start_kernel() -> Kernel:
+def _start_kernel(source: str | None = None, overrides: Sequence[str] = ()) -> Kernel:
     from nxdt_core.kernel import Kernel
 
-    return Kernel.start()
+    if source is None:
+        return Kernel.start()
+    from nxdt_core.config.load import start_kernel_of
+
+    return start_kernel_of(source, overrides)
 
 
 def _components(kernel: Kernel, plugin: PluginInfo) -> list[RegisteredComponent]:

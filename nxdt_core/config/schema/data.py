@@ -35,5 +35,8 @@ class DataConfig:
     """Draw training samples in random order, each once a pass."""
     num_workers: NonNegativeInt = 0
     """Threads that prepare batches ahead; 0 prepares them between steps."""
+    pin_memory: bool | None = None
+    """Copy batches to the device out of pinned memory of the host, while kernels of the device run. ``null`` does so
+    on GPUs."""
     tokenizer: TokenizerSection | None = None
     """Tokenizer of the data; ``null`` for data that is tokenised already."""

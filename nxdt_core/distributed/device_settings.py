@@ -1,0 +1,60 @@
+"""Settings of a rank's process that follow from the configuration and from what its device has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from nxdt_core.config.schema.data import DataConfig
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.schema.trainer import TrainerConfig
+from nxdt_core.devices import DeviceProfile
+
+__all__ = ["configure_allocator", "ignored_settings", "pins_inputs", "use_device_settings"]
+
+_EXPANDABLE = "expandable_segments:True"
+
+
+def use_device_settings(trainer: TrainerConfig, profile: DeviceProfile) -> None:
+    """Set what this process computes with, before anything is on the device."""
+    configure_allocator(trainer, profile)
+    if profile.reduced_float32_matmul:
+        torch.set_float32_matmul_precision(trainer.float32_matmul_precision)
+
+
+def configure_allocator(trainer: TrainerConfig, profile: DeviceProfile) -> None:
+    """Set the variable of the device's allocator for this process and those that it starts, unless the user has.
+
+    The allocator reads it when the device is first used, not when torch is imported.
+    """
+    names = profile.allocator_variables
+    if names and trainer.expandable_segments is not False and not any(name in os.environ for name in names):
+        os.environ[names[0]] = _EXPANDABLE
+
+
+def pins_inputs(data: DataConfig, profile: DeviceProfile) -> bool:
+    """Return whether batches are copied to the device out of pinned memory."""
+    return profile.pinned_host_memory and data.pin_memory is not False
+
+
+def ignored_settings(run: RunConfig, profile: DeviceProfile) -> Iterator[str]:
+    """Yield a sentence for each setting that has no effect on the device."""
+    trainer = run.trainer
+    if run.data.pin_memory and not profile.pinned_host_memory:
+        yield f"data.pin_memory has no effect: copies to {profile.device_type} do not gain from pinned memory"
+    if trainer.float32_matmul_precision != "highest" and not profile.reduced_float32_matmul:
+        yield (
+            f"trainer.float32_matmul_precision={trainer.float32_matmul_precision} has no effect: {profile.device_type} "
+            "has no shorter format for float32 matrix products"
+        )
+    wanted, names = trainer.expandable_segments, profile.allocator_variables
+    if wanted and not names:
+        yield f"trainer.expandable_segments has no effect: the allocator of {profile.device_type} has no such segments"
+    elif names and wanted is not None and wanted != any(_EXPANDABLE in os.environ.get(name, "") for name in names):
+        named = next((name for name in names if name in os.environ), names[0])
+        yield (
+            f"trainer.expandable_segments={str(wanted).lower()} has no effect: {named} is set to "
+            f"{os.environ.get(named, '')!r} and takes precedence"
+        )

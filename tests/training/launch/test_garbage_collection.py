@@ -1,0 +1,97 @@
+"""``trainer.gc_interval``: where in a run Python's garbage collector runs, as its own callbacks report it."""
+
+import gc
+import json
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from nxdt_core.devices import HOST, PROFILES
+from nxdt_core.training import train
+from tests.training.launch.launching import finish, start, words
+
+RECORDER = """
+import gc
+import json
+import os
+import sys
+
+import pytorch_lightning as pl
+
+from nxdt_core.api import CallbackComponent, hookimpl
+
+
+class Recorder(pl.Callback):
+    def __init__(self, config, run_dir):
+        self.file = run_dir / f"collections-{os.environ.get('RANK', 0)}.json"
+        self.collections, self.in_step, self.step = [], False, 0
+
+    def on_train_start(self, trainer, pl_module):
+        gc.set_threshold(200, 2, 2)  # of its own accord Python then collects in each step
+        gc.callbacks.append(self.collected)
+        self.frozen = gc.get_freeze_count()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.in_step, self.step = True, batch_idx + 1
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.in_step = False
+
+    def on_train_end(self, trainer, pl_module):
+        gc.callbacks.remove(self.collected)
+        frozen = gc.get_freeze_count() - self.frozen
+        self.file.write_text(json.dumps({"collections": self.collections, "frozen": frozen}))
+
+    def collected(self, phase, info):
+        if phase == "start":
+            self.collections.append([self.step, self.in_step, info["generation"]])
+
+
+@hookimpl
+def nxdt_callbacks():
+    return [CallbackComponent(name="recorder", target="recorder:Recorder", summary="Records collections.")]
+"""
+
+
+@pytest.mark.parametrize(("interval", "devices"), [(2, 2), (0, 1)])
+def test_ranks_collect_after_the_same_steps_and_never_within_one(interval, devices, tmp_path):
+    plugin = tmp_path / "recorder.py"
+    plugin.write_text(RECORDER)
+    process = start(
+        words(
+            tmp_path,
+            *("name=run", f"trainer.devices={devices}", "trainer.max_steps=5", f"trainer.gc_interval={interval}"),
+            *(f"plugins.local=[{plugin}]", "trainer.callbacks=[recorder]"),
+        ),
+        PYTHONPATH=str(tmp_path),
+    )
+    status, _, err = finish(process)
+    assert status == 0, err
+    for rank in range(devices):
+        found = json.loads((tmp_path / "run" / f"collections-{rank}.json").read_text())
+        within = [step for step, in_step, _ in found["collections"] if in_step]
+        if interval:
+            assert found["collections"] == [[1, False, 2], [2, False, 2], [4, False, 2]]
+            assert found["frozen"] > 1_000
+        else:
+            assert set(within) == {1, 2, 3, 4, 5}
+            assert found["frozen"] <= 0
+
+
+def test_the_profile_has_the_default_and_the_collector_works_as_before_once_the_run_has_ended(small_run):
+    enabled = []
+
+    def collected(phase, info):
+        if phase == "start":
+            enabled.append(gc.isenabled())
+
+    before = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.callbacks.append(collected)
+    try:
+        with patch.dict(PROFILES, {HOST.type: replace(PROFILES[HOST.type], gc_interval=1)}):
+            train(small_run("trainer.max_steps=3", "checkpoint.enabled=false"))
+    finally:
+        gc.callbacks.remove(collected)
+    assert enabled.count(False) == 3
+    assert (gc.isenabled(), gc.get_freeze_count() > 0) == before
