@@ -26,13 +26,13 @@ def test_a_70b_model_on_512_ranks(planned):
     status, found = planned("recipe:llama3-70b", "--world-size", "512")
     assert status == 0
     assert found["parameters"] == 70_553_706_496
-    assert found["mesh"] == {"pp": 4, "dp_replicate": 1, "dp_shard": 16, "cp": 1, "tp": 8, "ep": 1}
-    assert found["micro_batches"] * 16 == 1024
+    assert found["mesh"] == {"pp": 16, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 8, "ep": 1}
+    assert found["micro_batches"] * 4 == 1024
     assert found["tokens_per_step"] == 1024 * 8192
     assert found["flops_per_step"] == found["flops_per_token"] * found["tokens_per_step"]
-    assert found["pipeline_bubble"] == pytest.approx(3 / (64 + 3))
+    assert found["pipeline_bubble"] == pytest.approx(15 / (256 + 15))
     assert found["checkpoint_bytes"] == 12 * found["parameters"]
-    assert [rank["layers"] for rank in found["ranks"]] == [20] * 4
+    assert [rank["layers"] for rank in found["ranks"]] == [5] * 16
     assert sum(rank["parameters"] for rank in found["ranks"]) == pytest.approx(found["parameters"] / 8, rel=0.001)
     assert found["fullest_pp_rank"] == 0
     assert found["memory_bytes"] is None or found["fits"] is not None
@@ -94,8 +94,8 @@ def test_the_verdict_compares_with_a_devices_memory(nxdt, gib, status, word):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--world-size", "500"), "do not divide into groups of TP 8 x PP 4"),
-        (("data.global_batch_size=1000",), "does not divide by data.micro_batch_size"),
+        (("--world-size", "500"), "do not divide into groups of TP 8 x PP 16"),
+        (("data.global_batch_size=1002",), "does not divide by data.micro_batch_size"),
         (
             (
                 "distributed_strategy.pipeline_model_parallel_size=16",
