@@ -67,6 +67,7 @@ def recorded(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_ranks_are_started_with_expandable_segments_where_the_profile_has_them(recorded):
     ranks, err = recorded("trainer.devices=2")
     assert ranks == [{"at_import": {VARIABLES[0]: EXPANDABLE}, "settings": EXPANDABLE}] * 2
