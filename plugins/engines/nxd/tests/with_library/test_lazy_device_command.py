@@ -21,7 +21,7 @@ def nxdt_step_end(context):
 """
 """A plugin that prints how many graphs the process has compiled when a step is done."""
 RUN = ("recipe:llama-tiny", "exp_manager.exp_dir=runs", "model.num_layers=2", "data.seq_length=16")
-LOSS = re.compile(r"^step +(\d+)/\d+  loss ([\d.]+)", re.MULTILINE)
+LOSS = re.compile(r"^step (\d+)/\d+ +loss ([\d.]+)", re.MULTILINE)
 
 
 @pytest.fixture
