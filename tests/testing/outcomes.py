@@ -10,7 +10,7 @@ import pytest
 
 from tests.sampling import takes_all
 
-__all__ = ["CaughtBy", "Outcomes", "assert_fails_where_wrong", "run_contract", "run_mutants"]
+__all__ = ["CaughtBy", "Outcomes", "assert_fails_where_wrong", "requirements", "run_contract", "run_mutants"]
 
 CaughtBy = Mapping[str, AbstractSet[str]]
 """Mutant, or ``Right`` → the requirements that it breaks."""
@@ -53,6 +53,11 @@ def run_mutants(file: Path, caught_by: CaughtBy, config: pytest.Config, *more: s
     if takes_all(config):
         return run_contract(file, caught_by, {}, *more)
     return run_contract(file, ["Right"], [(name, test) for name, tests in caught_by.items() for test in tests])
+
+
+def requirements(ended: Iterable[tuple[str, str]], mutant: str) -> set[str]:
+    """Return the tests of a mutant, each once for all of its parameters."""
+    return {test.partition("[")[0] for name, test in ended if name == mutant}
 
 
 def assert_fails_where_wrong(outcomes: Outcomes, mutant: str, caught_by: CaughtBy, config: pytest.Config) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.testing.device_profile_contract import DeviceProfileContract
-from tests.sampling import takes_all
 from tests.testing.mutants.device_profile import MUTANTS
-from tests.testing.outcomes import Outcomes, run_contract
+from tests.testing.outcomes import Outcomes, requirements, run_mutants
 
 FILE = Path(__file__).parent / "mutants/device_profile.py"
 OF_TYPE, NEEDS = "test_it_is_the_profile_of_its_device_type", "test_it_says_what_a_run_needs"
@@ -40,18 +39,16 @@ CAUGHT_BY = {
 @pytest.fixture(scope="module")
 def outcomes(pytestconfig: pytest.Config) -> Outcomes:
     """How the tests of the file ended."""
-    if takes_all(pytestconfig):
-        return run_contract(FILE, CAUGHT_BY, {})
-    return run_contract(FILE, ["Right"], [(name, test) for name, broken in CAUGHT_BY.items() for test in broken])
+    return run_mutants(FILE, CAUGHT_BY, pytestconfig)
 
 
 @pytest.mark.parametrize("mutant", CAUGHT_BY)
 def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
-    assert {test for name, test in outcomes.failed if name == mutant} == CAUGHT_BY[mutant]
+    assert requirements(outcomes.failed, mutant) == CAUGHT_BY[mutant]
 
 
 def test_every_requirement_is_met_by_the_right_one_and_broken_by_a_mutant(outcomes: Outcomes) -> None:
-    assert {test for name, test in outcomes.passed if name == "Right"} == EVERY
+    assert requirements(outcomes.passed, "Right") == EVERY
     assert set().union(*CAUGHT_BY.values()) == EVERY
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.testing.task_suite_contract import TaskSuiteContract
-from tests.sampling import takes_all
 from tests.testing.mutants.task_suite import MUTANTS
-from tests.testing.outcomes import Outcomes, run_contract
+from tests.testing.outcomes import Outcomes, requirements, run_mutants
 
 FILE = Path(__file__).parent / "mutants/task_suite.py"
 EVERY = {name for name in dir(TaskSuiteContract) if name.startswith("test_")}
@@ -33,24 +32,18 @@ CAUGHT_BY = {
 @pytest.fixture(scope="module")
 def outcomes(pytestconfig: pytest.Config) -> Outcomes:
     """How the tests of the file ended."""
-    if takes_all(pytestconfig):
-        return run_contract(FILE, CAUGHT_BY, {})
-    return run_contract(FILE, ["Right"], [(name, test) for name, broken in CAUGHT_BY.items() for test in broken])
+    return run_mutants(FILE, CAUGHT_BY, pytestconfig)
 
 
 @pytest.mark.parametrize("mutant", CAUGHT_BY)
 def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
-    assert _requirements(outcomes.failed, mutant) == CAUGHT_BY[mutant]
+    assert requirements(outcomes.failed, mutant) == CAUGHT_BY[mutant]
 
 
 def test_every_requirement_is_met_by_the_right_one_and_broken_by_a_mutant(outcomes: Outcomes) -> None:
-    assert _requirements(outcomes.passed, "Right") == EVERY
+    assert requirements(outcomes.passed, "Right") == EVERY
     assert set().union(*CAUGHT_BY.values()) == EVERY
 
 
 def test_every_mutant_is_expected() -> None:
     assert {mutant.__name__ for mutant in MUTANTS} == CAUGHT_BY.keys()
-
-
-def _requirements(ended: set[tuple[str, str]], mutant: str) -> set[str]:
-    return {test.partition("[")[0] for name, test in ended if name == mutant}
