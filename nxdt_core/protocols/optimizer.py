@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 from nxdt_core.protocols.parallel.piece import Box
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["OptimizerFactory", "ParameterGroup", "ParameterShard", "as_torch", "shards_of"]
+__all__ = ["OptimizerFactory", "PackedState", "ParameterGroup", "ParameterShard", "as_torch", "shards_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,28 @@ class OptimizerFactory(Protocol):
 
     Its dataclass should have ``lr`` and ``weight_decay``. The optimizer keeps its state per parameter in
     ``optimizer.state[p]``: tensors of the parameter's shape are resharded with it; scalars, and tensors of another
-    number of dimensions, must be equal on all ranks that share the parameter. An update that is not made element by
+    number of dimensions, must be equal on all ranks that share the parameter. State of another form needs
+    :class:`PackedState`. An update that is not made element by
     element needs ``shards``, since ``params`` are pieces.
     """
 
     def __call__(self, groups: list[ParameterGroup], config: Any) -> torch.optim.Optimizer:
         """Build the optimizer over ``groups``."""
+        ...
+
+
+@runtime_checkable
+class PackedState(Protocol):
+    """What an optimizer has in addition if it keeps its state in another form than checkpoints have it.
+
+    State that was unpacked and packed must be bitwise the same, so that a resumed run is exact.
+    """
+
+    def unpacked(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        """Return the state of ``parameter`` in the form that :class:`OptimizerFactory` asks for; tensors of the
+        parameter's shape may be on the host."""
+        ...
+
+    def packed(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``state``, as :meth:`unpacked` returned it in this layout or in another, in the optimizer's form."""
         ...

@@ -13,16 +13,39 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["DType", "LinearProduct", "PrecisionFactory", "PrecisionPolicy", "capabilities_of"]
+__all__ = ["DType", "LinearProduct", "PrecisionFactory", "PrecisionPolicy", "ScaledCast", "capabilities_of"]
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 """Names of torch dtypes, so that policies can be read without torch."""
 
 
+class ScaledCast(Protocol):
+    """How a weight travels in one byte per element under a scaling factor of the whole weight.
+
+    A product must be bitwise the same of what :meth:`widened` returns as of the weight.
+    """
+
+    def scales(self, maxima: Tensor) -> Tensor:
+        """Return the scaling factors of weights, float32, from the largest absolute value of each, float32."""
+        ...
+
+    def narrowed(self, values: Tensor, scale: Tensor) -> Tensor:
+        """Return elements of a weight in a dtype of one byte; ``scale`` is a scalar of :meth:`scales`."""
+        ...
+
+    def widened(self, sent: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return in ``dtype`` the values of bytes, uint8, that :meth:`narrowed` made."""
+        ...
+
+
 class LinearProduct(Protocol):
     """What computes the matrix product of linear layers in place of ``torch.nn.functional.linear``."""
+
+    gathered: ScaledCast | None
+    """How FSDP2 gathers the weights of these layers; None in the dtype that the run computes in."""
 
     def covers(self, name: str, out_features: int, in_features: int) -> bool:
         """Return whether it computes the product of a layer; the others stay as they are.

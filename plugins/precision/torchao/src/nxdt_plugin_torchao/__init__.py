@@ -1,8 +1,8 @@
-"""Entry module of ``nxdt-plugin-torchao``: declares the precision policy."""
+"""Entry module of ``nxdt-plugin-torchao``: declares the precision policy and the optimizer."""
 
 from __future__ import annotations
 
-from nxdt_core.api import PrecisionComponent, hookimpl
+from nxdt_core.api import OptimizerComponent, PrecisionComponent, hookimpl
 
 
 @hookimpl
@@ -15,5 +15,19 @@ def nxdt_precision_policies() -> list[PrecisionComponent]:
             config="nxdt_plugin_torchao.config:Float8Config",
             requires=frozenset({"linear_product"}),
             summary="float8 products in linear layers, the rest as mixed_precision or autocast",
+        )
+    ]
+
+
+@hookimpl
+def nxdt_optimizers() -> list[OptimizerComponent]:
+    """Declare AdamW with state of 8 bits."""
+    return [
+        OptimizerComponent(
+            name="adamw_8bit",
+            target="nxdt_plugin_torchao.adamw_8bit:AdamW8bit",
+            config="nxdt_plugin_torchao.config:AdamW8bitConfig",
+            summary="AdamW with running means in 8 bits (Dettmers et al. 2022, arXiv:2110.02861)",
+            capabilities=frozenset({"sharded"}),
         )
     ]

@@ -1,14 +1,15 @@
-"""The section ``precision`` of the policy ``float8``. No torch here."""
+"""The sections of the policy ``float8`` and of the optimizer ``adamw_8bit``. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
-__all__ = ["Float8Config"]
+__all__ = ["AdamW8bitConfig", "Float8Config"]
 
 
 @dataclass(kw_only=True)
@@ -25,6 +26,21 @@ class Float8Config:
     """Patterns of layers whose products stay in bfloat16, such as ``*.down_proj``. A ``*`` at the start stands for any
     number of components of a path, any other for one."""
 
+    all_gather: Literal["float8", "bfloat16"] | None = None
+    """What FSDP gathers the weights of these products in. ``float8`` is one byte per element and needs ``tensorwise``,
+    where it is the default and changes no result. Rows have other scaling factors in backward than in forward, so that
+    row-wise scaling needs bfloat16."""
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Return whether weights are gathered in float8."""
+        return self.all_gather != "bfloat16" and self.scaling == "tensorwise"
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work."""
+        if self.all_gather == "float8" and self.scaling != "tensorwise":
+            yield "all_gather", f"float8 needs scaling: tensorwise; use bfloat16 with {self.scaling}"
+
     def requires_capabilities(self) -> Iterable[str]:
         """Yield the capabilities of the engine that the values ask for."""
         return capabilities_of(self.dtypes())
@@ -34,3 +50,26 @@ class Float8Config:
         if self.rest == "autocast":
             return PrecisionPolicy(name="float8", autocast="bfloat16")
         return PrecisionPolicy(name="float8", parameters="bfloat16", master_weights=True)
+
+
+@dataclass(kw_only=True)
+class AdamW8bitConfig:
+    """AdamW whose running means have 8 bits per element and a scaling factor per block."""
+
+    lr: NonNegativeFloat = 1e-3
+    """Peak learning rate."""
+    betas: tuple[NonNegativeFloat, NonNegativeFloat] = (0.9, 0.999)
+    """Decay of the running mean and of the running square."""
+    eps: Annotated[float, Range(1e-300, None)] = 1e-8
+    """Added to the root of the running square."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay of matrices and embeddings."""
+    block_size: PositiveInt = 256
+    """Consecutive elements of a row that share a scaling factor; shorter rows are one block."""
+    min_8bit_size: NonNegativeInt = 4096
+    """Elements from which a matrix has state in 8 bits. Smaller ones, norms and biases have it in float32."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work."""
+        if not all(beta < 1 for beta in self.betas):
+            yield "betas", "each must be below 1"

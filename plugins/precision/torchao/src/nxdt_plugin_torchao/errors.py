@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nxdt_core.errors import NxdtError
 
-__all__ = ["Float8SizesDoNotDivide", "NoFloat8Here"]
+__all__ = ["Float8SizesDoNotDivide", "No8bitStateHere", "NoFloat8Here"]
 
 
 class Float8SizesDoNotDivide(NxdtError):
@@ -30,3 +30,12 @@ class NoFloat8Here(NxdtError):
     remedy = "Run it on a GPU of compute capability 8.9 or later, or with precision.type=mixed_precision."
     device: str
     reason: str
+
+
+class No8bitStateHere(NxdtError):
+    """A device on which the optimizer was never tried."""
+
+    code = "NXDT-T102"
+    happened = "model.optim.name is adamw_8bit, which runs on GPUs and CPUs, and this device is {device}."
+    remedy = "Use model.optim.name=adamw, or adafactor, whose state is small, too."
+    device: str

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,26 +10,16 @@ from torch.func import functional_call
 
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.protocols.precision import ScaledCast
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
+from nxdt_plugin_torchao.imports import without_warnings
 
-__all__ = ["Float8Product"]
-
-
-@contextmanager
-def _without_warnings(*names: str) -> Iterator[None]:
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+__all__ = ["Float8Cast", "Float8Product"]
 
 
-# Importing torchao warns of extensions for other devices and of its own use of torch's pytrees.
-with _without_warnings("torchao", "torch.utils._pytree"):
+with without_warnings():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 _UNIT = 16
 """Features that ``torch._scaled_mm`` multiplies at a time."""
@@ -47,12 +35,13 @@ class Float8Product:
     :class:`nxdt_core.protocols.precision.LinearProduct`.
     """
 
-    def __init__(self, scaling: str, skip: Sequence[str], device_type: str) -> None:
+    def __init__(self, scaling: str, skip: Sequence[str], device_type: str, *, gathers: bool = False) -> None:
         """
         Args:
             scaling: name of a recipe of torchao.
             skip: patterns of layers that it does not cover.
             device_type: of the run.
+            gathers: let FSDP2 gather weights in float8; for scaling of whole tensors.
 
         Raises:
             NoFloat8Here: the device has no float8 products.
@@ -67,6 +56,7 @@ class Float8Product:
             model = nn.Sequential(nn.Linear(1, 1, bias=False))
         (self._layer,) = convert_to_float8_training(model, config=recipe)
         """Of no size: its weight is replaced in each call."""
+        self.gathered: ScaledCast | None = Float8Cast(recipe.cast_config_weight.target_dtype) if gathers else None
 
     def covers(self, name: str, out_features: int, in_features: int) -> bool:
         """Return whether a layer is computed in float8.
@@ -85,6 +75,32 @@ class Float8Product:
         dtype = compute_dtype(hidden)
         result: torch.Tensor = functional_call(self._layer, {"weight": weight.to(dtype)}, (hidden.to(dtype),))
         return result
+
+
+class Float8Cast:
+    """Weights on their way between ranks: rounded as the product of scaled tensors rounds them.
+
+    The largest element is the largest number of float8, so that the product finds the same scaling factor in what
+    arrives, and each rounded element is rounded to itself. See :class:`nxdt_core.protocols.precision.ScaledCast`.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """``dtype``: of one byte, as the product casts weights."""
+        self._dtype = dtype
+
+    def scales(self, maxima: torch.Tensor) -> torch.Tensor:
+        """Return torchao's scaling factors of weights with these largest absolute values."""
+        found: torch.Tensor = amax_to_scale(maxima, self._dtype)
+        return found
+
+    def narrowed(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` in float8."""
+        found: torch.Tensor = to_fp8_saturated(values.float() * scale, self._dtype)
+        return found
+
+    def widened(self, sent: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of bytes in ``dtype``."""
+        return (sent.view(self._dtype).float() / scale).to(dtype)
 
 
 def _check_device(device_type: str) -> None:

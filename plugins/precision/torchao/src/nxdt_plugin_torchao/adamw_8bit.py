@@ -1,0 +1,169 @@
+"""AdamW with running means in 8 bits per element; see :mod:`nxdt_plugin_torchao.blocks`.
+
+Each update is computed in float32. Checkpoints have the running means in float32 under the names of torch's AdamW, so
+that they fit any layout, and a run can change to ``adamw`` and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nxdt_core.devices import HOST
+from nxdt_core.protocols.optimizer import ParameterGroup, as_torch, shards_of
+from nxdt_plugin_torchao.blocks import RowBlocks, dequantised, quantised
+from nxdt_plugin_torchao.config import AdamW8bitConfig
+from nxdt_plugin_torchao.errors import No8bitStateHere
+
+__all__ = ["AdamW8bit"]
+
+_MEANS = {"exp_avg": True, "exp_avg_sq": False}
+"""The running means, and whether they have signs."""
+_AT_A_TIME = 2**24
+"""Elements whose running means exist in float32 at a time."""
+_DEVICES = ("cuda", "cpu", "meta")
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW; matrices have codes and, under ``<name>_scale``, scaling factors as state, the rest has float32."""
+
+    def __init__(self, groups: list[ParameterGroup], config: AdamW8bitConfig) -> None:
+        """``config``: which matrices have 8 bits, and in what blocks.
+
+        Raises:
+            No8bitStateHere: the parameters are neither on a GPU nor on the host.
+        """
+        super().__init__(as_torch(groups), {"betas": config.betas, "eps": config.eps})
+        self._config = config
+        self._shards = shards_of(groups)
+        for device in {parameter.device for group in groups for parameter in group["params"]}:
+            self.check_device(device)
+
+    @staticmethod
+    def check_device(device: torch.device) -> None:
+        """Refuse a device on which the optimizer was never tried.
+
+        Raises:
+            No8bitStateHere: it is neither a GPU nor the host.
+        """
+        if device.type not in _DEVICES:
+            raise No8bitStateHere(device=device.type)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def unpacked(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        """Return the state of ``parameter`` as checkpoints have it, on the host where it is in 8 bits here; see
+        :class:`nxdt_core.protocols.optimizer.PackedState`."""
+        state: Mapping[str, Any] = self.state.get(parameter, {})
+        blocks = self._blocks(parameter)
+        if blocks is None or not state:
+            return state
+        return {
+            name: self._restored(state, name, blocks).to(HOST) if name in _MEANS else value
+            for name, value in state.items()
+            if not name.endswith("_scale")
+        }
+
+    def packed(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what :meth:`unpacked` returned as this optimizer keeps it, bitwise the same."""
+        blocks = self._blocks(parameter)
+        if blocks is None:
+            return dict(state)
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            if name not in _MEANS:
+                found[name] = value
+                continue
+            found |= _nothing(name, parameter, blocks)
+            for part in _parts(parameter):
+                codes, scales = quantised(value[part], blocks, signed=_MEANS[name])
+                found[name][part], found[f"{name}_scale"][part] = codes, scales
+        return found
+
+    def _blocks(self, parameter: torch.Tensor) -> RowBlocks | None:
+        """The blocks of a parameter whose state is in 8 bits, on all ranks or on none."""
+        shard = self._shards[parameter]
+        if len(shard.shape) < 2 or math.prod(shard.shape) < self._config.min_8bit_size or not math.prod(shard.shape):
+            return None
+        return RowBlocks.of(shard, parameter.shape[-1], self._config.block_size)
+
+    @staticmethod
+    def _restored(state: Mapping[str, torch.Tensor], name: str, blocks: RowBlocks) -> torch.Tensor:
+        codes, scales = state[name], state[f"{name}_scale"]
+        whole = torch.empty_like(codes, dtype=torch.float32)
+        for part in _parts(codes):
+            whole[part] = dequantised(codes[part], scales[part], blocks, signed=_MEANS[name])
+        return whole
+
+    def _state_of(self, parameter: torch.Tensor, blocks: RowBlocks | None) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=HOST)
+            for name in _MEANS:
+                if blocks is None:
+                    state[name] = torch.zeros_like(parameter, dtype=_wide(parameter))
+                else:
+                    state |= _nothing(name, parameter, blocks)
+        return state
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        blocks, grad = self._blocks(parameter), parameter.grad
+        assert grad is not None
+        state, weight, wide = self._state_of(parameter, blocks), parameter.detach(), _wide(parameter)
+        state["step"] += 1
+        if blocks is None:
+            _adamw(weight, grad, (state["exp_avg"], state["exp_avg_sq"]), group, float(state["step"]))
+            return
+        for part in _parts(parameter):
+            held = {name: (state[name][part], state[f"{name}_scale"][part]) for name in _MEANS}
+            means = [dequantised(*held[name], blocks, signed=signed).to(wide) for name, signed in _MEANS.items()]
+            _adamw(weight[part], grad[part], means, group, float(state["step"]))
+            for (name, signed), mean in zip(_MEANS.items(), means, strict=True):
+                for target, found in zip(held[name], quantised(mean, blocks, signed=signed), strict=True):
+                    target.copy_(found)
+
+
+def _adamw(
+    weight: torch.Tensor, grad: torch.Tensor, means: Sequence[torch.Tensor], group: dict[str, Any], step: float
+) -> None:
+    """Update a weight and its running means, which are in float32 at least, in place."""
+    (mean, square), (beta1, beta2) = means, group["betas"]
+    grad, updated = grad.to(mean.dtype), weight.to(mean.dtype)
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    updated.mul_(1 - group["lr"] * group["weight_decay"])
+    updated.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
+    if updated is not weight:
+        weight.copy_(updated)
+
+
+def _wide(parameter: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _nothing(name: str, parameter: torch.Tensor, blocks: RowBlocks) -> dict[str, torch.Tensor]:
+    """A running mean of zeros."""
+    zeros = torch.zeros(1, parameter.shape[-1], device=parameter.device)
+    codes, scales = quantised(zeros, blocks, signed=_MEANS[name])
+    rows = parameter.shape[:-1]
+    return {
+        name: codes[0].expand(parameter.shape).clone(memory_format=torch.contiguous_format),
+        f"{name}_scale": scales[0].expand(*rows, blocks.count).clone(memory_format=torch.contiguous_format),
+    }
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[slice]:
+    """Yield parts of the first dimension, of few elements each."""
+    rows = max(1, _AT_A_TIME // max(1, math.prod(tensor.shape[1:])))
+    for start in range(0, tensor.shape[0], rows):
+        yield slice(start, start + rows)
