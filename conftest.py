@@ -37,11 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork the processes of :mod:`tests.processes`, unless all cases are taken.
+    """Let garbage be collected rarely, and fork the processes of :mod:`tests.processes`, unless all cases are taken.
 
     A run within a run, as of a contract over mutants, keeps the server: another one would make all imports again.
     """
-    if takes_all(config) or processes.enabled():
+    if takes_all(config):
+        return
+    gc.set_threshold(100_000)
+    if processes.enabled():
         return
     inherited = processes.inherited_server()
     processes.use((lambda: inherited) if inherited else processes.start_server)

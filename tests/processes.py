@@ -13,7 +13,6 @@ workers of pytest-xdist, which have servers of their own, and of the server of r
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import itertools
 import json
@@ -66,11 +65,9 @@ _MAY_BE_MISSING = re.compile(r"LC_|LANG$|HOME$|XDG_|OPENBLAS_")
 """Not set does the same as what is set here: UTF-8, the user's directory, how fast OpenBLAS is."""
 SPARE = "nxdt-spare"
 """Name of a server's process, as ``/proc/PID/comm`` tells it."""
-_SUBREAPER = 36
 _NAME_IN_FORKS = "nxdt_tests_processes"
 """This module in a server and its forks."""
 _KEEPS_SERVER = "NXDT_TESTS_KEEP_SERVER"
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkClient:
@@ -94,14 +91,9 @@ class ForkClient:
         """Return the process id of a new child of this process that carries out ``task``."""
         message = json.dumps(task).encode("utf-8", "surrogatepass")
         with self._lock:
-            # The server's child ends at once, so that its own child becomes one of the nearest subreaper above it.
-            _libc.prctl(_SUBREAPER, 1, 0, 0, 0)
-            try:
-                socket.send_fds(self._connection, [struct.pack("!I", len(message))], list(streams))
-                self._connection.sendall(message)
-                answer = self._connection.recv(4, socket.MSG_WAITALL)
-            finally:
-                _libc.prctl(_SUBREAPER, 0, 0, 0, 0)
+            socket.send_fds(self._connection, [struct.pack("!I", len(message))], list(streams))
+            self._connection.sendall(message)
+            answer = self._connection.recv(4, socket.MSG_WAITALL)
         if len(answer) < 4:
             raise RuntimeError("The server that forks processes for tests has ended; what it wrote says why.")
         (pid,) = struct.unpack("!I", answer)

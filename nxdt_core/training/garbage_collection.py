@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import final
 
-import pytorch_lightning as pl
+import torch
 
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.module import NxdtModule
+from nxdt_core.devices import profile_of
 
 __all__ = ["GarbageCollection"]
 
 
-class GarbageCollection(pl.Callback):
+@final
+class GarbageCollection:
     """Turns automatic collections off while a run trains, and collects every so many steps.
 
     Left to itself each rank collects when it has made enough objects, somewhere in a step, and the others wait for it
@@ -21,38 +21,41 @@ class GarbageCollection(pl.Callback):
     collection looks at it again.
 
     Args:
-        interval: steps between two collections.
+        interval: steps between two collections; 0 changes nothing, None takes what suits the device.
     """
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int | None) -> None:
         self.interval = interval
-        """0: nothing is to be done."""
         self._disabled = False
         self._in_first_step = True
         self._froze = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Turn automatic collections off."""
-        self._disabled = gc.isenabled()
-        gc.disable()
+    def begin(self, device: torch.device) -> None:
+        """Turn automatic collections off for training on ``device``; may be called again."""
+        if self.interval is None:
+            self.interval = profile_of(device).gc_interval
+        if self.interval and not self._disabled:
+            self._disabled = gc.isenabled()
+            gc.disable()
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def after_step(self, step: int) -> None:
         """Collect after the first step of this process, and after steps whose number the interval divides."""
+        if not self.interval:
+            return
         if self._in_first_step:
             self._in_first_step = False
             gc.collect()
             self._froze = gc.get_freeze_count() == 0  # else others have frozen objects, which must stay so
             gc.freeze()
-        elif pl_module.train_state.step % self.interval == 0:
+        elif step % self.interval == 0:
             gc.collect()
 
     def close(self) -> None:
-        """Let the collector work as it did before the run."""
+        """Let the collector work as it did before the run; may be called twice."""
         if self._froze:
             gc.unfreeze()
             self._froze = False
         if self._disabled:
             gc.enable()
             self._disabled = False
+        self._in_first_step = True

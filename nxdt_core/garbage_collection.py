@@ -1,0 +1,32 @@
+"""How often Python's garbage collector runs: rarely while a command imports and builds, as usual while it trains."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collect_as_usual", "rare_collections"]
+
+_USUAL = gc.get_threshold()
+_RARELY = (100_000, *_USUAL[1:])
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Let the collector run after 100,000 new objects instead of 700.
+
+    Imports of torch and Lightning make over a million objects and no garbage; collections are a fifth of their time.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(*_RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def collect_as_usual() -> None:
+    """Let the collector run as Python sets it, within :func:`rare_collections` too. A user's thresholds are kept."""
+    if gc.get_threshold() == _RARELY:
+        gc.set_threshold(*_USUAL)
