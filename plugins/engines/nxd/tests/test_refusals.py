@@ -59,6 +59,7 @@ IMPOSSIBLE = {
         "the schedule 1f1b does not run 2 stages",
     ),
     "rounding": ("precision.type=bf16SR", "precision.optimizer_state=bfloat16", "bf16SR keeps none"),
+    "asynchronous": (f"{_STRATEGY}.async_tensor_parallel=true", "no asynchronous tensor parallelism"),
     "loss chunks": ("model.loss_chunk_tokens=64", "computes the losses of a micro-batch at once"),
 }
 
@@ -83,6 +84,12 @@ def test_a_layout_that_does_not_divide_is_refused(case: str) -> None:
 def test_experts_that_do_not_divide_are_refused() -> None:
     ranks = ("trainer.devices=3", f"{_STRATEGY}.expert_model_parallel_size=3", "data.global_batch_size=24")
     with pytest.raises(ConfigError, match="experts are not divisible by expert_model_parallel_size 3"):
+        load("recipe:mixtral-tiny", [*RUN, *ranks])
+
+
+def test_chunks_of_tokens_are_refused() -> None:
+    ranks = ("trainer.devices=2", f"{_STRATEGY}.expert_model_parallel_size=2", "model.moe.exchange_chunks=2")
+    with pytest.raises(ConfigError, match="sends all tokens of a layer at once"):
         load("recipe:mixtral-tiny", [*RUN, *ranks])
 
 

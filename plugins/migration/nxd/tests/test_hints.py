@@ -14,7 +14,6 @@ EXAMPLES = FILES.parents[4] / "tests/config/nxdt"
 
 REFUSED = {
     "llama3_8b_sft": "NXDT-C014",
-    "llama3.1_405b_pretrain": "NXDT-C016",
     "megatron_llama_7b": "NXDT-C015",
 }
 """Files that cannot be read as they are → a code of what is wrong with them."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.nn.moe.experts import grouped_linear
+from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.random.dropout import Dropout
 from nxdt_core.nn.updates import Update
 
@@ -19,6 +20,7 @@ class LowRankUpdate(Update):
     """Of a linear layer: ``product + scaling * (dropout(x) Aᵀ) Bᵀ`` (Hu et al. 2021, arXiv:2106.09685)."""
 
     follows: Mapping[str, int] = {"lora_A": 1, "lora_B": 0}
+    reads_weight = False
     grows = "lora_B"
     """What starts at zero."""
 
@@ -43,6 +45,7 @@ class DoraUpdate(LowRankUpdate):
     """
 
     follows: Mapping[str, int] = {**LowRankUpdate.follows, "lora_magnitude": 0}
+    reads_weight = True
 
     def __init__(self, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__(inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
@@ -131,11 +134,11 @@ class ExpertsUpdate(Update):
         self.dropout = Dropout(dropout, dispatched=True)
 
     def forward(
-        self, rows: torch.Tensor, product: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None
+        self, rows: torch.Tensor, product: torch.Tensor, weight: torch.Tensor, groups: RowGroups | None
     ) -> torch.Tensor:
-        """``rows``, ``counts`` and the result as of :func:`nxdt_core.nn.moe.experts.grouped_linear`."""
-        narrow = grouped_linear(self.dropout(rows), self.local(self.lora_A), counts)
-        return product + self.scaling * grouped_linear(narrow, self.local(self.lora_B), counts)
+        """``rows``, ``groups`` and the result as of :func:`nxdt_core.nn.moe.experts.grouped_linear`."""
+        narrow = grouped_linear(self.dropout(rows), self.local(self.lora_A), groups)
+        return product + self.scaling * grouped_linear(narrow, self.local(self.lora_B), groups)
 
 
 def _wide(weight: torch.Tensor) -> torch.dtype:

@@ -42,6 +42,7 @@ def plan_of(config: GPTConfig) -> ParallelPlan:
             "Norm": norms,
             "DecoderLayer": (_LAYER,),
         },
+        cheap=(*norms, f"{_MLP}.activation"),
         recompute_layer=_LAYER,
         norms=tuple(f"{norm}.weight" for norm in norms),
         no_weight_decay=("*.bias",),

@@ -26,7 +26,13 @@ def nxdt_model_builders() -> list[ModelComponent]:
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep", "lora"}),
             tried_before_launch=False,
             hf_architectures=("MixtralForCausalLM",),
-            recompute_names=("CoreAttention", "LlamaMLP", "MixtralRMSNorm", "MixtralDecoderLayer"),
+            recompute_names=(
+                "CoreAttention",
+                "LlamaMLP",
+                "ActivationMultiplyMLP",
+                "MixtralRMSNorm",
+                "MixtralDecoderLayer",
+            ),
         )
     ]
 

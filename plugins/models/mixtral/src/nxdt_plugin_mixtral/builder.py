@@ -37,13 +37,20 @@ class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):
         # Patterns of a plan that match nothing are an error, so dense blocks are named only where there are any.
         dense: dict[str, dict[str, TensorStyle]] = {MLP: dict(SWIGLU_STYLES)} if self.config.dense_layers else {}
         blocks = {_MOE: {}, **dense}
+        activations = (f"{_EXPERTS}.activation", *(f"{block}.activation" for block in dense))
         plan = rotary_decoder_plan(
             self.config,
             feed_forward=blocks,
-            recompute={"LlamaMLP": tuple(blocks), "MixtralRMSNorm": NORMS, "MixtralDecoderLayer": (LAYER,)},
+            recompute={
+                "LlamaMLP": tuple(blocks),
+                "ActivationMultiplyMLP": activations,
+                "MixtralRMSNorm": NORMS,
+                "MixtralDecoderLayer": (LAYER,),
+            },
         )
         return replace(
             plan,
+            cheap=(*NORMS, *activations),
             experts=(_EXPERTS,),
             expert_tensor={
                 f"{_EXPERTS}.gate_proj": "column",

@@ -33,7 +33,7 @@ def _layer(config: MixtralConfig, masks: DocumentMasks, number: int) -> RotaryDe
 def _mixture(config: MixtralConfig) -> MixtureOfExperts:
     moe = config.moe
     experts = SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, moe.num_experts, dropout=moe.dropout)
-    return MixtureOfExperts(router=_router(config), experts=experts)
+    return MixtureOfExperts(router=_router(config), experts=experts, chunks=moe.exchange_chunks)
 
 
 def _router(config: MixtralConfig) -> TopKRouter:

@@ -43,6 +43,9 @@ class MoEConfig:
     all experts get equally many tokens."""
     dropout: NonNegativeFloat = 0.0
     """Dropout between the matrices of each expert, and nowhere else."""
+    exchange_chunks: PositiveInt = 1
+    """Expert parallelism: parts in which a layer sends its tokens, so that one travels while the experts compute
+    another one; 1 sends all of them before the experts compute."""
     glu_mlp: bool = True
     """Experts with a gate (SwiGLU); the only ones that are implemented."""
 

@@ -16,6 +16,8 @@ _FEED_FORWARD, _LENGTH = "model.ffn_hidden_size", "data.seq_length"
 _LAYERS, _CUTS = "model.num_layers", "model.pipeline_cuts"
 _CHUNKS, _PRECISION = "model.loss_chunk_tokens", "precision.type"
 _EXPERTS = "model.moe.num_experts"
+_ASYNC = "distributed_strategy.async_tensor_parallel"
+_EXCHANGE = "model.moe.exchange_chunks"
 _SCHEDULE = "distributed_strategy.pipeline_schedule"
 _SP = "distributed_strategy.sequence_parallel"
 
@@ -119,6 +121,27 @@ def experts_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
     )
 
 
+def tokens_travel_at_once(settings: Settings) -> Iterator[ImpossibleCombination]:
+    """Check the exchange of tokens: the library waits for each."""
+    chunks = settings.numbers(_EXCHANGE, EP)
+    if chunks is not None and min(chunks) > 1:
+        yield ImpossibleCombination(
+            **settings.place(_EXCHANGE),
+            reason="the engine nxd sends all tokens of a layer at once",
+            advice="Set it to 1, or use parallel_engine.name=torch.",
+        )
+
+
+def collectives_are_waited_for(settings: Settings) -> Iterator[ImpossibleCombination]:
+    """Check tensor parallelism: the pass that pipelines its collectives is inductor's."""
+    if settings.values.get(_ASYNC):
+        yield ImpossibleCombination(
+            **settings.place(_ASYNC),
+            reason="the engine nxd has no asynchronous tensor parallelism",
+            advice="Set it to false, or use parallel_engine.name=torch.",
+        )
+
+
 def losses_are_whole(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Check the loss: the library's cross-entropy takes all tokens of a micro-batch at once."""
     if settings.values.get(_CHUNKS):
@@ -146,6 +169,8 @@ RULES = (
     schedule_has_stages,
     pipeline_is_filled,
     experts_divide,
+    tokens_travel_at_once,
+    collectives_are_waited_for,
     losses_are_whole,
     rounding_has_masters,
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from nxdt_core.devices import profile_of
+from nxdt_core.engines.packed_state import packed_state, unpacked_state
 from nxdt_core.engines.rejection import DeviceRejection
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
@@ -100,7 +101,7 @@ class NxdOptimizer:
             self._rejection.settle()
         state: dict[str, torch.Tensor | Piece] = {}
         for name, trained in self._trained.items():
-            for leaf, value in self.inner.state.get(trained.tensor, {}).items():
+            for leaf, value in unpacked_state(self.inner, trained.tensor).items():
                 if isinstance(value, torch.Tensor):
                     local = value.shape == trained.tensor.shape
                     state[f"{name}/{leaf}"] = trained.piece(value) if local else value
@@ -117,9 +118,14 @@ class NxdOptimizer:
             raise OptimizerStateDoesNotFit(parameters=unknown)
         if self._rejection is not None:
             self._rejection.forget()
+        by_name: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
             held = elements(value)
             # Counters of steps stay on the host: on a lazy device each would be read back at every step.
             tensor = self._trained[name].tensor
-            self.inner.state[tensor][leaf] = held.to(held.device if held.ndim == 0 else tensor.device, copy=True)
+            copied = held.to(held.device if held.ndim == 0 else tensor.device, copy=True)
+            by_name.setdefault(name, {})[leaf] = copied
+        for name, leaves in by_name.items():
+            tensor = self._trained[name].tensor
+            self.inner.state[tensor].update(packed_state(self.inner, tensor, leaves))
