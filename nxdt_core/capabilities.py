@@ -24,6 +24,7 @@ _ENGINE = {
     "zero3": "shards optimizer state, gradients and weights over data parallel ranks",
     "tp": "shards the matrices of layers over ranks",
     "sp": "shards activations between tensor parallel layers along the sequence",
+    "sp:regather": "keeps shards of what tensor parallel layers read, and gathers them again in backward",
     "pad_heads": "adds attention heads of zeros where tensor parallelism does not divide them",
     "pp": "distributes layers over pipeline stages on several ranks",
     "vpp": "puts several pipeline stages on each rank",

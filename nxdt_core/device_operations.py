@@ -63,6 +63,10 @@ class DeviceOperations:
         """Return the product name of the device, in which a profile's figures are looked up."""
         return _figure(lambda: str(torch.get_device_module(device).get_device_name(device)))
 
+    def generation(self, device: torch.device) -> int | None:
+        """Return the major compute capability of the device; None where its type has none."""
+        return _figure(lambda: int(torch.get_device_module(device).get_device_capability(device)[0]))
+
     def total_memory_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the size of a device's memory; ``device`` is the current one by default."""
         return _figure(lambda: memory_info(device)[1])

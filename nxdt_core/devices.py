@@ -22,6 +22,7 @@ __all__ = [
     "Links",
     "available_type",
     "current_device",
+    "groups_on_device",
     "max_memory_bytes",
     "peak_flops",
     "profile_of",
@@ -67,6 +68,9 @@ class DeviceProfile:
     """Whether the default process group gets its device when it starts. It then connects at once, as NCCL can."""
     all_to_all: bool = True
     """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
+    symmetric_memory: bool = False
+    """Whether its processes on one machine can read one another's memory (``torch.distributed._symmetric_memory``), as
+    ``distributed_strategy.async_tensor_parallel`` needs."""
     pinned_host_memory: bool = False
     """Whether copies between host and device run faster, and in parallel with kernels, with pinned memory."""
     reduced_float32_matmul: bool = False
@@ -94,6 +98,11 @@ class DeviceProfile:
     block_attention: tuple[str, ...] = ()
     """Names of the dtypes in which attention to packed documents runs by blocks of keys
     (:mod:`~nxdt_core.nn.attention.blocks`); in others it runs under a mask."""
+    grouped_products: tuple[str, ...] = ()
+    """Names of the dtypes in which ``torch.nn.functional.grouped_mm`` reads the offsets of its groups on the device; in
+    others it would copy them to the host, once for each product. The host itself reads them in all."""
+    grouped_generations: tuple[int, ...] = ()
+    """Major compute capabilities of the devices with :attr:`grouped_products`; none: all devices of the type."""
     peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
     memory_gib: Mapping[str, float] = field(default_factory=dict)
@@ -130,6 +139,7 @@ CUDA = DeviceProfile(
     process_group_backend="nccl",
     binds_process_group=True,
     lightning_accelerator="cuda",
+    symmetric_memory=True,
     fused_optimizers=True,
     pinned_host_memory=True,
     reduced_float32_matmul=True,
@@ -138,6 +148,8 @@ CUDA = DeviceProfile(
     broadcast_loads=True,
     attention_kernel="flash_or_efficient",
     block_attention=("float32", "bfloat16", "float16"),
+    grouped_products=("bfloat16",),
+    grouped_generations=(9, 10),  # Hopper and Blackwell, torch 2.13
     peak_flops={
         "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},
         "H100": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
@@ -225,6 +237,16 @@ def profile_of(device: torch.device) -> DeviceProfile:
     """Return the table's row for ``device``; for a type that the table does not list (meta, or another engine's) a row
     that promises nothing. A dictionary look-up: building blocks ask in every forward."""
     return PROFILES.get(device.type, _UNLISTED)
+
+
+def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether ``grouped_mm`` of matrices of ``dtype`` runs on ``device`` without a wait of the host."""
+    profile = profile_of(device)
+    if profile.host:
+        return True
+    if str(dtype).removeprefix("torch.") not in profile.grouped_products:
+        return False
+    return not profile.grouped_generations or profile.operations.generation(device) in profile.grouped_generations
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "all_gather_single",
+    "begun_all_to_all",
+    "ended",
     "fsdp_parameter_groups",
     "grouped_mm",
     "hash_meshes_alike",
@@ -29,6 +32,8 @@ __all__ = [
     "reduce_scatter_single",
     "run_agent",
     "set_group_timeout",
+    "traced_all_gather",
+    "traced_reduce_scatter",
     "unflatten",
 ]
 
@@ -40,6 +45,40 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 grouped_mm: Any = getattr(functional, "grouped_mm", None)
 """``functional.grouped_mm``, from 2.10; None before."""
+
+
+def begun_all_to_all(
+    tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return what an all-to-all will have put there when it is :func:`ended`. Torch has no public call that does not
+    wait and that ``torch.compile`` traces."""
+    begun: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(
+        tensor, list(output_splits), list(input_splits), _named(group)
+    )
+    return begun
+
+
+def traced_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the ranks' tensors one after another, by an operator that passes over compiled graphs know."""
+    return ended(torch.ops._c10d_functional.all_gather_into_tensor(tensor, group.size(), _named(group)))
+
+
+def traced_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's part of the sum of the ranks' tensors, by an operator that passes over compiled graphs
+    know."""
+    return ended(torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", group.size(), _named(group)))
+
+
+def ended(begun: torch.Tensor) -> torch.Tensor:
+    """Return the result of a collective that has begun, for which the device waits."""
+    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(begun)
+    return result
+
+
+def _named(group: dist.ProcessGroup) -> Any:
+    """What functional collectives take for a group: from 2.13 itself where a graph is traced, else its name."""
+    known = getattr(functional_collectives, "_group_or_group_name", None)
+    return group.group_name if known is None else known(group)
 
 
 def memory_info(device: torch.device | None = None) -> tuple[int, int]:

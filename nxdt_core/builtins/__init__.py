@@ -32,7 +32,7 @@ _HERE = "nxdt_core.builtins"
 _TORCH_ENGINE = frozenset(
     {
         *("dp", "dp_replicate", "zero1", "zero2", "zero3"),
-        *("tp", "sp", "pad_heads"),
+        *("tp", "sp", "sp:regather", "pad_heads"),
         *("pp", "vpp", "pp:1f1b", "pp:interleaved", "pp:zbv"),
         *("cp", "cp:ring", "cp:gather"),
         *("ep", "token_shuffle"),

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.devices import profile_of
-from nxdt_core.distributed.placement import local_of, piece_of
+from nxdt_core.distributed.placement import local_of, piece_of, placed_like
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Held, Piece
 
@@ -66,9 +66,7 @@ def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torc
     if not isinstance(tensor, DTensor) or tuple(tensor.shape) != shape:
         return torch.empty(shape, dtype=dtype, device=tensor.device)
     local = torch.empty_like(local_of(tensor).detach(), dtype=dtype, memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return placed_like(local, tensor)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

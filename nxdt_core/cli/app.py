@@ -15,6 +15,7 @@ from nxdt_core._version import __version__
 from nxdt_core.cli.groups import LazyGroup
 from nxdt_core.cli.lazy import LazyCommand
 from nxdt_core.errors import NxdtError
+from nxdt_core.garbage_collection import rare_collections
 from nxdt_core.visible_text import VisibleFormatter
 
 __all__ = ["COMMANDS", "main", "root"]
@@ -107,6 +108,11 @@ def main(args: Sequence[str] | None = None) -> int:
         0 · 2 for a mistake of the user, told in two sentences on standard error · 130 after Ctrl-C. A bug is
         raised, so that Python prints its traceback and exits with status 1.
     """
+    with rare_collections():
+        return _main(args)
+
+
+def _main(args: Sequence[str] | None) -> int:
     _open_missing_streams()
     _accept_all_characters()
     if logging.lastResort is not None:  # prints warnings of whoever sets no handler, as the command line does not

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["BUCKET_BYTES", "by_dtype", "sum_over"]
+__all__ = ["BUCKET_BYTES", "by_dtype", "copy_out", "sum_over"]
 
 BUCKET_BYTES = 128 * 2**20
 """Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
@@ -28,12 +28,17 @@ def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
+def copy_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of ``flat`` [sum of numel] into the tensors, one after the other."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
+
+
 def _sum_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor]) -> None:
     """A function of its own, so that the flat copy is gone before that of the next bucket is made."""
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.all_reduce(flat, group=group)
-    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-    torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+    copy_out(flat, bucket)
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -6,19 +6,28 @@ A group that is None stands for a mesh dimension of size 1: the tensor comes bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nxdt_core.devices import profile_of
-from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
+from nxdt_core.torch_versions import (
+    all_gather_single,
+    begun_all_to_all,
+    ended,
+    reduce_scatter_single,
+    traced_all_gather,
+    traced_reduce_scatter,
+)
 
 __all__ = [
+    "PendingGather",
     "all_to_all",
     "copy_to_group",
     "exchanged_rows",
+    "exchanged_while",
     "gather_along",
     "gather_whole",
     "reduce_from_group",
@@ -101,6 +110,71 @@ def all_to_all(
     return received
 
 
+def exchanged_while(
+    compute: Callable[[int, torch.Tensor], torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    splits: Sequence[tuple[Sequence[int], Sequence[int]]],
+    group: dist.ProcessGroup,
+) -> list[torch.Tensor]:
+    """Send the rows of each part to ranks, compute with what arrives, and send the results back.
+
+    While one part is computed, the next one is on its way to the ranks, and the results of the preceding one are on
+    their way back. Backward does the same from the last part to the first one: autograd runs what was called last
+    first, and each of the two halves of an exchange is a call of its own.
+
+    Args:
+        compute: called with the number of a part and the rows that have arrived; it returns as many rows.
+        parts: [rows of the part, ...]; all ranks have equally many parts.
+        splits: for each part, the rows that go to each rank and those that come from each.
+        group: of a device with an all-to-all.
+
+    Returns:
+        The results of each part, in the place of its rows.
+    """
+    returning, following = [], _Exchange(parts[0], *splits[0], group)
+    for number, (outgoing, incoming) in enumerate(splits):
+        arriving = following
+        if number + 1 < len(parts):
+            following = _Exchange(parts[number + 1], *splits[number + 1], group)
+        returning.append(_Exchange(compute(number, arriving.end()), incoming, outgoing, group))
+    return [exchange.end() for exchange in returning]
+
+
+class _Exchange:
+    """Rows on their way. Their gradients begin to travel where backward passes :meth:`end`, and have arrived where it
+    passes the beginning."""
+
+    def __init__(
+        self, tensor: torch.Tensor, outgoing: Sequence[int], incoming: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self._splits = (list(outgoing), list(incoming))
+        self._group = group
+        self._sent = _Sent.apply(tensor)  # type: ignore[no-untyped-call]
+        self._begun = begun_all_to_all(self._sent.detach().contiguous(), incoming, outgoing, group)
+
+    def end(self) -> torch.Tensor:
+        """Return what has arrived."""
+        arrived: torch.Tensor = _Arrived.apply(  # type: ignore[no-untyped-call]
+            self._sent, self._begun, *self._splits, self._group
+        )
+        return arrived
+
+
+class PendingGather:
+    """A gather of all ranks' tensors along a dimension that runs while other things are computed. Without gradients."""
+
+    def __init__(self, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> None:
+        """Begin it."""
+        self._part, self._dim, self._group = tensor.contiguous(), dim % tensor.ndim, group
+        self._whole = _room_for_all(self._part, group)
+        self._work = all_gather_single(self._whole, self._part, group=group, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """Return what :func:`gather_along` returns, as soon as it is there."""
+        self._work.wait()
+        return _along(self._whole, self._part.shape, self._dim, self._group)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -174,6 +248,38 @@ class _AllToAll(torch.autograd.Function):
         return received, None, None, None, None
 
 
+class _Sent(torch.autograd.Function):
+    """Its gradient is one that is on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return ended(grad)
+
+
+class _Arrived(torch.autograd.Function):
+    """What was sent is an argument for its gradient alone, which has that shape."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sent: torch.Tensor,
+        begun: torch.Tensor,
+        outgoing: list[int],
+        incoming: list[int],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.outgoing, ctx.incoming, ctx.group = outgoing, incoming, group
+        return ended(begun)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return begun_all_to_all(grad.contiguous(), ctx.outgoing, ctx.incoming, ctx.group), None, None, None, None
+
+
 def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A copy, since neither an autograd function's input nor a gradient may be changed in place."""
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -182,19 +288,30 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _gathered(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Collectives concatenate on dimension 0; from there the ranks' parts move to ``dim``."""
-    ranks = group.size()
-    whole = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
+    if dim and torch.compiler.is_compiling():  # the form that inductor's pass for asynchronous tensor parallelism knows
+        return torch.cat(traced_all_gather(tensor.contiguous(), group).chunk(group.size()), dim)
+    whole = _room_for_all(tensor, group)
     all_gather_single(whole, tensor.contiguous(), group=group)
+    return _along(whole, tensor.shape, dim, group)
+
+
+def _room_for_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+
+
+def _along(whole: torch.Tensor, part: torch.Size, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Collectives concatenate on dimension 0; from there the ranks' parts move to ``dim``."""
     if dim == 0:
         return whole
-    return whole.view(ranks, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
+    return whole.view(group.size(), *part).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _scattered_sum(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     ranks = group.size()
     if tensor.shape[dim] % ranks:
         raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} does not divide over {ranks} ranks")
+    if dim and torch.compiler.is_compiling():  # as of _gathered
+        return traced_reduce_scatter(torch.cat(tensor.chunk(ranks, dim)), group)
     split = (*tensor.shape[:dim], ranks, -1, *tensor.shape[dim + 1 :])
     parts = tensor if dim == 0 else tensor.reshape(split).movedim(dim, 0).flatten(0, 1)
     part = tensor.new_empty((parts.shape[0] // ranks, *parts.shape[1:]))

@@ -9,7 +9,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Box, Piece
 
-__all__ = ["local_of", "piece_of", "sharded_over"]
+__all__ = ["local_of", "piece_of", "placed_like", "sharded_over"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,6 +19,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()
     return local
+
+
+def placed_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as this rank's elements of a tensor that is distributed as ``tensor``; as it is where that is
+    plain."""
+    if not isinstance(tensor, DTensor):
+        return local
+    placed: torch.Tensor = DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return placed
 
 
 def piece_of(tensor: torch.Tensor | Piece, name: str = "a tensor") -> Piece:

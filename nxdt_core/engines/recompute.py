@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nxdt_core.engines.dropped import cast_dropped, dropped_result, dropping_layer, dropping_now
 from nxdt_core.errors.models import UnknownRecomputeName
+from nxdt_core.nn.autocast import compute_dtype
+from nxdt_core.nn.host_values import HostValues
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.random.dropout_masks import same_draws
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["apply_recompute", "defined_forward", "forward_within"]
+__all__ = ["apply_recompute", "defined_forward", "drop_in_layers", "forward_within", "parts_of_recomputed"]
 
 
 def apply_recompute(
@@ -27,6 +30,9 @@ def apply_recompute(
     names: Sequence[str] = (),
 ) -> None:
     """Let parts of ``module`` keep only their inputs for backward.
+
+    Of cheap ones in a layer, such as norms and activation functions, the result is dropped, too: what reads it gets it
+    from a second computation.
 
     In place, without a change to the names of modules and parameters. Recomputation may nest. Random numbers are drawn
     as they were the first time, so that gradients are bit-equal.
@@ -54,6 +60,56 @@ def apply_recompute(
         # torch.distributed._composable.checkpoint call the module, and so other hooks, twice on the same input.)
         kind: Any = type(part)
         part.__class__ = _recomputed(kind)
+    if granularity == "selective":
+        _drop_results(module, plan, patterns)
+
+
+def drop_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
+    """Let the layers of ``module`` drop what their parts make again, unless the layers are recomputed."""
+    for layer in _matching(module, (plan.recompute_layer,)):
+        if not (_is_recomputed(layer) or hasattr(type(layer), "drops")):
+            kind: Any = type(layer)
+            layer.__class__ = dropping_layer(kind)
+
+
+def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what is inside a recomputed module, which is itself among them: all of it is computed again anyway."""
+    for part in module.modules():
+        if _is_recomputed(part):
+            yield from part.modules()
+
+
+def _drop_results(module: nn.Module, plan: ParallelPlan, patterns: Sequence[str]) -> None:
+    """Mark the cheap modules among those that are recomputed, but for those inside another one."""
+    cheap = [part for part in _matching(module, patterns) if part in set(_matching(module, plan.cheap))]
+    inside = {part for outer in module.modules() if _is_recomputed(outer) for part in outer.modules() if part != outer}
+    for part in cheap:
+        if part not in inside:
+            part.drops_result = True  # type: ignore[assignment]
+    if any(getattr(part, "drops_result", False) for part in cheap):
+        drop_in_layers(module, plan)
+        _cast_once(module, plan)
+
+
+def _cast_once(module: nn.Module, plan: ParallelPlan) -> None:
+    """Let the matrices of a tensor block share one copy of a dropped result in autocast's dtype. Autocast itself makes
+    one for each, which nothing could drop. Routers of experts read the result as it is."""
+    routers = (*plan.expert_routers, *plan.experts)
+    for path, block in module.named_modules():
+        routes = any(matches_any(routers, f"{path}.{name}") for name, _ in block.named_modules() if name)
+        if matches_any(plan.tensor_blocks, path) and not routes:
+            block.register_forward_pre_hook(_cast)
+
+
+def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dropped = None if torch.compiler.is_compiling() else dropping_now()
+    if dropped is None or not args or not isinstance(args[0], torch.Tensor) or dropped.recipe(args[0]) is None:
+        return args
+    return cast_dropped(args[0], compute_dtype(args[0])), *args[1:]
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    return hasattr(type(module), "computed")
 
 
 @functools.cache
@@ -65,9 +121,14 @@ def _recomputed(kind: Any) -> Any:
     """
 
     class Recomputed(kind):  # type: ignore[misc]
+        drops_result = False
+
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
                 return checkpoint(self.computed, *args, use_reentrant=False, **kwargs)
+            dropped = dropping_now() if self.drops_result and not kwargs else None
+            if dropped is not None:
+                return dropped_result(self, self.computed, args, dropped)
             return checkpoint(self.computed, *args, use_reentrant=False, context_fn=_as_first, **kwargs)
 
         def computed(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,14 +147,31 @@ def forward_within(module: nn.Module) -> str:
 def defined_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward that the author of ``module`` has written."""
     kind: Any = type(module)
-    written = kind.__mro__[1] if forward_within(module) == "computed" else kind
+    written = next(each for each in kind.__mro__ if not {"computed", "drops"} & vars(each).keys())
     forward: Callable[..., Any] = written.forward
     return forward
 
 
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the first computation and of the second, which may run while another micro-batch does."""
-    return nullcontext(), same_draws()
+    values = HostValues()
+    return values.recorded(), _Both(same_draws(), values.repeated())
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts in one, which may be entered again."""
+
+    def __init__(self, *contexts: AbstractContextManager[None]) -> None:
+        self._contexts, self._entered = contexts, list[ExitStack]()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from nxdt_core.errors.layouts import (
 from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 
-__all__ = ["cut_stage", "stage_layers", "stages_of_rank"]
+__all__ = ["cut_stage", "stage_layers", "stages_of_rank", "ties_ends"]
 
 
 def stage_layers(layers: Sequence[str], stages: int, cuts: Sequence[str] | None = None) -> list[tuple[str, ...]]:
@@ -78,10 +79,8 @@ def cut_stage(
     names = [f"{plan.pipeline.layers}.{key}" for key, _ in _layers(module, plan.pipeline).named_children()]
     shares = stage_layers(names, stages, cuts)
     _check_tied(plan, plan.pipeline, shares)
-    part = copy.deepcopy(module)
-    layers = _layers(part, plan.pipeline)
-    for name in set(names) - set(shares[stage]):
-        del layers[name.rpartition(".")[2]]
+    with _only(_layers(module, plan.pipeline), [name.rpartition(".")[2] for name in shares[stage]]):
+        part = copy.deepcopy(module)
     absent = [
         *(plan.pipeline.first if stage > 0 else ()),
         *(plan.pipeline.last if stage < stages - 1 else ()),
@@ -89,6 +88,19 @@ def cut_stage(
     for name in absent:
         part.set_submodule(name, nn.Identity(), strict=True)
     return part
+
+
+@contextmanager
+def _only(layers: nn.ModuleDict, kept: Sequence[str]) -> Iterator[None]:
+    """Leave the layers ``kept`` alone within the block, so that a copy takes no time for the others."""
+    everything = dict(layers.items())
+    try:
+        for name in everything.keys() - set(kept):
+            del layers[name]
+        yield
+    finally:
+        layers.clear()
+        layers.update(everything)
 
 
 def _layers(module: nn.Module, pipeline: PipelinePlan) -> nn.ModuleDict:
@@ -113,6 +125,12 @@ def _check_tied(plan: ParallelPlan, pipeline: PipelinePlan, shares: Sequence[Seq
         ends = all(_within(name, (*pipeline.first, *pipeline.last)) for name in (owner, user))
         if places[0] != places[1] and not ends:
             raise TiedParametersCutApart(owner=owner, user=user, owner_stage=places[0], user_stage=places[1])
+
+
+def ties_ends(plan: ParallelPlan) -> bool:
+    """Return whether ``plan`` ties nothing but modules before and after the layers, which any cuts may separate."""
+    ends = () if plan.pipeline is None else (*plan.pipeline.first, *plan.pipeline.last)
+    return all(_within(name, ends) for pair in plan.tied for name in pair)
 
 
 def _within(parameter: str, modules: Sequence[str]) -> bool:

@@ -12,6 +12,7 @@ __all__ = [
     "AttentionCoreUnknown",
     "ContextSequenceDoesNotDivide",
     "ExpertsDoNotDivide",
+    "FewerLayersThanStages",
     "LayerNotWhole",
     "LayersDoNotDivide",
     "LayoutRefused",
@@ -307,3 +308,39 @@ class ShapesDependOnData(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "whole": self.experts / self.top_k}
+
+
+class ExchangeInOnePart(NxdtError):
+    """Chunks of tokens, on a device that cannot send one while it computes another."""
+
+    code = "NXDT-P038"
+    happened = (
+        "The experts '{path}' are to send their tokens in {chunks} chunks, one while another is computed, and devices "
+        "of the type '{device_type}' have no all-to-all: their exchange is made of gathers, which are waited for."
+    )
+    remedy = "Set model.moe.exchange_chunks=1."
+    path: str
+    chunks: int
+    device_type: str
+
+
+class NoSymmetricMemory(NxdtError):
+    """Asynchronous tensor parallelism, on a device whose processes cannot read one another's memory."""
+
+    code = "NXDT-P039"
+    happened = (
+        "distributed_strategy.async_tensor_parallel needs symmetric memory, and the profile of devices of the type "
+        "'{device_type}' does not declare any."
+    )
+    remedy = "Set distributed_strategy.async_tensor_parallel=false."
+    device_type: str
+
+
+class FewerLayersThanStages(NxdtError):
+    """A pipeline that is longer than its model."""
+
+    code = "NXDT-P132"
+    happened = "{layers} layers cannot fill {stages} pipeline stages."
+    remedy = "Choose PP x VPP of at most {layers}."
+    layers: int
+    stages: int

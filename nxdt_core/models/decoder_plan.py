@@ -63,6 +63,7 @@ def rotary_decoder_plan(
         ),
         attention_cores=(f"{ATTENTION}.core",),
         recompute={"CoreAttention": (f"{ATTENTION}.core",), **recompute},
+        cheap=(*NORMS, *(f"{block}.activation" for block, styles in feed_forward.items() if "gate_proj" in styles)),
         recompute_layer=LAYER,
         norms=tuple(f"{norm}.weight" for norm in NORMS),
         no_weight_decay=(),  # there are no biases

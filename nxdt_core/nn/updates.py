@@ -47,7 +47,7 @@ class Update(nn.Module):
     """Base of updates. ``forward(inputs, product, weight)`` returns what the layer gives instead of ``product``.
 
     Of a linear layer ``inputs`` are [..., in] and ``product`` [..., out], without the bias; of an embedding ``inputs``
-    are row numbers; of experts it is called as ``(rows, product, weight, counts)``, as
+    are row numbers; of experts it is called as ``(rows, product, weight, groups)``, as
     :func:`nxdt_core.nn.moe.experts.grouped_linear` is. Where a layer is cut, all these are this process's parts: of one
     cut by input features, ``product`` and what is returned are parts of a sum over the processes.
     """
@@ -57,6 +57,9 @@ class Update(nn.Module):
     cut along that, so is the parameter. One that is named nowhere is never cut."""
     inputs: int = 1
     """The dimension of the layer's weight that its inputs are multiplied along: 1 of [out, in], 0 of a table."""
+    reads_weight: bool = True
+    """Whether ``forward`` reads ``weight``. If it does not, engines may gather the weight in the dtype that products
+    cast it to."""
 
     def __call__(self, inputs: torch.Tensor, product: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Return what ``forward`` does; within :func:`updates_off`, return ``product`` unchanged."""
@@ -73,39 +76,29 @@ class Update(nn.Module):
         """A slot: the sum over the processes that share the input features of the layer; not differentiable."""
 
 
-class UpdatedLinear(nn.Linear):
-    """A linear layer with the parameters of another one and an update."""
-
-    def __init__(self, linear: nn.Linear, update: Update) -> None:
-        with torch.device("meta"):
-            super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        self.weight = linear.weight
-        if linear.bias is not None:
-            self.bias = linear.bias
-        self.update = update
-
-        self.product: Product = functional.linear
-        """A slot: the product of the layer's inputs and its weight."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
-        """[..., in] to [..., out]."""
-        return updated_linear(input, self.weight, self.bias, self.update, product=self.product)
-
-
 class ProductLinear(nn.Linear):
-    """A linear layer with the parameters of another one and another product."""
+    """A linear layer with the parameters of another one and a slot for the product of inputs and weight."""
 
-    def __init__(self, linear: nn.Linear, product: Product) -> None:
+    def __init__(self, linear: nn.Linear, product: Product = functional.linear) -> None:
         with torch.device("meta"):
             super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.weight = linear.weight
         if linear.bias is not None:
             self.bias = linear.bias
         self.product = product
+        self.update: Update | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
         """[..., in] to [..., out]."""
-        return updated_linear(input, self.weight, self.bias, None, product=self.product)
+        return updated_linear(input, self.weight, self.bias, self.update, product=self.product)
+
+
+class UpdatedLinear(ProductLinear):
+    """A linear layer with the parameters of another one and an update."""
+
+    def __init__(self, linear: nn.Linear, update: Update) -> None:
+        super().__init__(linear)
+        self.update = update
 
 
 class UpdatedEmbedding(nn.Embedding):

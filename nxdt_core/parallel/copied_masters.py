@@ -11,9 +11,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from nxdt_core.distributed.placement import local_of
+from nxdt_core.distributed.placement import local_of, placed_like
 
 __all__ = ["CopiedMasters"]
 
@@ -92,13 +91,4 @@ def _without_memory(master: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     """A tensor like ``master`` that has no memory yet."""
     local = torch.empty_like(local_of(master), dtype=dtype, memory_format=torch.contiguous_format)
     local.untyped_storage().resize_(0)
-    if not isinstance(master, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        master.device_mesh,
-        master.placements,
-        run_check=False,
-        shape=master.shape,
-        stride=master.stride(),
-    )
+    return placed_like(local, master)

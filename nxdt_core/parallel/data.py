@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.parallel.gathers import gather_narrow, product_weights
+from nxdt_core.parallel.gathers import WeightGather, gather_as, gather_forms
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.vocabulary_layers import VocabularyEmbedding
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -149,7 +149,7 @@ def apply_data_parallel(
     experts: Collection[str] = (),
     *,
     compiled: bool = False,
-) -> None:
+) -> list[WeightGather]:
     """Shard each layer of a stage, its experts over the ranks that hold the same ones, and what is left.
 
     Args:
@@ -160,11 +160,14 @@ def apply_data_parallel(
         experts: names of modules whose parameters are sharded over ``ep``. Where no other rank has the same experts,
             they are left as they are.
         compiled: gather experts with their layer, which is one graph, and not in its middle.
+
+    Returns:
+        The gathers in which weights travel in other forms than FSDP2 gives them.
     """
     keep = mesh.sizes.zero_stage < 3
     policy = _policy(precision)
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
-    narrow = frozenset() if precision.autocast is None else product_weights(module, plan)
+    forms, gathers = gather_forms(module, plan, precision), list[WeightGather]()
     own: set[nn.Parameter] = set()
     if keeps_experts(mesh.sizes, precision):
         own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
@@ -187,12 +190,13 @@ def apply_data_parallel(
         layer = next((layer for layer in layers if names[0].startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
-        if precision.autocast is not None:
-            weights = [parameter for path, parameter in module.named_parameters() if path in narrow]
-            gather_narrow(sharded, weights, getattr(torch, precision.autocast))
+        gather = gather_as(sharded, forms, {id(parameter): path for path, parameter in module.named_parameters()})
+        if gather is not None:
+            gathers.append(gather)
     if ends.first:
         _sharded(module, ends.first).set_unshard_in_backward(False)
     _prefetch(module, ends, layers, experts)
+    return gathers
 
 
 def _prefetch(module: nn.Module, ends: Ends, layers: Sequence[str], experts: Collection[str]) -> None:

@@ -17,33 +17,37 @@ from torch import nn
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.engines.stages import cut_stage, stages_of_rank
+from nxdt_core.engines.recompute import apply_recompute, drop_in_layers, parts_of_recomputed
+from nxdt_core.engines.stages import cut_stage, stages_of_rank, ties_ends
 from nxdt_core.engines.weights import allocate, draw_piece
-from nxdt_core.errors.layouts import LayoutRefused, ShapesDependOnData
+from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.nn.attention.blocks import BlockAttention
 from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.parallel.compile import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
 from nxdt_core.parallel.dropout import salt_dropouts
-from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules
+from nxdt_core.parallel.expert.apply import apply_expert_parallel, exchange_chunks, expert_modules
 from nxdt_core.parallel.expert.dispatch import Sliced
 from nxdt_core.parallel.expert.figures import routers_of
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle
+from nxdt_core.parallel.gathers import WeightGather
 from nxdt_core.parallel.loss.chunked import chunk_loss
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
+from nxdt_core.parallel.pipeline.cuts import PartCosts, choose_cuts, counted_costs
 from nxdt_core.parallel.products import apply_product
-from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
+from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, gather_once, partial_parameters, replicated_partials
+from nxdt_core.parallel.tensor.asynchronous import pipeline_collectives
 from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.pipeline_schedules import check_whole_backward
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.pipeline_schedules import check_whole_backward, micro_batches_fit
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise"]
+__all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise", "part_costs", "pipeline_cuts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +56,25 @@ class LayoutOptions:
 
     device_type: str = HOST.type
     sequence_parallel: bool = False
+    async_tensor_parallel: bool = False
+    """Let compiled layers send parts of tensors while they compute with others."""
+    symmetric_memory: bool = False
+    """Whether the device has it."""
+    gathers_again: bool = False
+    """Gather the inputs of tensor blocks again in backward."""
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"
     sliced_tokens: Sliced = "none"
     """What each tensor parallel rank sends a slice of to experts, and not the whole."""
+    all_to_all: bool = True
+    """Whether the device has one, so that tokens can be sent to experts while others are computed."""
     token_shuffle: int = 1
     """Data parallel ranks that exchange tokens before experts."""
     pipeline_cuts: tuple[str, ...] | None = None
+    """None: :func:`pipeline_cuts` chooses."""
+    seq_length: int = 1
+    micro_batches: int | None = None
+    """Of a step, per rank; None: enough to fill the pipeline."""
     recompute_granularity: Literal["selective", "full"] | None = None
     recompute_names: tuple[str, ...] = ()
     loss_chunk_tokens: int | None = None
@@ -75,11 +91,17 @@ class LayoutOptions:
         return cls(
             device_type=profile.device_type,
             sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
+            async_tensor_parallel=run.distributed_strategy.async_tensor_parallel and mesh.sizes.tp > 1,
+            symmetric_memory=profile.symmetric_memory,
+            gathers_again=run.distributed_strategy.sequence_parallel_regather,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.context_parallel_method or profile.context_parallel_method,
             sliced_tokens=_sliced_tokens(run, mesh),
+            all_to_all=profile.all_to_all,
             token_shuffle=run.distributed_strategy.token_shuffle_group_size,
             pipeline_cuts=run.model.pipeline_cuts,
+            seq_length=run.data.seq_length,
+            micro_batches=run.data.global_batch_size // (run.data.micro_batch_size * mesh.sizes.dp),
             recompute_granularity=run.model.activations_checkpoint_granularity,
             recompute_names=run.model.activations_checkpoint_recompute or (),
             loss_chunk_tokens=run.model.loss_chunk_tokens,
@@ -115,6 +137,8 @@ class Stages:
     """Whether layers are compiled."""
     routers: Mapping[str, int]
     """Number of experts by router of the whole model, those of other stages included."""
+    gathers: tuple[WeightGather, ...] = ()
+    """Those of FSDP2 in which weights travel in other forms than it gives them."""
 
 
 def lay_out(
@@ -130,7 +154,8 @@ def lay_out(
         NxdtError: the model's plan does not allow the layout.
     """
     recompute, compiled = options.recompute_granularity is not None, options.compile_backend is not None
-    check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled)
+    regather = options.sequence_parallel and options.gathers_again
+    check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled, regather=regather)
     with torch.device("meta"):
         whole = builder.build()
         plan, rules = builder.plan(), list(builder.init_rules())
@@ -141,16 +166,27 @@ def lay_out(
     _check_refused(whole, plan, mesh)
     if options.static_shapes:
         _check_static(whole, plan)
+    if options.async_tensor_parallel and not options.symmetric_memory:
+        raise NoSymmetricMemory(device_type=options.device_type)
+    if mesh.sizes.ep > 1 and not options.all_to_all:
+        _check_exchange(whole, plan, options)
     _set_dtypes(whole, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
-    modules = tuple(_cut(whole, plan, mesh, number, options.pipeline_cuts) for number in numbers)
+    cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
+    modules = tuple(_cut(whole, plan, mesh, number, cuts) for number in numbers)
     tensor_partial: set[str] = set()
     padded: dict[str, PaddedDim] = {}
     replica_partial: set[str] = set()
+    gathers: list[WeightGather] = []
     for module in modules:
         if mesh.sizes.tp > 1:
             apply_tensor_parallel(
-                module, plan, mesh, sequence_parallel=options.sequence_parallel, pad_heads=options.pad_heads
+                module,
+                plan,
+                mesh,
+                sequence_parallel=options.sequence_parallel,
+                gathers_again=options.gathers_again,
+                pad_heads=options.pad_heads,
             )
         apply_expert_parallel(
             module, plan, mesh, sequence_parallel=options.sequence_parallel, sliced=options.sliced_tokens
@@ -161,7 +197,7 @@ def lay_out(
             replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)
         salt_dropouts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
-        _apply_rest(module, plan, mesh, options, precision)
+        gathers += _apply_rest(module, plan, mesh, options, precision)
     return Stages(
         modules=modules,
         numbers=numbers,
@@ -175,6 +211,41 @@ def lay_out(
         sequence_parallel=options.sequence_parallel,
         compiled=compiled,
         routers=routers_of(whole, plan),
+        gathers=tuple(gathers),
+    )
+
+
+def pipeline_cuts(
+    whole: nn.Module, plan: ParallelPlan, builder: ModelBuilder, sizes: MeshSizes, options: LayoutOptions
+) -> tuple[str, ...] | None:
+    """Return the cuts that the configuration names, or else those of the shortest step; the same on all ranks.
+
+    None cuts evenly: without a pipeline, and where layers share parameters, which have to stay on one stage.
+
+    Raises:
+        FewerLayersThanStages: a stage would have no layer.
+    """
+    if options.pipeline_cuts is not None or sizes.stages == 1 or plan.pipeline is None:
+        return options.pipeline_cuts
+    if not ties_ends(plan):
+        return None
+    costs, count = part_costs(whole, plan, builder, options), options.micro_batches or 0
+    if not micro_batches_fit(sizes.schedule, sizes.pp, count):  # who runs the schedule refuses them
+        count = 2 * sizes.stages
+    return choose_cuts(costs, sizes, micro_batches=count)
+
+
+def part_costs(whole: nn.Module, plan: ParallelPlan, builder: ModelBuilder, options: LayoutOptions) -> PartCosts:
+    """Return what layers, and the parts before and after them, cost in a step with ``options``."""
+    length = max(options.seq_length, 2)
+    attention = builder.flops_per_token(length) - builder.flops_per_token(1)
+    return counted_costs(
+        whole,
+        plan,
+        attention=attention * length / (length - 1),
+        seq_length=length,
+        recomputes_layers=options.recompute_granularity == "full",
+        recomputes_head=options.loss_chunk_tokens is not None,
     )
 
 
@@ -219,6 +290,13 @@ def _check_static(whole: nn.Module, plan: ParallelPlan) -> None:
             raise ShapesDependOnData(path=path, experts=experts, top_k=int(router.top_k))
 
 
+def _check_exchange(whole: nn.Module, plan: ParallelPlan, options: LayoutOptions) -> None:
+    """Refuse chunks of tokens where ranks wait for each exchange."""
+    for path, chunks in exchange_chunks(whole, plan).items():
+        if chunks > 1:
+            raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.device_type)
+
+
 def _cut(
     whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, number: int, cuts: tuple[str, ...] | None
 ) -> nn.Module:
@@ -229,7 +307,7 @@ def _cut(
 
 def _apply_rest(
     module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions, precision: PrecisionPolicy
-) -> None:
+) -> list[WeightGather]:
     if mesh.sizes.cp > 1:
         apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
     if options.block_attention is not None:
@@ -241,12 +319,17 @@ def _apply_rest(
     if options.loss_chunk_tokens is not None:
         chunk_loss(module, plan, tokens=options.loss_chunk_tokens)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
+    if options.sequence_parallel and options.gathers_again:
+        gather_once(parts_of_recomputed(module))
+        drop_in_layers(module, plan)
     if options.compile_backend is not None:
+        if options.async_tensor_parallel:
+            pipeline_collectives(mesh)
         compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)
-    if needs_sharding(mesh, precision):
-        experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
-        compiled = options.compile_backend is not None
-        apply_data_parallel(module, plan, mesh, precision, experts, compiled=compiled)
+    if not needs_sharding(mesh, precision):
+        return []
+    experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
+    return apply_data_parallel(module, plan, mesh, precision, experts, compiled=options.compile_backend is not None)
 
 
 def materialise(stages: Stages, device: torch.device, *, seed: int, base: bool = True) -> None:

@@ -34,6 +34,7 @@ from nxdt_core.parallel.pipeline.stream import HiddenLike
 from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.parallel.replicas import Replicas, replica_group
 from nxdt_core.parallel.rounding.masters import rounded_weights
+from nxdt_core.parallel.scaled_weights import ScaledWeights
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
@@ -80,6 +81,7 @@ class TorchModel:
         self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._routers = RouterFigures(stages.routers, stages.modules, device=numerics.device, dtype=numerics.figures)
+        self._scaled = ScaledWeights(stages.gathers, self._parameters.by_name, mesh.group("fsdp"))
         self._copies: CopiedMasters | None = None
         if copies_masters(mesh.sizes, numerics.precision):
             self._copies = CopiedMasters(stages.modules, numerics.hidden)
@@ -182,6 +184,7 @@ class TorchModel:
         begin_micro_batch(self._stages.modules, self._mesh, last=True)
         if self._copies is not None:  # until the gradients are finished: backward may compute forward again
             self._copies.put_in()
+        self._scaled.update()
         with (
             self._name_shape_errors(),
             with_row_kernels(numerics.rows),
@@ -259,6 +262,7 @@ class TorchModel:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
         if self._copies is not None:
             self._copies.take_out()
+        self._scaled.forget()
         self._sums.add_up()
         sum_tied_gradients(self._tied, self._tied_group)
         norm = self._norm([parameter.grad for parameter in self._spoken_for])
@@ -273,6 +277,7 @@ class TorchModel:
 
     def weights_changed(self) -> None:
         """Let second copies of tied parameters follow; called after an update and after a load."""
+        self._scaled.forget()
         with torch.no_grad():
             for owner, user in self._parameters.twins:
                 local_of(user).copy_(local_of(owner))
@@ -324,8 +329,9 @@ class TorchModel:
         return (rows, tokens, self.plan.pipeline.hidden_size), self._numerics.hidden
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Return the block in which modules have the weights that they compute with; FSDP2 gathers them by itself."""
-        return nullcontext() if self._copies is None else self._copies.in_place()
+        """Return the block in which modules have the weights that they compute with; FSDP2 gathers them by itself, and
+        needs the scales of those that travel in one byte per element."""
+        return self._scaled.during() if self._copies is None else self._copies.in_place()
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.devices import HOST, profile_of
-from nxdt_core.distributed.placement import local_of, sharded_over
+from nxdt_core.distributed.placement import local_of, placed_like, sharded_over
+from nxdt_core.engines.packed_state import packed_state, unpacked_state
 from nxdt_core.engines.rejection import DeviceRejection
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
@@ -18,7 +19,7 @@ from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.parallel.rounding.updates import StochasticUpdates
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
-from nxdt_core.protocols.optimizer import ParameterGroup
+from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
 from nxdt_core.protocols.parallel.piece import Piece
 
 __all__ = ["GradientNorm", "TorchOptimizer"]
@@ -168,7 +169,7 @@ class TorchOptimizer:
             self._rejection.settle()
         state: dict[str, torch.Tensor | Piece] = {}
         for name, trained in self._trained.items():
-            for leaf, value in self.inner.state.get(trained, {}).items():
+            for leaf, value in unpacked_state(self.inner, trained).items():
                 if isinstance(value, torch.Tensor):
                     state[f"{name}/{leaf}"] = self._saved(name, value)
                 elif value is not None:
@@ -196,9 +197,10 @@ class TorchOptimizer:
         for name, leaves in by_name.items():
             trained = self._trained[name]
             counts_on_device = name in self._counting_on_device
-            self.inner.state[trained] = dict(
+            found = dict(
                 _leaf(leaf, self._loaded(name, value), trained, counts_on_device) for leaf, value in leaves.items()
             )
+            self.inner.state[trained] = packed_state(self.inner, trained, found)
 
     @property
     def _counting_on_device(self) -> set[str]:
@@ -212,6 +214,9 @@ class TorchOptimizer:
 
     def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | Piece:
         """A state tensor as a checkpoint has it: sharded as the parameter, without its zeros."""
+        if isinstance(self.inner, PackedState) and value.dim() and value.shape == self._shards[name].shape:
+            place = self._places[name]  # unpacked on the host, where no DTensor of the device's mesh can be
+            return Piece(place.real(value), place.shape, place.box)
         like = _like(self._named[name], value)
         if name in self._padded and like.shape == self._named[name].shape:
             return real_part(like, self._padded[name])
@@ -222,7 +227,7 @@ class TorchOptimizer:
         if not isinstance(value, Piece):
             return local_of(value)
         whole = torch.zeros_like(self._shards[name], dtype=value.tensor.dtype, requires_grad=False)
-        real_part(_like(self._named[name], whole), self._padded[name]).tensor.copy_(value.tensor)
+        self._places[name].real(whole).copy_(value.tensor)
         return whole
 
     def _lend_gradients(self) -> None:
@@ -250,14 +255,7 @@ def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     """``value`` as a shard of a whole tensor of the parameter's layout, if it has its local shape."""
     if not isinstance(parameter, DTensor) or value.shape != local_of(parameter).shape:
         return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed_like(value, parameter)
 
 
 def _leaf(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdt_core.distributed.bucketed_sums import copy_out
 from nxdt_core.distributed.placement import local_of
 
 __all__ = ["OverlappedSums"]
@@ -87,9 +88,7 @@ def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients:
     assert work is not None
     work.wait()
     if flat is not None:
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-        torch._foreach_copy_(list(gradients), views)
+        copy_out(flat, gradients)
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -35,7 +35,7 @@ _PIPELINE_KEYS = frozenset(
     }
 )
 _PIPELINE_UNUSED = {
-    "auto_partition": "layers are shared out evenly unless pipeline_cuts says otherwise",
+    "auto_partition": "cuts are chosen by computation unless pipeline_cuts names them",
     "leaf_module_cls": "nothing is traced",
     "autowrap_functions": "nothing is traced",
     "autowrap_modules": "nothing is traced",

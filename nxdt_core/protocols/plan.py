@@ -110,6 +110,10 @@ class ParallelPlan:
     ``statistics`` of their number of ``experts`` (:class:`nxdt_core.nn.moe.router.TopKRouter`), a step reports them."""
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name usable in ``model.activations_checkpoint_recompute`` → module path patterns."""
+    cheap: tuple[str, ...] = ()
+    """Modules with a few operations per element, such as norms and activation functions: they take tensors by position
+    and return one, draw no random numbers and have no state but parameters. Where ``recompute`` names them and they are
+    in a layer, what reads their results does not keep them either."""
     recompute_layer: str = "layers.*"
     """What ``activations_checkpoint_granularity: full`` recomputes, one checkpoint a match."""
     norms: tuple[str, ...] = ()

@@ -99,7 +99,8 @@ class DeviceProfileContract:
 
     def test_its_dtypes_are_named_as_in_torch(self, profile: DeviceProfile) -> None:
         """``bfloat16`` and not ``bf16``: other names are never looked up."""
-        named = {dtype for table in profile.peak_flops.values() for dtype in table} | set(profile.block_attention)
+        named = {dtype for table in profile.peak_flops.values() for dtype in table}
+        named |= {*profile.block_attention, *profile.grouped_products}
         wrong = sorted(name for name in named if not isinstance(getattr(torch, name, None), torch.dtype))
         assert not wrong, f"torch has no dtype {', '.join(wrong)}; write it as torch does, such as bfloat16"
 
@@ -124,6 +125,9 @@ class DeviceProfileContract:
         assert index is None or isinstance(index, int), f"current_index must be an int or None; it is {index!r}"
         name = operations.name(device)
         assert name is None or isinstance(name, str), f"name must be text or None; it is {name!r}"
+        generation = operations.generation(device)
+        right = generation is None or isinstance(generation, int)
+        assert right, f"generation must be a major compute capability or None; it is {generation!r}"
         operations.reset_max_memory(device)
         for method, size in (
             ("total_memory_bytes", operations.total_memory_bytes(device)),

@@ -383,6 +383,7 @@ def _module_patterns(plan: ParallelPlan) -> Iterator[str]:
     yield from (*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores)
     yield from (*plan.experts, *plan.expert_dispatchers, *plan.expert_routers)
     yield from (path for group in plan.recompute.values() for path in group)
+    yield from plan.cheap
     if plan.heads is not None:
         yield from (*plan.heads.query, *plan.heads.key_value, *plan.heads.output)
     if plan.pipeline is not None:

@@ -1,8 +1,9 @@
 """The layouts of a run that fit a product, fastest first: what ``nxdt plan --search`` prints.
 
 Candidates are all sizes of tensor, pipeline, context and expert parallelism that are powers of two, each with ZeRO-1
-and ZeRO-3 and with less and more recomputation. Each passes the checks and the estimate that ``nxdt plan`` makes of one
-layout, so the search knows no rule of its own about models and engines: what they refuse is left out.
+and ZeRO-3 and with less and more recomputation, or inputs of tensor blocks that are gathered again. Each passes the
+checks and the estimate that ``nxdt plan`` makes of one layout, so the search knows no rule of its own about models
+and engines: what they refuse is left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from nxdt_core.training.step_time import EFFICIENCY
 __all__ = ["Layout", "Search", "candidates", "search"]
 
 _STRATEGY = "distributed_strategy"
+_REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
 _TOKENS_PER_CONTEXT_RANK = 8192
 """A sequence is divided only as long as each rank keeps that many tokens of it: less costs more than it saves."""
 _MOST_TENSOR, _MOST = 8, 16
@@ -157,6 +159,8 @@ class _Trials:
 
     def _least_recomputing(self, layout: Layout, zero_stage: int) -> Found | None:
         for recompute in self._recomputations:
+            if layout.tp == 1 and recompute[_REGATHER] == "true":
+                continue
             settings = layout.settings(zero_stage, recompute)
             try:
                 made = self._planned(settings)
@@ -194,9 +198,13 @@ def _powers(most: int) -> list[int]:
 
 
 def _recomputations(config: ResolvedConfig) -> list[dict[str, str]]:
-    """Return settings of recomputation, the fastest first: nothing, what the configuration selects, whole layers."""
+    """Return settings of recomputation, the fastest first: nothing, inputs that are gathered again, what the
+    configuration selects, whole layers."""
     granularity = "model.activations_checkpoint_granularity"
     names = "model.activations_checkpoint_recompute"
     selected = config.run.model.activations_checkpoint_recompute
-    some = [{granularity: "selective", names: f"[{','.join(selected)}]"}] if selected else []
-    return [{granularity: "null", names: "null"}, *some, {granularity: "full", names: "null"}]
+    nothing = {granularity: "null", names: "null", _REGATHER: "false"}
+    some = [{**nothing, granularity: "selective", names: f"[{','.join(selected)}]"}] if selected else []
+    gathers = "sp:regather" in config.selected("parallel_engine").component.record.capabilities
+    again = [{**nothing, _REGATHER: "true"}] if gathers else []
+    return [nothing, *again, *some, {**nothing, granularity: "full"}]

@@ -66,6 +66,8 @@ class RunPlan:
             "micro_batches": found.micro_batches,
             "tokens_per_step": found.tokens_per_step,
             "pipeline_bubble": found.bubble,
+            "pipeline_cuts": list(found.pipeline_cuts),
+            "pipeline_longest_rank": found.longest_rank,
             "checkpoint_bytes": found.checkpoint_bytes,
             "flops_per_token": found.flops_per_token,
             "flops_per_step": found.flops_per_step,

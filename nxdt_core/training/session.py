@@ -48,6 +48,7 @@ from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer,
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.training import build
 from nxdt_core.training.data import Dataset, RunData, StepInput, TrainLoader
+from nxdt_core.training.garbage_collection import GarbageCollection
 from nxdt_core.training.hidden_state import watch_objective
 from nxdt_core.training.primitives import (
     StepResult,
@@ -142,6 +143,8 @@ class TrainSession:
         ema = config.run.exp_manager.ema
         self.average = WeightAverage(ema) if ema.enable else None
         """Exponential moving average of the weights; None where the configuration asks for none."""
+        self.collections = GarbageCollection(config.run.trainer.gc_interval)
+        """Of garbage, between steps."""
         self.resumed: Manifest | None = None
         """The checkpoint whose run this one resumes."""
         if engine is not None:
@@ -191,6 +194,7 @@ class TrainSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.collections.close()
         if kind is None or self.engine.ranks.world_size == 1:  # else other ranks may be stuck in a collective
             self.close()
 
@@ -206,7 +210,8 @@ class TrainSession:
         return self
 
     def close(self) -> None:
-        """Leave the process group; may be called twice."""
+        """Leave the process group, and let garbage be collected as before; may be called twice."""
+        self.collections.close()
         self.engine.shutdown()
 
     # The model and where its weights come from.
@@ -325,14 +330,23 @@ class TrainSession:
 
     # Steps.
 
-    def step(self, batch: StepInput | Sequence[Batch], *, apply: Callable[[], object] | None = None) -> StepResult:
+    def step(
+        self,
+        batch: StepInput | Sequence[Batch],
+        *,
+        apply: Callable[[], object] | None = None,
+        collect: bool = True,
+    ) -> StepResult:
         """Take one optimizer step on one global batch: :func:`train_step`, then the average of the weights.
 
         Args:
             batch: of :meth:`batches`, or this rank's micro-batches from elsewhere, which leave no position in
                 ``state``.
             apply: called in place of ``optimizer.step``, by a loop that counts updates itself and ends in it.
+            collect: whether garbage is collected after the step, where ``trainer.gc_interval`` says so; a loop that
+                still has work to do passes False, and calls ``collections.after_step`` itself.
         """
+        self.collections.begin(self.engine.device)
         micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
         with build.plan_errors_named(self.config):
             result = train_step(
@@ -349,6 +363,8 @@ class TrainSession:
             self.state.data = batch.position
         if self.average is not None:
             self.average.after_step(self.model, self.state.step)
+        if collect:
+            self.collections.after_step(self.state.step)
         return result
 
     def evaluate_batch(self, batch: StepInput | Sequence[Batch]) -> StepLoss:

@@ -60,8 +60,10 @@ def step_time(
     exposed: dict[str, float] = {}
     for rank in estimate.ranks:
         for dimension, size in rank.sent.items():
-            seconds = size / link_rate(dimension, sizes, links) - compute * estimate.hidden_behind.get(dimension, 0.0)
-            exposed[dimension] = max(exposed.get(dimension, 0.0), seconds)
+            seconds = size / link_rate(dimension, sizes, links)
+            beyond = seconds - compute * estimate.hidden_behind.get(dimension, 0.0)
+            always = seconds * estimate.never_hidden.get(dimension, 0.0)
+            exposed[dimension] = max(exposed.get(dimension, 0.0), beyond, always)
     waiting = compute * estimate.bubble / (1 - estimate.bubble)
     total = compute + waiting + sum(exposed.values())
     return StepTime(

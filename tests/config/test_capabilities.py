@@ -27,6 +27,7 @@ TP2, CP2, PP2 = (
 SETTINGS = {
     **{name: (f"trainer.devices={ranks}", *overrides) for name, (ranks, overrides) in LAYOUTS.items()},
     "pad_heads": (TWO, TP2, f"{STRATEGY}pad_heads=true"),
+    "sp:regather": (TWO, TP2, f"{STRATEGY}sequence_parallel=true", f"{STRATEGY}sequence_parallel_regather=true"),
     "vpp": (TWO, PP2, f"{STRATEGY}virtual_pipeline_model_parallel_size=2"),
     "pp": (TWO, PP2),
     "token_shuffle": (TWO, f"{STRATEGY}token_shuffle_group_size=2"),
@@ -46,6 +47,7 @@ ELSEWHERE = {
     "adapters": "tests/parallel/layouts/test_lora_layouts.py",
     "reference": "tests/parallel/layouts/test_preference_layouts.py",
     "pad_heads": "tests/parallel/tensor/test_padded_heads.py",
+    "sp:regather": "tests/parallel/test_gathered_again.py",
     "token_shuffle": "tests/parallel/expert/test_token_shuffle.py",
     "compile": "tests/parallel/compile/test_compiled_runs.py",
     "param_groups": "tests/parallel/optimizer/test_optimizers_sharded.py",
@@ -89,7 +91,7 @@ def test_an_engine_is_asked_for_nothing_that_it_does_not_declare(missing, capabi
     engine = "parallel_engine"
     lacks = missing("parallel_engine.name=bare", "model.moe={num_experts: 2}", *SETTINGS[capability])
     named = {found for kind, _, found in lacks if kind == engine}
-    parents = {"sp": "tp", "pad_heads": "tp", "vpp": "pp", "dp_replicate": "dp"}
+    parents = {"sp": "tp", "sp:regather": "tp", "pad_heads": "tp", "vpp": "pp", "dp_replicate": "dp"}
     parents |= dict.fromkeys(("zero1", "zero2", "zero3", "token_shuffle", "ep"), "dp")
     assert {parents.get(capability, capability), capability.partition(":")[0], capability} & named
     assert not [found for kind, _, found in missing(*SETTINGS[capability]) if kind == engine], "torch declares it"
@@ -256,12 +258,12 @@ def test_our_models_declare_what_their_layout_tests_run(everything):
 
 
 def test_all_our_optimizers_train_shards(everything):
-    """``tests/parallel/test_optimizers_sharded.py`` runs each of them."""
+    """``tests/parallel/test_optimizers_sharded.py`` runs each of the core's, ``adamw_8bit`` its own tests."""
     from tests.parallel.optimizer.optimizing import NAMES
 
     found = {component.record.name: component.record.capabilities for component in everything.registry.all("optimizer")}
     assert found == dict.fromkeys(found, frozenset({"sharded"}))
-    assert found.keys() == {*NAMES}
+    assert found.keys() == {*NAMES, "adamw_8bit"}
 
 
 def test_records_of_precisions_require_what_their_policies_do(everything):

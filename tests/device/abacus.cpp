@@ -247,6 +247,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("_fused_sdp_choice", attention_choice);
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&on_cpu>());  // reads its offsets on the device
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -25,8 +25,8 @@ COMPILED: list[str] = []
 
 
 def waits() -> int:
-    """How often this process has read a value of the device so far."""
-    return int(torch.ops.abacus.waits())
+    """How often this process has read a value of the device so far, without the copies of its all-to-all."""
+    return int(torch.ops.abacus.waits()) - _Group.waited
 
 
 class _Queue:
@@ -132,7 +132,10 @@ def _compile(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
 
 
 class _Group(dist.ProcessGroup):
-    """Collectives of the device: those of the host, over copies. It has no all-to-all and no sends."""
+    """Collectives of the device: those of the host, over copies. It has no sends, and its profile no all-to-all."""
+
+    waited = 0
+    """Copies to the host that an all-to-all has made, which devices do without."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -184,6 +187,16 @@ class _Group(dist.ProcessGroup):
             for each, copy in zip(group, copies, strict=True):
                 each.copy_(copy)
         return _done(outputs)
+
+    def alltoall_base(self, output, tensor, output_splits, input_splits, opts=None):
+        """Rows of each rank to each."""
+        held = torch.empty(output.shape, dtype=output.dtype)
+        self._host.alltoall_base(held, tensor.cpu(), output_splits, input_splits).wait()
+        _Group.waited += 1
+        output.copy_(held)
+        return _done(output)
+
+    all_to_all_single = alltoall_base
 
     def barrier(self, opts=None):
         """Wait for all ranks."""

@@ -7,6 +7,7 @@ import torch
 
 from nxdt_core.nn.mlp import SwiGLU
 from nxdt_core.nn.moe.experts import SwiGLUExperts, grouped_linear
+from nxdt_core.nn.moe.groups import RowGroups
 
 COUNTS = [[3, 1, 4], [0, 5, 3], [4, 4, 0], [0, 8, 0], [0, 0, 0]]
 
@@ -19,7 +20,7 @@ def test_each_group_meets_its_own_matrix(dtype, features, counts):
     size_in, size_out = features
     rows = torch.randn(sum(counts), size_in, dtype=dtype, requires_grad=True)
     weights = torch.randn(3, size_out, size_in, dtype=dtype, requires_grad=True)
-    output = grouped_linear(rows, weights, torch.tensor(counts))
+    output = grouped_linear(rows, weights, RowGroups(torch.tensor(counts)))
     expected = torch.cat([part @ weight.t() for part, weight in zip(rows.split(counts), weights, strict=True)])
     torch.testing.assert_close(output, expected)
     grad = torch.randn_like(output)
@@ -34,7 +35,7 @@ def test_each_group_meets_its_own_matrix(dtype, features, counts):
 def test_equal_groups_may_be_a_dimension():
     torch.manual_seed(0)
     rows, weights = torch.randn(3, 4, 8), torch.randn(3, 6, 8)
-    expected = grouped_linear(rows.flatten(0, 1), weights, torch.tensor([4, 4, 4])).view(3, 4, 6)
+    expected = grouped_linear(rows.flatten(0, 1), weights, RowGroups(torch.tensor([4, 4, 4]))).view(3, 4, 6)
     torch.testing.assert_close(grouped_linear(rows, weights, None), expected)
 
 
@@ -50,11 +51,11 @@ def test_an_expert_is_a_feed_forward_block():
     }
     block.load_state_dict({name: value[1].detach() for name, value in names.items()})
     rows = torch.randn(5, 8)
-    torch.testing.assert_close(experts(rows, torch.tensor([0, 5])), block(rows))
+    torch.testing.assert_close(experts(rows, RowGroups(torch.tensor([0, 5]))), block(rows))
     assert repr(experts).startswith("SwiGLUExperts(\n  2 experts, 8 -> 12 -> 8")
 
 
-@pytest.mark.parametrize("counts", [torch.tensor([3, 0, 5]), None], ids=["ordered", "padded"])
+@pytest.mark.parametrize("counts", [RowGroups(torch.tensor([3, 0, 5])), None], ids=["ordered", "padded"])
 def test_dropout_falls_between_the_matrices(counts):
     torch.manual_seed(0)
     experts = SwiGLUExperts(8, 8, 3, dropout=0.25).double()

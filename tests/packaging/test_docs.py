@@ -25,6 +25,7 @@ from nxdt_core.config.sources.node import Place
 from nxdt_core.config.sources.recipes import list_recipes
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import PHASES
+from tests import processes
 from tests.packaging.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -39,8 +40,9 @@ HOOKS = [hook for phase in PHASES for hook in phase.__all__]
 def site(tmp_path_factory):
     """The built site."""
     out = tmp_path_factory.mktemp("docs") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    mkdocs = "import gc; gc.disable(); from mkdocs.__main__ import cli; cli()"
+    command = [sys.executable, "-c", mkdocs, "build", "--strict", "--site-dir", str(out)]
+    done = processes.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from nxdt_core.api import KINDS
-from tests.sampling import takes_all
 
 SEVEN = (
     "model_builder",
@@ -71,13 +70,10 @@ def test_one_component_of_each_of_the_seven_kinds_and_two_more_models_are_regist
     assert set(SEVEN) <= {kind.name for kind in KINDS}
 
 
-def test_its_own_tests_and_the_contract_of_engines_pass_with_the_kits_of_the_wheel(
-    clean, outside, engine, tmp_path, pytestconfig
-):
-    """Without those on ranks, unless all samples are taken."""
-    some = () if takes_all(pytestconfig) else ("-k", "not (in_a_layout or shards_are)")
+@pytest.mark.slow  # 10 CPU-seconds of imports; tests/testing runs the kits from the tree
+def test_its_own_tests_and_the_contract_of_engines_pass_with_the_kits_of_the_wheel(clean, outside, engine, tmp_path):
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib")
-    done = clean.run("python", *words, outside / "tests", engine / "tests", *some, cwd=tmp_path)
+    done = clean.run("python", *words, outside / "tests", engine / "tests", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 

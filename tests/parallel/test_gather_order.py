@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -50,6 +51,15 @@ def events(*overrides: str) -> list[str]:
     return found.seen
 
 
+def counted(*overrides: str) -> dict[str, int]:
+    """How often this rank gathers what in its second step, of two micro-batches."""
+    with running(configured("llama-tiny", "fp32", 4, *overrides)) as (_, model, step):
+        step()
+        with Events(torch.nn.ModuleList(model.local_modules())) as found:
+            step()
+    return dict(Counter(event for event in found.seen if event.startswith("gather")))
+
+
 FORWARD = [
     *("gather embedding", "gather layer", "run embed_tokens"),
     *("gather layer", "run layers.0"),
@@ -69,6 +79,18 @@ def test_a_step_gathers_each_part_once_while_gradients_add_up(ranks):
     runs = [event for event in FORWARD if event.startswith("run")]
     reductions = [event for event in BACKWARD if event.startswith("reduce")]
     assert found == [[*FORWARD, *runs, *reductions]] * 2
+
+
+ZERO_BUBBLE = ("model.num_layers=4", f"{STRATEGY}pipeline_model_parallel_size=2", f"{STRATEGY}pipeline_schedule=zbv")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_with_both_ends_of_a_pipeline_gathers_each_once(ranks, stage):
+    """Layers of two micro-batches are gathered for forward and for backward under ZeRO-3, ends for forward alone."""
+    found = ranks(4).run(counted, *ZERO_BUBBLE, f"{STRATEGY}zero_stage={stage}", timeout_s=240)
+    each, layers = (2, 8) if stage == 3 else (1, 2)
+    assert found[:2] == [{"gather embedding": each, "gather ends": each, "gather layer": layers}] * 2
+    assert found[2:] == [{"gather layer": layers}] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.nn.norm import RMSNorm
-from nxdt_core.nn.updates import UpdatedLinear
-from nxdt_core.parallel.gathers import gather_narrow, product_weights
+from nxdt_core.nn.updates import Update, UpdatedLinear
+from nxdt_core.parallel.gathers import GatherForms, gather_as, product_weights
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 from tests.parallel.test_traffic import STRATEGY, configured, trained
 
 PLAN = ParallelPlan(
-    tensor={"table": "vocab_embedding", "first": "column", "second": "row", "adapted": "column", "head": "vocab_head"},
+    tensor={
+        "table": "vocab_embedding",
+        **dict.fromkeys(("first", "second", "adapted", "frozen"), "column"),
+        "head": "vocab_head",
+    },
     tensor_blocks=("first",),
     tied=(("table.weight", "head.weight"),),
 )
+
+
+class Reading(Update):
+    """It says that it reads the weight, as is the default."""
+
+
+class Adding(Update):
+    reads_weight = False
 
 
 class Small(nn.Module):
@@ -28,13 +40,17 @@ class Small(nn.Module):
         self.table = nn.Embedding(7, 5)
         self.norm = RMSNorm(5)
         self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 5)
-        self.adapted, self.gate = UpdatedLinear(nn.Linear(5, 5), nn.Identity()), nn.Linear(5, 2)
+        self.adapted, self.frozen = (UpdatedLinear(nn.Linear(5, 5), update) for update in (Reading(), Adding()))
+        self.gate = nn.Linear(5, 2)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.table.weight
 
 
+NARROW = {"first.weight", "second.weight", "frozen.weight"}
+
+
 def test_only_what_a_matrix_product_alone_reads_is_narrow():
-    assert product_weights(Small(), PLAN) == {"first.weight", "second.weight"}
+    assert product_weights(Small(), PLAN) == NARROW
 
 
 def gathered(asynchronous: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -47,8 +63,8 @@ def gathered(asynchronous: bool) -> tuple[dict[str, torch.Tensor], dict[str, tor
     with process_group():
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-        weights = [p for name, p in module.named_parameters() if name in product_weights(module, PLAN)]
-        gather_narrow(module, weights, torch.bfloat16)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        gather_as(module, GatherForms(dtype=torch.bfloat16, narrow=product_weights(module, PLAN)), names)
         handle = module.unshard(async_op=asynchronous)
         if handle is not None:
             handle.wait()
@@ -59,8 +75,7 @@ def gathered(asynchronous: bool) -> tuple[dict[str, torch.Tensor], dict[str, tor
 def test_what_is_gathered_is_what_autocast_makes_of_it(ranks, asynchronous):
     for whole, found in ranks(2).run(gathered, asynchronous):
         for name, value in whole.items():
-            narrow = name in ("first.weight", "second.weight")
-            assert torch.equal(found[name], value.bfloat16().float() if narrow else value), name
+            assert torch.equal(found[name], value.bfloat16().float() if name in NARROW else value), name
 
 
 def losses(zero_stage: int) -> list[float]:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nxdt_core import torch_versions
 from nxdt_core.nn.moe import experts
+from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.testing.ranks import process_group
 
 
@@ -63,6 +64,6 @@ def test_experts_are_multiplied_one_by_one_where_torch_has_no_grouped_product(mo
     rows, weights = torch.randn(6, 8), torch.randn(3, 4, 8)
     counts = torch.tensor([4, 0, 2])
     expected = torch.cat([rows[:4] @ weights[0].T, rows[4:] @ weights[2].T])
-    torch.testing.assert_close(experts.grouped_linear(rows, weights, counts), expected)
+    torch.testing.assert_close(experts.grouped_linear(rows, weights, RowGroups(counts)), expected)
     monkeypatch.setattr(experts, "grouped_mm", None)
-    torch.testing.assert_close(experts.grouped_linear(rows, weights, counts), expected)
+    torch.testing.assert_close(experts.grouped_linear(rows, weights, RowGroups(counts)), expected)

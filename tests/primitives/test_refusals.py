@@ -185,7 +185,7 @@ def codes_on_ranks():
         "forward in a pipeline": (pipeline, Decoder, forward),
         "no layers": (pipeline, Uneven, forward),
         "no width": (pipeline, HeadFirst, forward),
-        "odd layers": ({**pipeline}, lambda: Decoder(numbers=3), train),
+        "too few layers": (pipeline, lambda: Decoder(numbers=1), train),
         "sequence parallel": ({"tensor_parallel_size": 2, "sequence_parallel": True}, Decoder, train),
     }
     for name, (config, model_fn, use) in programs.items():
@@ -207,7 +207,7 @@ def test_programs_that_cannot_run_on_two_ranks():
             "forward in a pipeline": "NXDT-T055",
             "no layers": "NXDT-T053",
             "no width": "NXDT-T050",
-            "odd layers": "NXDT-P031",
+            "too few layers": "NXDT-P132",
             "sequence parallel": "NXDT-T050",
         }
 

@@ -153,7 +153,7 @@ def test_a_large_recipe_fits_the_devices_that_it_names(planned):
     made = plan(loaded(planned), memory_bytes=memory_gib * 2**30)
     assert made.fits
     assert not made.tight, "a tenth is left for fragments, kernels and libraries"
-    assert made.estimate.bubble <= 0.2, "stages wait for one another at most a fifth of a step"
+    assert made.estimate.bubble <= 0.25, "stages, which are not all equal, wait at most a quarter of a step"
     if planned in SEARCHED:
         assert product_of(loaded(planned), _PRODUCT).memory_gib == memory_gib
 

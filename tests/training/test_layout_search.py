@@ -27,12 +27,13 @@ def found():
 
 def every_layout_that_fits():
     """Seconds per step of all combinations, from plans of each."""
-    sizes = itertools.product((1, 2, 4), (1, 2), (1, 3), ("null", "full"))
-    for tp, pp, zero_stage, recompute in sizes:
+    sizes = itertools.product((1, 2, 4), (1, 2), (1, 3), ("null", "full"), ("false", "true"))
+    for tp, pp, zero_stage, recompute, regather in sizes:
         settings = (
             f"{STRATEGY}.tensor_model_parallel_size={tp}",
             f"{STRATEGY}.pipeline_model_parallel_size={pp}",
             f"{STRATEGY}.sequence_parallel={str(tp > 1).lower()}",
+            f"{STRATEGY}.sequence_parallel_regather={regather}",
             f"{STRATEGY}.zero_stage={zero_stage}",
             f"model.activations_checkpoint_granularity={recompute}",
         )

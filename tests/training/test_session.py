@@ -1,5 +1,6 @@
 """A loop of one's own over a session does what ``nxdt train`` does, on one rank and on several."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -173,3 +174,20 @@ def test_random_generators_come_back():
 def test_a_session_does_not_import_lightning():
     code = "import sys; sys.modules['pytorch_lightning'] = None; import nxdt_core.training.session"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_session_collects_garbage_between_steps_and_leaves_the_collector_as_it_was(small_run):
+    before, found = (gc.isenabled(), gc.get_freeze_count() > 0), []
+
+    def collected(phase, info):
+        if phase == "start":
+            found.append((session.state.step, gc.isenabled(), info["generation"]))
+
+    with TrainSession(small_run("trainer.max_steps=5", "trainer.gc_interval=2")) as session:
+        gc.callbacks.append(collected)
+        try:
+            losses_of(session, None)
+        finally:
+            gc.callbacks.remove(collected)
+    assert [each for each in found if not each[1]] == [(1, False, 2), (2, False, 2), (4, False, 2)]
+    assert (gc.isenabled(), gc.get_freeze_count() > 0) == before

@@ -10,7 +10,7 @@ from nxdt_core.training.step_time import link_rate, step_time
 LINKS = Links(processes=8, inside=400.0, outside=50.0)
 
 
-def estimated(sent, *, bubble=0.0, recomputed=0.0, hidden_behind=(), ranks=1):
+def estimated(sent, *, bubble=0.0, recomputed=0.0, hidden_behind=(), never_hidden=(), ranks=1):
     """1,000 tokens of 16 operations each, over ``ranks`` places in the pipeline that send ``sent`` bytes each."""
     return Estimate(
         parameters=1,
@@ -23,6 +23,7 @@ def estimated(sent, *, bubble=0.0, recomputed=0.0, hidden_behind=(), ranks=1):
         layout=(),
         recomputed=recomputed,
         hidden_behind=dict(hidden_behind),
+        never_hidden=dict(never_hidden),
         ranks=tuple(
             RankEstimate(pp_rank=rank, stages=(rank,), layers=1, parameters=1, stored=1, memory=Memory(), sent=sent)
             for rank in range(ranks)
@@ -55,6 +56,15 @@ def test_traffic_counts_as_far_as_it_is_not_hidden(share, exposed):
     time = step_time(found, MeshSizes(tp=2), peak_flops=100.0, links=LINKS, efficiency=0.5)
     assert time.exposed["tp"] == pytest.approx(exposed)
     assert time.total == pytest.approx(160 + exposed)
+
+
+@pytest.mark.parametrize(("share", "exposed"), [(0.25, 60.0), (0.5, 25.0), (1.0, 25.0)])
+def test_a_part_of_the_traffic_is_never_hidden(share, exposed):
+    """100 s on the wire, of which a quarter comes before any computation that could hide it."""
+    found = estimated({"ep": 40_000}, hidden_behind={"ep": share}, never_hidden={"ep": 0.25})
+    time = step_time(found, MeshSizes(dp_shard=2, ep=2), peak_flops=50.0, links=LINKS, efficiency=1.0)
+    assert time.compute == pytest.approx(160)
+    assert time.exposed["ep"] == pytest.approx(exposed)
 
 
 @pytest.mark.parametrize(

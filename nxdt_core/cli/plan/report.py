@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
@@ -74,7 +75,17 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     )
     if sizes.pp > 1:
         yield "pipeline", f"{sizes.schedule}; ranks wait {percent(found.bubble)} of a step for one another"
+    if found.stage_layers:
+        cuts = "from model.pipeline_cuts" if plan.config.run.model.pipeline_cuts else "chosen by computation"
+        shares = f"{_runs(found.stage_layers)} layers"
+        yield "stages", f"{shares}, {cuts}; the longest rank computes {found.longest_rank:.3f} times the mean"
     yield "checkpoint", f"{human_size(found.checkpoint_bytes)}, weights and optimizer state"
+
+
+def _runs(numbers: tuple[int, ...]) -> str:
+    """Return numbers with repeated ones counted: ``5, 14 x 6, 4``."""
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ", ".join(f"{number}" if count == 1 else f"{count} x {number}" for number, count in runs)
 
 
 def _columns(ranks: tuple[RankEstimate, ...]) -> list[RankEstimate]:

@@ -62,6 +62,9 @@ def _row(name: str, plan: RunPlan) -> tuple[str, ...]:
     recomputes = {None: "", "full": "layers"}.get(
         model.activations_checkpoint_granularity, ", ".join(model.activations_checkpoint_recompute or ())
     )
+    strategy = plan.config.run.distributed_strategy
+    if sizes.tp > 1 and strategy.sequence_parallel and strategy.sequence_parallel_regather:
+        recomputes = ", ".join(filter(None, (recomputes, "gathers")))
     needed = human_size(plan.estimate.fullest.memory.total)
     return (
         name,

@@ -83,7 +83,8 @@ class ModelConfig:
     weight_init_only: Annotated[bool, AliasOf("checkpoint.weight_init_only")] = False
     """``checkpoint.weight_init_only``."""
     pipeline_cuts: tuple[str, ...] | None = None
-    """Modules that end a pipeline stage (PP × VPP - 1 names); ``null`` cuts evenly."""
+    """Modules that end a pipeline stage (PP × VPP - 1 names). ``null``: the engine ``torch`` chooses cuts that balance
+    layers, embedding and head; ``nxd`` cuts evenly."""
     activations_checkpoint_granularity: Literal["selective", "full"] | None = None
     """Recompute in backward: whole layers, the modules of ``activations_checkpoint_recompute``, or nothing."""
     activations_checkpoint_recompute: tuple[str, ...] | None = None

@@ -33,6 +33,12 @@ class DistributedStrategyConfig:
     """Groups of data parallel devices that each shard among themselves (hybrid sharding); a divisor of DP."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel layers along the sequence; has no effect with TP 1."""
+    async_tensor_parallel: bool = False
+    """Split the collectives of tensor parallel layers and their matrix products into parts, so that one part travels
+    while another one is computed; needs ``sequence_parallel``, ``model.compile`` and a device with symmetric memory."""
+    sequence_parallel_regather: bool = False
+    """With ``sequence_parallel``: keep the rank's part of each tensor block's input for backward, and gather it again
+    there. Needs 1/TP of the memory of those inputs, and sends them once more."""
     zero1: bool = True
     """Shard optimizer state and master weights over data parallel ranks."""
     zero_stage: Literal[1, 2, 3] | None = None

@@ -27,6 +27,7 @@ __all__ = ["Asked", "check_capabilities", "check_objective", "check_policy", "fi
 
 _STRATEGY = "distributed_strategy"
 _SP, _PAD = f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.pad_heads"
+_REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
 _SCHEDULE, _METHOD = f"{_STRATEGY}.pipeline_schedule", f"{_STRATEGY}.context_parallel_method"
 _ZERO, _ZERO_STAGE = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
 _SHUFFLE = f"{_STRATEGY}.token_shuffle_group_size"
@@ -157,6 +158,8 @@ def _of_sizes(checked: Checked) -> Iterator[Asked]:
         yield Asked((TP,), size, one, "tp", "tp", "sharded")
         if checked.values.get(_SP):
             yield Asked((_SP,), "true", "Set it to false", "sp", "sp")
+            if checked.values.get(_REGATHER):
+                yield Asked((_REGATHER,), "true", "Set it to false", "sp:regather")
         if checked.values.get(_PAD):
             yield Asked((_PAD,), "true", "Set it to false", "pad_heads")
     if size := _above_one(checked, CP):

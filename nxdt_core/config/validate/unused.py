@@ -9,7 +9,7 @@ from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.schema.exp_manager import EarlyStoppingParams, EmaConfig
 from nxdt_core.config.sources.node import join
 from nxdt_core.config.validate.checked import Checked
-from nxdt_core.config.validate.sizes import BATCH, CP, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes, micro_batches
+from nxdt_core.config.validate.sizes import BATCH, CP, EP, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes, micro_batches
 
 __all__ = ["find_idle"]
 
@@ -23,10 +23,13 @@ _SHUFFLE, _EXPERTS = f"{_STRATEGY}.token_shuffle_group_size", "model.moe.num_exp
 _FACTOR = "model.moe.capacity_factor"
 _WARMUP, _HORIZON, _LAST = f"{_SCHEDULE}.warmup_steps", f"{_SCHEDULE}.max_steps", "trainer.max_steps"
 
+_SP, _REGATHER = f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.sequence_parallel_regather"
+
 _READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
-    TP: (f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.pad_heads", _KV_REPLICATOR),
+    TP: (_SP, _REGATHER, f"{_STRATEGY}.async_tensor_parallel", f"{_STRATEGY}.pad_heads", _KV_REPLICATOR),
     PP: (VPP, f"{_STRATEGY}.pipeline_schedule", "model.pipeline_cuts"),
     CP: (f"{_STRATEGY}.context_parallel_method", "model.fusions.ring_attention"),
+    EP: ("model.moe.exchange_chunks",),
 }
 """Size of a dimension → settings that only a size above 1 reads."""
 
@@ -41,6 +44,7 @@ def find_idle(checked: Checked, classes: Mapping[str, type]) -> Iterator[str]:
         if checked.values.get(size) == 1:
             yield from _lines([key for key in keys if _asks(checked, key)], f"{size} is 1")
     yield from _copies(checked)
+    yield from _regather(checked)
     yield from _zero(checked)
     yield from _shuffle(checked)
     if checked.values.get(_RECOMPUTE) and checked.values.get(_GRANULARITY, "") is None:
@@ -69,6 +73,16 @@ def _copies(checked: Checked) -> Iterator[str]:
     if tp > 1 and copies > needed:
         made = "no copies" if needed == 1 else f"{needed} copies"
         yield f"{_KV_REPLICATOR}: {made} are made, since {TP} is {tp} and {_KV_HEADS} {heads}"
+
+
+def _regather(checked: Checked) -> Iterator[str]:
+    """What is gathered anyway, or not at all; with one tensor parallel rank the notes of that say it."""
+    if not checked.values.get(_REGATHER) or checked.values.get(TP) == 1:
+        return
+    if not checked.values.get(_SP):
+        yield from _lines([_REGATHER], f"{_SP} is false")
+    elif checked.values.get(_GRANULARITY) == "full":
+        yield from _lines([_REGATHER], f"{_GRANULARITY} is full, and layers that are recomputed gather again")
 
 
 def _zero(checked: Checked) -> Iterator[str]:

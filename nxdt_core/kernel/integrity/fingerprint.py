@@ -70,17 +70,19 @@ def _digest_files(module: str) -> str:
         return _hex(Path(spec.origin or "").read_bytes())
     digest = hashlib.sha256()
     for root in spec.submodule_search_locations:
-        for parts in sorted(_files(root)):
-            with open(os.path.join(root, *parts), "rb") as file:
+        for parts, path in sorted(_files(root, ())):
+            with open(path, "rb", buffering=0) as file:
                 digest.update(f"{'/'.join(parts)}\0{_hex(file.read())}\n".encode())
     return digest.hexdigest()[:32]
 
 
-def _files(root: str) -> Iterator[tuple[str, ...]]:
-    """Parts of the paths of all files under ``root``, without byte code and hidden files."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        below = Path(folder).relative_to(root).parts
-        for name in files:
-            if not name.startswith(".") and name != "__pycache__" and os.path.isfile(os.path.join(folder, name)):
-                yield (*below, name)
+def _files(folder: str, below: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Parts of the names, and paths, of all files under ``folder``, without byte code and hidden files."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name == "__pycache__":
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path, (*below, entry.name))
+            elif entry.is_file():
+                yield (*below, entry.name), entry.path

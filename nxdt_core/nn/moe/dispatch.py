@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.moe.router import Routing
 
 __all__ = ["LocalDispatcher", "Placement", "collect", "spread"]
@@ -71,6 +72,12 @@ class LocalDispatcher(nn.Module):
     that have the experts, and tensor parallelism adds up what its ranks computed. It has no parameters.
     """
 
+    def __init__(self, chunks: int = 1) -> None:
+        """``chunks``: parts in which a module in the place of this one sends rows to other processes, so that one part
+        travels while another one is computed."""
+        super().__init__()
+        self.chunks = chunks
+
     def forward(self, hidden: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token.
 
@@ -87,8 +94,8 @@ class LocalDispatcher(nn.Module):
     def mixed(self, tokens: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
         """Compute forward for ``tokens`` [tokens, hidden], without :meth:`finish`."""
         if routing.capacity is None:
-            placement = Placement.ordered(routing.experts.flatten(), routing.experts.shape[1])
-            outputs = self.run_ordered(spread(tokens, placement), routing.counts, experts)
+            placement, counts = self.ordered(routing)
+            outputs = self.run_ordered(spread(tokens, placement), counts, experts)
         else:
             placement = Placement.slotted(routing)
             padded = spread(tokens, placement).view(-1, routing.capacity, tokens.shape[1])
@@ -96,9 +103,13 @@ class LocalDispatcher(nn.Module):
         found = collect(outputs, placement)  # [tokens, top_k, hidden]
         return (found * routing.weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
+    def ordered(self, routing: Routing) -> tuple[Placement, torch.Tensor]:
+        """Return the rows in the order in which :meth:`run_ordered` expects them, and how many each expert has."""
+        return Placement.ordered(routing.experts.flatten(), routing.experts.shape[1]), routing.counts
+
     def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
         """Return the outputs of ``rows`` [rows, hidden], ``counts`` [experts] of them for each expert."""
-        outputs: torch.Tensor = experts(rows, counts)
+        outputs: torch.Tensor = experts(rows, RowGroups(counts))
         return outputs
 
     def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:

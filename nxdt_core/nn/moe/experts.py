@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.devices import groups_on_device
 from nxdt_core.nn.mlp import GatedSiLU
+from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.random.dropout import Dropout
 from nxdt_core.nn.updates import unchanged
 from nxdt_core.torch_versions import grouped_mm
@@ -44,23 +46,23 @@ class SwiGLUExperts(nn.Module):
         self.local: Callable[[torch.Tensor], torch.Tensor] = unchanged
         """A slot: this process's part of a parameter. Engines that shard the parameters put its counterpart here."""
 
-    def forward(self, rows: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, groups: RowGroups | None = None) -> torch.Tensor:
         """Return each expert over its rows.
 
         Args:
             rows: [rows, hidden], those of expert 0 first; or [experts, rows per expert, hidden].
-            counts: int [experts], rows of each; None for the second form.
+            groups: of the rows, one for each expert; None for the second form.
 
         Returns:
             The shape of ``rows``.
         """
-        gate, up = self._product("gate_proj", rows, counts), self._product("up_proj", rows, counts)
-        return self._product("down_proj", self.dropout(self.activation(gate, up)), counts)
+        gate, up = self._product("gate_proj", rows, groups), self._product("up_proj", rows, groups)
+        return self._product("down_proj", self.dropout(self.activation(gate, up)), groups)
 
-    def _product(self, name: str, rows: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, name: str, rows: torch.Tensor, groups: RowGroups | None) -> torch.Tensor:
         matrix = self.local(getattr(self, name))
-        product = grouped_linear(rows, matrix, counts)
-        return self.updates[name](rows, product, matrix, counts) if name in self.updates else product
+        product = grouped_linear(rows, matrix, groups)
+        return self.updates[name](rows, product, matrix, groups) if name in self.updates else product
 
     def extra_repr(self) -> str:
         """Return the number and widths, for ``print(model)``."""
@@ -68,19 +70,19 @@ class SwiGLUExperts(nn.Module):
         return f"{experts} experts, {hidden_size} -> {ffn_hidden_size} -> {hidden_size}"
 
 
-def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, groups: RowGroups | None) -> torch.Tensor:
     """``rows`` times the transposed matrix of the group that each belongs to.
 
     Args:
         rows: [rows, in], group after group; or [groups, rows per group, in].
         weights: [groups, out, in].
-        counts: int [groups], rows of each group, zeros allowed; None for the second form.
+        groups: of the rows, of which some may be empty; None for the second form.
 
     Returns:
         [rows, out] or [groups, rows per group, out]. Its gradient may not be an expanded scalar, as that of a plain
         ``sum()`` is: the kernel refuses those.
     """
-    if counts is None:
+    if groups is None:
         return torch.bmm(rows, weights.transpose(1, 2))
     if rows.is_meta:  # nobody knows whose rows they are; sizes, kept tensors and arithmetic are those of any matrix
         return functional.linear(rows, weights[0])
@@ -89,10 +91,9 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tens
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), weights.to(dtype)
     if _grouped_mm_takes(weights):
-        offsets = counts.cumsum(0).to(torch.int32)
-        product: torch.Tensor = grouped_mm(rows, weights.transpose(1, 2), offs=offsets)
+        product: torch.Tensor = grouped_mm(rows, weights.transpose(1, 2), offs=groups.offsets)
         return product
-    parts = zip(torch.split(rows, counts.tolist()), weights.unbind(0), strict=True)
+    parts = zip(torch.split(rows, groups.sizes), weights.unbind(0), strict=True)
     return torch.cat([functional.linear(part, weight) for part, weight in parts])
 
 
@@ -101,4 +102,10 @@ def _grouped_mm_takes(weights: torch.Tensor) -> bool:
         return False
     dtypes = _TRACED_GROUPED_DTYPES if torch.compiler.is_compiling() else _GROUPED_DTYPES
     sides_bytes = [side * weights.element_size() for side in weights.shape[1:]]
-    return weights.dtype in dtypes and not any(size % _GROUPED_ALIGNMENT_BYTES for size in sides_bytes)
+    aligned = not any(size % _GROUPED_ALIGNMENT_BYTES for size in sides_bytes)
+    return weights.dtype in dtypes and aligned and _on_device(weights.device, weights.dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    return groups_on_device(device, dtype)

@@ -23,12 +23,15 @@ class MixtureOfExperts(nn.Module):
     row as in any feed-forward block.
     """
 
-    def __init__(self, *, router: TopKRouter, experts: SwiGLUExperts, shared: SwiGLU | None = None) -> None:
+    def __init__(
+        self, *, router: TopKRouter, experts: SwiGLUExperts, shared: SwiGLU | None = None, chunks: int = 1
+    ) -> None:
         """``shared``: one block that all tokens pass in addition to their experts (Dai et al. 2024, arXiv:2401.06066);
-        several shared experts are one of their summed width."""
+        several shared experts are one of their summed width. ``chunks``: of
+        :class:`~nxdt_core.nn.moe.dispatch.LocalDispatcher`."""
         super().__init__()
         self.router = router
-        self.dispatcher = LocalDispatcher()
+        self.dispatcher = LocalDispatcher(chunks)
         self.experts = experts
         self.shared = shared
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import PROFILES, DeviceProfile, profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.parallel.estimate.run import estimate
-from nxdt_core.parallel.estimate.weights import needs_stand_ins, optimizer_bytes_per_element
+from nxdt_core.parallel.estimate.weights import StateBytes, needs_stand_ins, state_bytes_per_element
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
@@ -31,14 +33,15 @@ def estimate_configured(config: ResolvedConfig, parts: RunParts) -> Estimate:
 def workload(config: ResolvedConfig, parts: RunParts) -> Workload:
     """Sizes of the run of ``config``."""
     register_profile_of(config)
-    run = config.run
+    run, state = config.run, _state_bytes(config, parts.precision)
     sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
     return Workload(
         builder=parts.builder,
         adapters=parts.adapters,
         objective=parts.objective,
         precision=parts.precision,
-        state_bytes=_state_bytes(config, parts.precision) + parts.extra_state_bytes,
+        state_bytes=state.held + parts.extra_state_bytes,
+        saved_state_bytes=state.saved + parts.extra_state_bytes,
         stand_ins=_stand_ins(config, parts.precision),
         sizes=sizes,
         options=LayoutOptions.of(run, _profile(run.trainer.accelerator), ParallelMesh(sizes, None)),
@@ -50,13 +53,13 @@ def workload(config: ResolvedConfig, parts: RunParts) -> Workload:
     )
 
 
-def _state_bytes(config: ResolvedConfig, policy: PrecisionPolicy) -> float:
+def _state_bytes(config: ResolvedConfig, policy: PrecisionPolicy) -> StateBytes:
     """Optimizer state by element. Over masters and over rounded weights the optimizer sees float32."""
     optimizer, rounding = config.selected("optimizer"), updates_rounded(policy, config.run.seed)
     wide = policy.master_weights or rounding is not None
     dtype = torch.float32 if wide else getattr(torch, policy.parameters)
-    size = optimizer_bytes_per_element(optimizer.component.load_target(), optimizer.config, dtype)
-    return size / 2 if rounding is not None and rounding.state == "bfloat16" else size
+    narrow = rounding is not None and rounding.state == "bfloat16"
+    return state_bytes_per_element(optimizer.component.load_target(), optimizer.config, dtype, narrow=narrow)
 
 
 def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:
@@ -67,7 +70,8 @@ def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:
 
 
 def _profile(accelerator: str) -> DeviceProfile:
-    """The row of the device type that the run is for; ``auto`` is not known here, so it promises nothing."""
+    """The row of the device type that the run is for; ``auto`` is not known here, so it promises nothing that a
+    layout could do without."""
     if accelerator == "auto":
-        return profile_of(torch.device("meta"))
+        return replace(profile_of(torch.device("meta")), symmetric_memory=True)
     return PROFILES[accelerator]

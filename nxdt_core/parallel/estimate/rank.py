@@ -17,13 +17,14 @@ from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.data import keeps_experts
+from nxdt_core.parallel.estimate.compiled import keep_as_compiled
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.memory import Storage
 from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.parallel.estimate.weights import ParameterCounts, count_parameters
 from nxdt_core.parallel.estimate.workload import Workload
-from nxdt_core.parallel.gathers import product_weights
+from nxdt_core.parallel.gathers import gather_forms
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
@@ -47,8 +48,8 @@ class MeasuredRank:
 def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank:
     """Lay out the stages of ``pp_rank`` and run a micro-batch through each.
 
-    FSDP2 and compilation are left out: the first cannot run without memory and is counted by rules, the second changes
-    nothing before its first step.
+    FSDP2 and compilation are left out: the first cannot run without memory and is counted by rules, and what compiled
+    layers keep is made of layers as they are written (:func:`keep_as_compiled`).
     """
     options = replace(work.options, compile_backend=None)
     precision = replace(work.precision, master_weights=False, gradients=work.precision.parameters)
@@ -64,9 +65,12 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
                 work.sizes,
                 sharded=storage.sharded,
                 partial=laid.tensor_partial,
-                narrow=() if work.precision.autocast is None else product_weights(module, laid.plan),
+                forms=gather_forms(module, laid.plan, work.precision),
                 keeps=storage.sharded and keeps_experts(work.sizes, work.precision),
             )
+            if work.options.compile_backend is not None:
+                again = work.options.sequence_parallel and work.options.gathers_again
+                keep_as_compiled(module, laid.plan, gathers_again=again)
             layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
             with name_shape_errors([module], laid.plan, sizes):
                 traces.append(_trace(module, work, storage, mesh, number, hidden_size))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,9 +16,15 @@ from nxdt_core.parallel.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.parallel.estimate.traffic import sent_in_a_step
 from nxdt_core.parallel.estimate.weights import count_unique
 from nxdt_core.parallel.estimate.workload import Workload
+from nxdt_core.parallel.expert.apply import exchange_chunks, expert_modules
+from nxdt_core.parallel.expert.figures import routers_of
+from nxdt_core.parallel.layout import part_costs, pipeline_cuts
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.pipeline.cuts import stage_costs
 from nxdt_core.parallel.pipeline.schedules import Operation, bubble_fraction, schedule_operations
 from nxdt_core.protocols.parallel.estimate import Estimate, RankEstimate
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["estimate"]
@@ -44,27 +52,37 @@ def estimate(work: Workload) -> Estimate:
         state_bytes=work.state_bytes,
         stand_ins=work.stand_ins,
     )
+    cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
+    work = replace(work, options=replace(work.options, pipeline_cuts=cuts))
+    shares, costs = _shares(whole, plan, work), None
+    if sizes.pp > 1 and plan.pipeline is not None:
+        costs = stage_costs(part_costs(whole, plan, work.builder, work.options), shares)
     orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches)
     measured: dict[object, MeasuredRank] = {}
     ranks = []
-    for pp_rank, kind in enumerate(_kinds(whole, plan, work)):
+    for pp_rank, kind in enumerate(_kinds(whole, plan, work, shares)):
         if kind not in measured:
             measured[kind] = measure_rank(work, storage, pp_rank)
         ranks.append(_of_rank(measured[kind], work, storage, pp_rank, orders[pp_rank]))
     parameters, trained = count_unique(whole)
+    chunks = min(exchange_chunks(whole, plan).values(), default=1) if sizes.ep > 1 else 1
     return Estimate(
         parameters=parameters,
         trained=trained,
         micro_batches=work.micro_batches,
         tokens_per_step=work.global_batch_size * work.seq_length * work.rows // work.micro_batch_size,
-        bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches),
+        bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches, costs),
+        stage_layers=tuple(map(len, shares)),
+        pipeline_cuts=tuple(share[-1] for share in shares[:-1]),
+        longest_rank=_longest_rank(costs or [1], sizes),
         checkpoint_bytes=_checkpoint_bytes(work, storage, frozen=parameters - trained, trained=trained),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
         layout=tuple(_layout(work)),
         ranks=tuple(ranks),
         compute_dtype=work.precision.autocast or work.precision.parameters,
         recomputed=_FORWARD if work.options.recompute_granularity == "full" else 0.0,
-        hidden_behind=_hidden_behind(work, storage),
+        hidden_behind=_hidden_behind(work, storage) | ({"ep": _experts_share(whole, plan, work)} if chunks > 1 else {}),
+        never_hidden=_never_hidden(work, chunks),
     )
 
 
@@ -78,34 +96,73 @@ def _hidden_behind(work: Workload, storage: Storage) -> dict[str, float]:
     FSDP2 gathers a layer's weights during the layer before, and reduces its gradients during the next one's backward:
     in each micro-batch under ZeRO-2 and 3, else in the first and last. Without it gradients are summed during the last
     backward, in a pipeline after it. Messages between pipeline stages, and keys and values on a ring, go while other
-    blocks are computed.
+    blocks are computed. With asynchronous tensor parallelism, parts travel during the products that need the others.
     """
     each_time = storage.zero_stage >= 2
     after = not storage.sharded and work.sizes.pp > 1
     found = {"pp": 1.0, "dp": 0.0 if after else 1.0 if each_time else 1 / work.micro_batches}
+    if work.options.async_tensor_parallel:
+        found["tp"] = 1.0
     if work.sizes.cp > 1 and work.options.context_parallel_method == "ring":
         found["cp"] = 1.0
     return found
 
 
+def _never_hidden(work: Workload, chunks: int) -> dict[str, float]:
+    """Return the share of the traffic that ranks wait for in any case, by dimension.
+
+    Of an exchange in chunks it is one chunk. Of a collective that a product has taken in, it is the part of one rank;
+    the reduce-scatters of gradients before column layers are sums of several products, which take none in: two of a
+    layer's eight collectives, or of twelve where it is recomputed.
+    """
+    found = {"ep": 1 / chunks} if chunks > 1 else {}
+    if work.options.async_tensor_parallel:
+        whole = 2 / (12 if work.options.recompute_granularity == "full" else 8)
+        found["tp"] = whole + (1 - whole) / work.sizes.tp
+    return found
+
+
+def _experts_share(whole: nn.Module, plan: ParallelPlan, work: Workload) -> float:
+    """Return the share of a step's operations that experts do: while they compute one chunk, another one travels. The
+    first chunk on its way there and the last one on its way back are never hidden."""
+    routers = [whole.get_submodule(path) for path in routers_of(whole, plan)]
+    used = 0.0
+    for path, router in zip(expert_modules(whole, plan), routers, strict=False):
+        elements = sum(parameter.numel() for parameter in whole.get_submodule(path).parameters())
+        used += elements * getattr(router, "top_k", 1) / getattr(router, "experts", 1)
+    return 6 * used / work.builder.flops_per_token(work.seq_length)
+
+
 def _checkpoint_bytes(work: Workload, storage: Storage, *, frozen: int, trained: int) -> int:
-    saved = round(trained * (storage.saved_bytes(bfloat16=work.saves_bfloat16) + work.state_bytes))
+    state = work.state_bytes if work.saved_state_bytes is None else work.saved_state_bytes
+    saved = round(trained * (storage.saved_bytes(bfloat16=work.saves_bfloat16) + state))
     if not all(adapter.saves_base for adapter in work.adapters):
         return saved
     return saved + frozen * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
 
 
-def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[object]:
+def _shares(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:
+    """Return the layers of each stage."""
+    if work.sizes.stages == 1 or plan.pipeline is None:
+        return []
+    names = [f"{plan.pipeline.layers}.{key}" for key, _ in whole.get_submodule(plan.pipeline.layers).named_children()]
+    return stage_layers(names, work.sizes.stages, work.options.pipeline_cuts)
+
+
+def _longest_rank(costs: Sequence[int], sizes: MeshSizes) -> float:
+    """Return the cost of the rank that computes longest, over the mean."""
+    ranks = Counter[int]()
+    for stage, cost in enumerate(costs):
+        ranks[rank_of_stage(stage, sizes.pp, sizes.schedule)] += cost
+    return max(ranks.values()) * sizes.pp / (sum(costs) or 1)
+
+
+def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, shares: Sequence[Sequence[str]]) -> list[object]:
     """Return, by place in the pipeline, a key of ranks with equal stages; only one of a kind is measured."""
     sizes = work.sizes
-    if sizes.stages == 1 or plan.pipeline is None:
+    if not shares:
         return [None] * sizes.pp
-    layers = {
-        f"{plan.pipeline.layers}.{name}": part
-        for name, part in whole.get_submodule(plan.pipeline.layers).named_children()
-    }
-    shares = stage_layers(list(layers), sizes.stages, work.options.pipeline_cuts)
-    shapes = [tuple(_shapes(layers[name]) for name in share) for share in shares]
+    shapes = [tuple(_shapes(whole.get_submodule(name)) for name in share) for share in shares]
     return [
         tuple((number == 0, number == sizes.stages - 1, shapes[number]) for number in stages)
         for stages in (stages_of_rank(rank, sizes.pp, sizes.vpp, sizes.schedule) for rank in range(sizes.pp))
@@ -140,7 +197,9 @@ def _layout(work: Workload) -> Iterator[str]:
     named = {"TP": sizes.tp, "CP": sizes.cp, "EP": sizes.ep, "PP": sizes.pp, "VPP": sizes.vpp, "DP": sizes.dp}
     yield from (f"{name} {size}" for name, size in named.items() if size > 1)
     if options.sequence_parallel:
-        yield "sequence parallel"
+        yield "sequence parallel, gathered again" if options.gathers_again else "sequence parallel"
+    if options.async_tensor_parallel:
+        yield "asynchronous TP"
     if sizes.dp_replicate > 1:
         yield f"{sizes.dp_replicate} replicas"
     if sizes.dp > 1:

@@ -17,6 +17,9 @@ from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
 
 __all__ = ["sent_in_a_step"]
 
+_SCALE_BYTES = 4
+"""Of the largest element of a weight that travels in one byte per element, which ranks find together once per step."""
+
 
 def sent_in_a_step(
     measured: MeasuredRank, work: Workload, storage: Storage, stages: tuple[int, ...]
@@ -44,7 +47,7 @@ def _hops(stage: int, sizes: MeshSizes) -> int:
 def _data(counts: ParameterCounts, sizes: MeshSizes, storage: Storage, micro_batches: int) -> Iterator[float]:
     """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
     experts = (counts.experts, counts.experts_narrow, counts.experts_trained)
-    dense = (counts.local - experts[0], counts.narrow - experts[1], counts.trained - experts[2])
+    dense = (counts.local - experts[0] - counts.scaled, counts.narrow - experts[1], counts.trained - experts[2])
     for (local, narrow, trained), ranks in ((dense, sizes.fsdp), (experts, sizes.efsdp)):
         gradients = trained * storage.gradient_bytes
         if not storage.sharded:
@@ -55,6 +58,10 @@ def _data(counts: ParameterCounts, sizes: MeshSizes, storage: Storage, micro_bat
         yield _share(ranks) * gathers * _travelling(local, narrow, storage)
         yield _share(ranks) * gradients * (micro_batches if each_time else 1)
         yield 2 * _share(sizes.dp_replicate) * gradients / ranks
+    if storage.sharded:
+        gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
+        yield _share(sizes.fsdp) * gathers * counts.scaled
+        yield 2 * _share(sizes.fsdp) * counts.scales * _SCALE_BYTES
     if storage.sharded and storage.zero_stage == 3:  # the ends are gathered in forward alone
         ends = _travelling(counts.first + counts.last, counts.ends_narrow, storage)
         yield -_share(sizes.fsdp) * micro_batches * ends

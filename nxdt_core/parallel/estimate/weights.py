@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +15,21 @@ from torch.optim import Optimizer
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.data import Ends, ends_of
+from nxdt_core.parallel.gathers import GatherForms
 from nxdt_core.parallel.rounding.adam import AdamUpdates
 from nxdt_core.parallel.rounding.updates import in_buckets
-from nxdt_core.protocols.optimizer import OptimizerFactory
+from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["ParameterCounts", "count_parameters", "count_unique", "needs_stand_ins", "optimizer_bytes_per_element"]
+__all__ = [
+    "ParameterCounts",
+    "StateBytes",
+    "count_parameters",
+    "count_unique",
+    "needs_stand_ins",
+    "state_bytes_per_element",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,10 @@ class ParameterCounts:
     """Elements outside of all these, which FSDP2 gathers first and frees last."""
     narrow: int = 0
     """The part of ``local`` that travels in autocast's dtype when it is gathered."""
+    scaled: int = 0
+    """The part of ``local`` that travels in one byte per element."""
+    scales: int = 0
+    """Number of parameters that do so."""
     experts: int = 0
     """The part of ``local`` that ``efsdp`` holds instead of ``fsdp``."""
     experts_kept: int = 0
@@ -73,6 +86,8 @@ class ParameterCounts:
             ends_narrow=self.ends_narrow + other.ends_narrow,
             root=max(self.root, other.root),
             narrow=self.narrow + other.narrow,
+            scaled=self.scaled + other.scaled,
+            scales=self.scales + other.scales,
             experts=self.experts + other.experts,
             experts_kept=self.experts_kept + other.experts_kept,
             experts_narrow=self.experts_narrow + other.experts_narrow,
@@ -98,7 +113,7 @@ def count_parameters(
     *,
     sharded: bool,
     partial: Iterable[str] = (),
-    narrow: Collection[str] = (),
+    forms: GatherForms | None = None,
     keeps: bool = False,
 ) -> ParameterCounts:
     """Count the parameters of ``stage``, tensor and expert parallelism applied and FSDP2 not.
@@ -109,10 +124,11 @@ def count_parameters(
         sizes: of the mesh.
         sharded: whether FSDP2 will hold the parameters.
         partial: names whose gradients are partial sums over ``tp``.
-        narrow: names that FSDP2 gathers in autocast's dtype.
+        forms: how FSDP2 gathers the weights; None as it does by itself.
         keeps: whether FSDP2 leaves experts alone.
     """
     tally, sums, ends = _Tally(), frozenset(partial), ends_of(stage, plan)
+    narrow, scaled = (frozenset(), frozenset()) if forms is None else (forms.narrow, forms.scaled)
     trained: dict[str, tuple[int, int]] = {}
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
@@ -122,6 +138,8 @@ def count_parameters(
         tally.counts["local"] += local.numel()
         tally.counts["stored"] += stored
         tally.counts["narrow"] += local.numel() * (name in narrow)
+        tally.counts["scaled"] += local.numel() * (name in scaled)
+        tally.counts["scales"] += name in scaled
         tally.counts["experts"] += local.numel() * expert
         tally.counts["experts_kept"] += local.numel() * (expert and keeps)
         tally.counts["experts_narrow"] += local.numel() * (expert and name in narrow)
@@ -152,15 +170,44 @@ def count_unique(module: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def optimizer_bytes_per_element(factory: OptimizerFactory, config: object, dtype: torch.dtype) -> float:
-    """Return the state that the optimizer keeps for each element of a parameter, by stepping it once on a small one."""
-    parameter = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Optimizer state in bytes for each trained element."""
+
+    held: float
+    saved: float
+    """In checkpoints."""
+
+
+def state_bytes_per_element(
+    factory: OptimizerFactory, config: object, dtype: torch.dtype, *, narrow: bool = False
+) -> StateBytes:
+    """Return the state that the optimizer keeps for each element of a parameter, by stepping it once on a small one.
+
+    Args:
+        factory: of the optimizer.
+        config: its section.
+        dtype: of the parameter that it sees.
+        narrow: whether float32 state of the parameter's shape is kept in two bytes.
+    """
+    parameter = nn.Parameter(torch.zeros(_PROBE, _PROBE, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = _over(parameter, factory, config)
     optimizer.step()
-    state = optimizer.state[parameter].values()
-    size = sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.shape == parameter.shape)
-    return size / parameter.numel()
+    packs, state = isinstance(optimizer, PackedState), optimizer.state[parameter]
+    saved = optimizer.unpacked(parameter) if isinstance(optimizer, PackedState) else state
+
+    def size(leaves: Mapping[str, Any]) -> float:
+        tensors = [value for value in leaves.values() if isinstance(value, torch.Tensor) and value.dim()]
+        alike = [value for value in tensors if value.shape == parameter.shape or (packs and leaves is state)]
+        halved = [value for value in alike if narrow and value.dtype == torch.float32 and not packs]
+        return (sum(value.nbytes for value in alike) - sum(value.nbytes // 2 for value in halved)) / parameter.numel()
+
+    return StateBytes(held=size(state), saved=size(saved))
+
+
+_PROBE = 256
+"""Rows and columns of a parameter that is large enough for packed state."""
 
 
 def needs_stand_ins(factory: OptimizerFactory, config: object) -> bool:

@@ -28,6 +28,8 @@ class Workload:
     precision: PrecisionPolicy
     state_bytes: float
     """Optimizer state in bytes for each trained element."""
+    saved_state_bytes: float | None = None
+    """The same in checkpoints; None: as much."""
     stand_ins: bool = False
     """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
     sizes: MeshSizes

@@ -22,7 +22,7 @@ from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.tensor.layers import local_part
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["apply_expert_parallel", "expert_modules", "expert_parameters"]
+__all__ = ["apply_expert_parallel", "exchange_chunks", "expert_modules", "expert_parameters"]
 
 _SHARDED_DIM = {"column": 1, "row": 2}
 """Of matrices [experts, out, in]."""
@@ -59,16 +59,22 @@ def apply_expert_parallel(
         return
     for path in expert_modules(module, plan):
         _shard(path, module.get_submodule(path), plan, mesh)
-    for path in _paths(module, plan.expert_dispatchers):
+    for path, chunks in exchange_chunks(module, plan).items():
         dispatcher = AllToAllDispatcher(
             mesh.group("ep"),
             mesh.group("tp"),
             sequence_parallel=sequence_parallel,
             sliced=sliced if mesh.size("ep") > 1 else "none",
+            chunks=chunks,
         )
         module.set_submodule(path, dispatcher)
     for path in _paths(module, plan.expert_routers):
         module.get_submodule(path).shards = token_shards(mesh)  # type: ignore[assignment]
+
+
+def exchange_chunks(module: nn.Module, plan: ParallelPlan) -> dict[str, int]:
+    """Return in how many parts each layer with experts is to send its tokens, by path of the dispatcher."""
+    return {p: int(getattr(module.get_submodule(p), "chunks", 1)) for p in _paths(module, plan.expert_dispatchers)}
 
 
 def expert_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from torch import nn
 from nxdt_core.distributed.collectives import all_to_all, gather_along, gather_whole, scatter_sum_along
 from nxdt_core.distributed.expert_dispatch import ExchangingDispatcher
 from nxdt_core.nn.autocast import compute_dtype
+from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.moe.router import Routing
 from nxdt_core.parallel.tensor.layers import sum_over_ranks
 
@@ -36,11 +37,12 @@ class AllToAllDispatcher(ExchangingDispatcher):
         *,
         sequence_parallel: bool = False,
         sliced: Sliced = "none",
+        chunks: int = 1,
     ) -> None:
         """``group``: over ``ep``; ``tensor_group``: over ``tp``, whose ranks hold parts of each expert. None for one
         rank. ``sequence_parallel``: hand on this rank's part of the sequence only. ``sliced``: which rows are sent in
-        slices."""
-        super().__init__(group)
+        slices. ``chunks``: as of :class:`~nxdt_core.distributed.expert_dispatch.ExchangingDispatcher`."""
+        super().__init__(group, chunks)
         self.tensor_group = tensor_group
         self.sequence_parallel = sequence_parallel
         self.sliced = sliced
@@ -53,8 +55,8 @@ class AllToAllDispatcher(ExchangingDispatcher):
             return super().forward(hidden, routing, experts)
         width = hidden.shape[-1] // tensor_group.size()
 
-        def of_slices(rows: torch.Tensor, *counts: torch.Tensor) -> torch.Tensor:
-            partial = experts(gather_along(rows, -1, tensor_group), *counts)
+        def of_slices(rows: torch.Tensor, *groups: RowGroups) -> torch.Tensor:
+            partial = experts(gather_along(rows, -1, tensor_group), *groups)
             return scatter_sum_along(partial, -1, tensor_group)
 
         own = hidden.narrow(-1, tensor_group.rank() * width, width)

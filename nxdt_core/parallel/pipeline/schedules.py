@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import UNSHARD
 from nxdt_core.protocols.parallel.mesh import Schedule
 from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
 
-__all__ = ["Operation", "bubble_fraction", "make_schedule", "schedule_operations"]
+__all__ = ["Operation", "bubble_fraction", "make_schedule", "schedule_operations", "step_length"]
 
 StockSchedule = Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 
@@ -101,16 +101,32 @@ def schedule_operations(schedule: Schedule, pp: int, vpp: int, micro_batches: in
     ]
 
 
-def bubble_fraction(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> float:
+def bubble_fraction(
+    schedule: Schedule, pp: int, vpp: int, micro_batches: int, stages: Sequence[int] | None = None
+) -> float:
     """Share of a step in which the ranks wait for one another, by playing the schedule's operations through.
 
-    Every stage takes equally long, backward twice its forward (half of it for each of the two passes of ``zbv``), and
-    messages take no time. For 1F1B that is ``(pp - 1) / (micro_batches + pp - 1)``.
+    Without ``stages``, the cost of each, every stage takes equally long. For 1F1B that is
+    ``(pp - 1) / (micro_batches + pp - 1)``.
     """
     orders = schedule_operations(schedule, pp, vpp, micro_batches)
-    last = max(operation.stage for order in orders for operation in order)
+    costs = stages or [1] * (1 + max(operation.stage for order in orders for operation in order))
+    work = sum(_COST[operation.kind] * costs[operation.stage] for order in orders for operation in order)
+    return 1 - work / (pp * step_length(orders, costs))
+
+
+def step_length(orders: Sequence[Sequence[Operation]], costs: Sequence[int]) -> int:
+    """Return when the last rank is done, in units of a stage's forward for a stage of cost 1.
+
+    Backward takes twice its forward (half of it for each of the two passes of ``zbv``), and messages take no time.
+
+    Args:
+        orders: of :func:`schedule_operations`.
+        costs: of each stage.
+    """
+    last = len(costs) - 1
     done: dict[Operation, int] = {}
-    clocks, places = [0] * pp, [0] * pp
+    clocks, places = [0] * len(orders), [0] * len(orders)
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
         before = sum(places)
         for rank, order in enumerate(orders):
@@ -119,11 +135,11 @@ def bubble_fraction(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -
                 ready = _ready_at(operation, done, last)
                 if ready is None:
                     break
-                clocks[rank] = done[operation] = max(clocks[rank], ready) + _COST[operation.kind]
+                length = _COST[operation.kind] * costs[operation.stage]
+                clocks[rank] = done[operation] = max(clocks[rank], ready) + length
                 places[rank] += 1
-        assert sum(places) > before, f"{schedule} with PP {pp}, VPP {vpp} and {micro_batches} micro-batches deadlocks"
-    work = sum(_COST[operation.kind] for order in orders for operation in order)
-    return 1 - work / (pp * max(clocks))
+        assert sum(places) > before, f"{len(orders)} ranks with {len(costs)} stages deadlock"
+    return max(clocks)
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Operation]:

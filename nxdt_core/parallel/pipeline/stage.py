@@ -214,9 +214,10 @@ class StreamedStage(StockStage):
 
     def _unshard(self) -> None:
         """Gather the parameters, before a split backward looks for them in the module: it would not find those that
-        ZeRO-3 has freed, and leave out their gradients silently."""
+        ZeRO-3 has freed, and leave out their gradients silently. Backward of the embedding reads no weights: the first
+        stage's is always one pass, which finds them without their values."""
         for module in self.submod.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule) and _read_in_backward(module):
                 module.unshard()
 
 
@@ -230,6 +231,12 @@ def _take_grad(value: Any) -> torch.Tensor | None:
     if grad is not None:
         value.grad = None
     return grad
+
+
+def _read_in_backward(module: FSDPModule) -> bool:
+    """Return whether FSDP2 gathers parameters of the module for backward."""
+    groups = fsdp_parameter_groups(module._get_fsdp_state())
+    return any(group.unshard_in_backward for group in groups)
 
 
 def _run_post_backward(module: FSDPModule) -> None:

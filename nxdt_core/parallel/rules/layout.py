@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nxdt_core.config.validate.sizes import CP, EP, TP
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit
+from nxdt_core.parallel.rules.async_tensor import async_tensor_parallel_fits
 from nxdt_core.parallel.rules.shuffle import shuffle_fits
 from nxdt_core.parallel.rules.stages import STAGE_RULES
 from nxdt_core.parallel.rules.torch_version import TORCH_RULES
@@ -127,6 +128,7 @@ RULES = (
     experts_divide,
     sequence_divides,
     shuffle_fits,
+    async_tensor_parallel_fits,
     *STAGE_RULES,
     *TORCH_RULES,
 )

@@ -12,20 +12,22 @@ __all__ = ["STAGE_RULES"]
 
 _SCHEDULE = "distributed_strategy.pipeline_schedule"
 _LAYERS, _CUTS, _COMPILE = "model.num_layers", "model.pipeline_cuts", "model.compile"
+_SP = "distributed_strategy.sequence_parallel"
+_REGATHER = "distributed_strategy.sequence_parallel_regather"
 _RECOMPUTE = "model.activations_checkpoint_granularity"
 
 
-def layers_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
-    """Stages of the pipeline take equally many layers, unless ``model.pipeline_cuts`` says where to cut."""
+def layers_fill_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
+    """Each stage of the pipeline takes a layer, unless ``model.pipeline_cuts`` says where to cut."""
     numbers, sizes = settings.numbers(_LAYERS), mesh_sizes(settings)
-    if numbers is None or sizes is None or settings.values.get(_CUTS):
+    if numbers is None or sizes is None or sizes.pp == 1 or settings.values.get(_CUTS):
         return
     layers = numbers[0]
-    if layers % sizes.stages:
+    if layers < sizes.stages:
         yield ImpossibleCombination(
             **settings.place(_LAYERS, PP, VPP),
-            reason=f"{layers} layers do not divide by {_stages(sizes.pp, sizes.vpp)}",
-            advice=f"Choose sizes that divide the layers, or name the cuts in {_CUTS}.",
+            reason=f"{layers} layers cannot fill {_stages(sizes.pp, sizes.vpp)}",
+            advice=f"Choose sizes of at most {layers} stages.",
         )
 
 
@@ -107,16 +109,29 @@ def schedule_recomputes(settings: Settings) -> Iterator[ImpossibleCombination]:
         )
 
 
+def schedule_regathers(settings: Settings) -> Iterator[ImpossibleCombination]:
+    """ZBV reads what a layer keeps twice, and each time would gather it."""
+    sizes = mesh_sizes(settings)
+    reads = sizes is not None and sizes.schedule == "zbv" and sizes.tp > 1
+    if reads and settings.values.get(_SP) and settings.values.get(_REGATHER):
+        yield ImpossibleCombination(
+            **settings.place(_REGATHER, _SCHEDULE),
+            reason="the schedule zbv takes the backward of layers apart, and would gather inputs in both parts",
+            advice=f"Set {_REGATHER} to false, or choose 1f1b or interleaved.",
+        )
+
+
 def _stages(pp: int, vpp: int) -> str:
     return f"PP {pp} x {vpp} a device = {pp * vpp} stages"
 
 
 STAGE_RULES = (
-    layers_divide,
+    layers_fill_stages,
     cuts_match_stages,
     schedule_knows_stages,
     schedule_has_micro_batches,
     schedule_compiles,
     schedule_recomputes,
+    schedule_regathers,
 )
 """In the order in which they are tried."""

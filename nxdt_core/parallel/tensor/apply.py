@@ -7,7 +7,8 @@ this rank's part of the sequence. From this follows whose gradients are summed: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -15,12 +16,13 @@ from nxdt_core.distributed.placement import sharded_over
 from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.tensor.gathered_again import entering_block
 from nxdt_core.parallel.tensor.heads import HeadLayout
 from nxdt_core.parallel.tensor.layers import BlockEntry
 from nxdt_core.parallel.tensor.shards import TensorSharder
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
-__all__ = ["apply_tensor_parallel", "partial_parameters", "replicated_partials"]
+__all__ = ["apply_tensor_parallel", "gather_once", "partial_parameters", "replicated_partials"]
 
 _IN_BLOCKS: tuple[TensorStyle, ...] = (
     *(
@@ -38,7 +40,13 @@ _IN_BLOCKS: tuple[TensorStyle, ...] = (
 
 
 def apply_tensor_parallel(
-    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool, pad_heads: bool = False
+    module: nn.Module,
+    plan: ParallelPlan,
+    mesh: ParallelMesh,
+    *,
+    sequence_parallel: bool,
+    gathers_again: bool = False,
+    pad_heads: bool = False,
 ) -> None:
     """Replace, in place, the modules that ``plan.tensor`` names by sharded ones under the same names.
 
@@ -49,6 +57,8 @@ def apply_tensor_parallel(
         plan: patterns that match nothing here belong to other stages.
         mesh: of the run.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
+        gathers_again: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
+            layers keep them once :func:`nxdt_core.engines.recompute.drop_in_layers` was called.
         pad_heads: fill up with heads of zeros what the ranks cannot share in equal parts; see
             :func:`nxdt_core.parallel.tensor.padding.padded_parameters`.
 
@@ -77,8 +87,23 @@ def apply_tensor_parallel(
     for block in blocks:
         if styles.get(block) != "row":  # whose inputs are its own part of the features
             routes = any(_inside(path, block) for path in routers)
-            entry = BlockEntry(group, sequence_parallel=sequence_parallel, routes=routes)
-            module.get_submodule(block).register_forward_pre_hook(entry)
+            # A block that is one matrix, such as the head, has nothing to hide a gather behind.
+            again = sequence_parallel and gathers_again and block not in styles
+            entry = BlockEntry(group, sequence_parallel=sequence_parallel, routes=routes, again=again)
+            part: Any = module.get_submodule(block)
+            if again:
+                kind: Any = type(part)
+                part.entry, part.__class__ = entry, entering_block(kind)
+            else:
+                part.register_forward_pre_hook(entry)
+
+
+def gather_once(parts: Iterable[nn.Module]) -> None:
+    """Let tensor blocks among ``parts`` keep what they gathered: they are recomputed, and gather again anyway."""
+    for part in parts:
+        entry = getattr(part, "entry", None)
+        if isinstance(entry, BlockEntry):
+            entry.again = False
 
 
 def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parallel: bool) -> frozenset[str]:

@@ -24,8 +24,10 @@ from nxdt_core.distributed.collectives import (
     reduce_from_group,
     scatter_sum_along,
 )
+from nxdt_core.engines.dropped import cast_dropped
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.updates import Product, updated_linear
+from nxdt_core.parallel.tensor.gathered_again import gather_dropped, gathers_ahead
 from nxdt_core.parallel.tensor.padding import PaddedDim
 
 __all__ = [
@@ -49,12 +51,16 @@ SEQUENCE_DIM = 1
 class BlockEntry:
     """Forward pre-hook of a tensor block: makes its first argument whole and its gradient a sum over the ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool, routes: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, sequence_parallel: bool, routes: bool = False, again: bool = False
+    ) -> None:
         """``routes``: whether a router of experts is in the block, whose scores are computed in float32. The matrices
-        of other blocks are multiplied in autocast's dtype, so that nothing wider is sent to them."""
+        of other blocks are multiplied in autocast's dtype, so that nothing wider is sent to them. ``again``: gather
+        what backward needs once more."""
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.routes = routes
+        self.again = again
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """``args[0]`` is [batch, seq, hidden], or under sequence parallelism this rank's part along seq.
@@ -65,8 +71,10 @@ class BlockEntry:
         if not args:
             raise TypeError(f"{type(module).__name__} is a tensor block: give it its hidden states by position")
         hidden, *rest = args
-        if not self.routes:
-            hidden = hidden.to(compute_dtype(hidden))
+        dtype = hidden.dtype if self.routes else compute_dtype(hidden)
+        if self.again:
+            return gather_dropped(hidden, dtype, SEQUENCE_DIM, self.group), *rest
+        hidden = cast_dropped(hidden, dtype)
         if self.sequence_parallel:
             return gather_along(hidden, SEQUENCE_DIM, self.group), *rest
         return copy_to_group(hidden, self.group), *rest
@@ -260,6 +268,7 @@ def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, se
     """End a tensor block: the sum of the ranks' ``partial`` [batch, seq, hidden], whole or, under sequence
     parallelism, this rank's part of it along the sequence."""
     if sequence_parallel:
+        gathers_ahead(partial)
         return scatter_sum_along(partial, SEQUENCE_DIM, group)
     return reduce_from_group(partial, group)
 

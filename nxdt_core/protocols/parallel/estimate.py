@@ -78,7 +78,7 @@ class Estimate:
     """Of one step, on each rank."""
     tokens_per_step: int
     bubble: float
-    """Share of a step in which pipeline ranks wait for one another."""
+    """Share of a step in which pipeline ranks wait for one another, because of the schedule and of unequal stages."""
     checkpoint_bytes: int
     """Weights and optimizer state."""
     flops_per_token: float
@@ -87,6 +87,12 @@ class Estimate:
     """How the engine lays the run out, for people: ``("8 ranks", "TP 2", "ZeRO-1")``."""
     ranks: tuple[RankEstimate, ...]
     """By place in the pipeline."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage; empty without a pipeline."""
+    pipeline_cuts: tuple[str, ...] = ()
+    """Last layer of each stage but the final one."""
+    longest_rank: float = 1.0
+    """Computation of the pipeline rank that has the most, over the mean of all."""
     compute_dtype: str = "float32"
     """Of matrix products."""
     recomputed: float = 0.0
@@ -94,6 +100,8 @@ class Estimate:
     hidden_behind: Mapping[str, float] = field(default_factory=dict)
     """By mesh dimension, the share of a step's computation during which its traffic can be under way; 0 where ranks
     wait for it."""
+    never_hidden: Mapping[str, float] = field(default_factory=dict)
+    """By mesh dimension, the share of its traffic that ranks wait for in any case."""
 
     @property
     def fullest(self) -> RankEstimate:

@@ -48,7 +48,7 @@ def check_micro_batches(schedule: Schedule, *, pp: int, micro_batches: int) -> N
         )
 
 
-def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool) -> None:
+def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool, regather: bool = False) -> None:
     """Refuse what needs backward in one piece where the schedule runs it in two.
 
     Recomputation would stay right, but every weight's gradient requests it again: a Llama layer was recomputed up to
@@ -62,6 +62,11 @@ def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool)
     if recompute:
         raise ZeroBubbleCannot(
             feature="activation recomputation", without="model.activations_checkpoint_granularity=null"
+        )
+    if regather:
+        raise ZeroBubbleCannot(
+            feature="gathering inputs again in backward",
+            without="distributed_strategy.sequence_parallel_regather=false",
         )
     if compiled:
         raise ZeroBubbleCannot(feature="a compiled model", without="model.compile=false")

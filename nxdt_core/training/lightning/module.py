@@ -152,11 +152,23 @@ class NxdtModule(pl.LightningModule):
         """
         _check_batch(batch)
         counted: Any = self.optimizers(use_pl_optimizer=True)
-        self.last = self.session.step(batch, apply=counted.step)
+        self.last = self.session.step(batch, apply=counted.step, collect=False)
         if self._logs_metrics:
             loss = self.last.loss
             self.log_dict({"loss": loss.loss, "grad_norm": self.last.grad_norm, **loss.metrics}, batch_size=1)
             self.log("lr", self.session.horizon.lr * self.last.lr_factor, batch_size=1)
+
+    def on_train_start(self) -> None:
+        """Turn automatic garbage collections off where ``trainer.gc_interval`` says so."""
+        self.session.collections.begin(self.engine.device)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Collect garbage where ``trainer.gc_interval`` says so; callbacks have done their work of the step."""
+        self.session.collections.after_step(self.train_state.step)
+
+    def on_train_end(self) -> None:
+        """Let garbage be collected as before."""
+        self.session.collections.close()
 
     def on_validation_epoch_start(self) -> None:
         """Validate the average where ``exp_manager.ema.evaluate_ema_weights_instead`` says so."""

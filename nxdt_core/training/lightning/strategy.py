@@ -219,6 +219,8 @@ class NxdtStrategy(Strategy):
     def on_exception(self, exception: BaseException) -> None:
         """Remember it: the groups stay. Leaving them waits for ranks that are stuck in them, or fails those, too."""
         self._broken = True
+        if isinstance(self.lightning_module, NxdtModule):
+            self.lightning_module.session.collections.close()
 
     def close(self) -> None:
         """Stop the engine: after the last of ``fit``, ``validate``, ``test`` and ``predict``, whose model it holds.

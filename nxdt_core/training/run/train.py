@@ -19,6 +19,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.device_settings import ignored_settings
+from nxdt_core.garbage_collection import collect_as_usual
 from nxdt_core.kernel.contexts import ConfigureContext
 from nxdt_core.kernel.discovery.lightning_callbacks import (
     check_lightning_callbacks,
@@ -30,7 +31,6 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
 from nxdt_core.training.callbacks.console import Console
-from nxdt_core.training.callbacks.garbage_collection import GarbageCollection
 from nxdt_core.training.callbacks.metrics import MetricsWriter
 from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.callbacks.signals import StopSignals, Supervisor
@@ -163,8 +163,6 @@ def _train(
     for note in lightning_notes(factories):
         console.say(note)
     _log.info("plugins %s", config.kernel.fingerprint())
-    interval = config.run.trainer.gc_interval
-    collections = GarbageCollection(profile.gc_interval if interval is None else interval)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=strategy.lightning_accelerator,
@@ -186,7 +184,6 @@ def _train(
             AdapterFinish(config, lambda module: _within_store(own, _last_checkpoint(own, module, start))),
             *time_limit,
             *([MonitorReports(monitor, metrics)] if monitor.wanted else []),
-            *([collections] if collections.interval else []),
             signals,
         ],
         enable_checkpointing=False,
@@ -195,6 +192,7 @@ def _train(
         use_distributed_sampler=False,
     )
     try:
+        collect_as_usual()
         with memory_errors_explained(config, module):
             trainer.fit(module, data, ckpt_path=_prepare_start(module, start, base, console))
     except SystemExit as left:  # what Lightning makes of a second Ctrl-C
@@ -202,7 +200,7 @@ def _train(
             raise KeyboardInterrupt from None
         raise
     finally:
-        collections.close()
+        module.session.collections.close()
         console.close()
         strategy.close()
     if signals.failure is not None:

@@ -64,7 +64,7 @@ def test_shells_complete_commands_recipes_keys_and_components(shell):
     shell("nxdt tra\t", "train ")
     shell("nxdt train recipe:mixtral-ti\t", "recipe:mixtral-tiny ")
     shell("nxdt train recipe:llama-tiny trainer.max_st\t", "trainer.max_steps=")
-    shell("nxdt train recipe:llama-tiny model.optim.name=adamw_\t", "model.optim.name=adamw_fp32OptState ")
+    shell("nxdt train recipe:llama-tiny model.optim.name=adamw_fp\t", "model.optim.name=adamw_fp32OptState ")
     shell("nxdt recipes show mixtral-ti\t", "mixtral-tiny ")
 
 

@@ -103,12 +103,12 @@ IMPOSSIBLE = {
         "18 tokens do not divide into 12 equal parts (CP 2, TP 3 with sequence_parallel).",
     ),
     "layers": (
-        layout(4, **{PP: 4, VPP: 2}) | {"model.num_layers": 12},
-        "12 layers do not divide by PP 4 x 2 a device = 8 stages.",
+        layout(4, **{PP: 4, VPP: 2}) | {"model.num_layers": 7},
+        "7 layers cannot fill PP 4 x 2 a device = 8 stages.",
     ),
     "layers under zbv": (
-        layout(4, **{PP: 4, SCHEDULE: "zbv"}) | {"model.num_layers": 12},
-        "12 layers do not divide by PP 4 x 2 a device = 8 stages.",
+        layout(4, **{PP: 4, SCHEDULE: "zbv"}) | {"model.num_layers": 7},
+        "7 layers cannot fill PP 4 x 2 a device = 8 stages.",
     ),
     "cuts": (
         layout(4, **{PP: 4}) | {"model.num_layers": 5, "model.pipeline_cuts": ("a", "b")},
@@ -162,6 +162,7 @@ POSSIBLE = {
     "more copies than are needed": layout(8, kv_replicator=8, **{TP: 8}) | {"model.num_kv_heads": 2},
     "kv heads are query heads": layout(2, **{TP: 2}) | {"model.num_attention_heads": 4, "model.num_kv_heads": None},
     "heads are padded": layout(4, pad_heads=True, **{TP: 4}) | {"model.num_attention_heads": 6},
+    "cuts are chosen": layout(4, **{PP: 4}) | {"model.num_layers": 5},
     "cuts say where": layout(2, **{PP: 2}) | {"model.num_layers": 5, "model.pipeline_cuts": ("layers.1",)},
     "fewer micro-batches than a round": layout(4, **{PP: 4, VPP: 2}) | batches(3),
     "rounds of five": layout(2, **{PP: 4, VPP: 2}) | {"trainer.devices": 4} | batches(10),

@@ -18,9 +18,9 @@ from nxdt_core.training.state import TrainState, seed_all
 from tests.parallel.layouts.adapting import KINDS
 from tests.parallel.matrix.batches import ROWS, SEQ, VOCAB
 from tests.parallel.matrix.layouts import Layout
-from tests.parallel.matrix.training import configuration
+from tests.parallel.matrix.training import Numbers, configuration
 
-__all__ = ["CASES", "Case", "Counted", "counted", "expected"]
+__all__ = ["CASES", "Case", "Counted", "counted", "expected", "losses"]
 
 STEPS = 20
 COMPARED = 3
@@ -39,6 +39,10 @@ _DROPOUT = {**_GPT, "hidden_dropout": 0.3, "ffn_dropout": 0.3}
 
 def _selective(*names: str) -> dict[str, Any]:
     return {"activations_checkpoint_granularity": "selective", "activations_checkpoint_recompute": [*names]}
+
+
+def _chunks(model: dict[str, Any]) -> dict[str, Any]:
+    return {**model, "moe": {**model["moe"], "exchange_chunks": 2}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,8 @@ CASES = {
     "gather": Case(model={**_LLAMA, **_selective("CoreAttention")}, layout=Layout(cp=2, cp_method="gather")),
     "capacity-ep2": Case(model=_CAPACITY, layout=Layout(dp=2, ep=2)),
     "dropless-ep2": Case(model=_DROPLESS, layout=Layout(dp=2, ep=2)),
+    "dropless-ep2-chunks": Case(model=_chunks(_DROPLESS), layout=Layout(dp=2, ep=2)),
+    "capacity-ep2-chunks": Case(model=_chunks(_CAPACITY), layout=Layout(dp=2, ep=2)),
     "dropless-ep2-full": Case(model={**_DROPLESS, **_FULL}, layout=Layout(dp=2, ep=2, tp=2, sp=True)),
 }
 
@@ -134,10 +140,16 @@ def _backend(name: str) -> Iterator[None]:
         yield
 
 
-def _losses(case: Case, steps: int, *, compiled: bool) -> Iterator[float]:
+def losses(case: Case, numbers: Numbers, compiled: bool) -> list[float]:
+    """Those of a run in ``numbers``."""
+    with _backend("aot_eager"):
+        return list(_losses(case, STEPS, compiled=compiled, numbers=numbers))
+
+
+def _losses(case: Case, steps: int, *, compiled: bool, numbers: Numbers = "fp32") -> Iterator[float]:
     """Of each step, with that of a validation after it."""
     model_keys = {**case.model, "compile": compiled}
-    config = configuration(case.layout, "fp32", model_keys, case.adapter)
+    config = configuration(case.layout, numbers, model_keys, case.adapter)
     engine = build.engine(config)
     engine.start()
     seed_all(config.run.seed)

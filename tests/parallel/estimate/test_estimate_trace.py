@@ -14,7 +14,7 @@ from nxdt_core.parallel.estimate.kernels import AcceleratorKernels
 from nxdt_core.parallel.estimate.live import LiveBytes, WireBytes
 from nxdt_core.parallel.estimate.memory import Storage, fullest_moment
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
-from nxdt_core.parallel.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_bytes_per_element
+from nxdt_core.parallel.estimate.weights import ParameterCounts, needs_stand_ins, state_bytes_per_element
 from nxdt_core.parallel.pipeline.schedules import schedule_operations
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -195,9 +195,9 @@ def test_an_optimizers_state_is_found_by_stepping_it():
     def momentum(groups, config):
         return torch.optim.SGD([dict(group) for group in groups], momentum=config)
 
-    assert optimizer_bytes_per_element(adam, None, torch.float32) == 8
-    assert optimizer_bytes_per_element(adam, None, torch.bfloat16) == 4
-    assert optimizer_bytes_per_element(momentum, 0.9, torch.float32) == 4
-    assert optimizer_bytes_per_element(momentum, 0.0, torch.float32) == 0
+    assert state_bytes_per_element(adam, None, torch.float32).held == 8
+    assert state_bytes_per_element(adam, None, torch.bfloat16).held == 4
+    assert state_bytes_per_element(momentum, 0.9, torch.float32).held == 4
+    assert state_bytes_per_element(momentum, 0.0, torch.float32).held == 0
     assert not needs_stand_ins(adam, None)
     assert needs_stand_ins(momentum, 0.9)

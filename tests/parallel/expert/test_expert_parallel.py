@@ -59,6 +59,7 @@ class Layout:
     ep: int = 1
     sequence_parallel: bool = False
     sliced: str = "none"
+    chunks: int = 1
 
     @property
     def sizes(self):
@@ -67,7 +68,7 @@ class Layout:
     def __str__(self):
         sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
         return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) + (
-            "-sp" * self.sequence_parallel + "-slices" * (self.sliced != "none")
+            "-sp" * self.sequence_parallel + "-slices" * (self.sliced != "none") + "-chunks" * (self.chunks > 1)
         )
 
 
@@ -158,6 +159,8 @@ def on_ranks(layout):
 
 def on_a_rank(layout, mesh, capacity_factor):
     model = two_layers(capacity_factor)
+    for layer in model:
+        layer.moe.dispatcher.chunks = layout.chunks
     apply_tensor_parallel(model, PLAN, mesh, sequence_parallel=layout.sequence_parallel)
     apply_expert_parallel(model, PLAN, mesh, sequence_parallel=layout.sequence_parallel, sliced=layout.sliced)
     held = {name: local(p).numel() for name, p in model.named_parameters()}
@@ -236,10 +239,11 @@ LAYOUTS = [
     Layout(dp=2, tp=2, ep=2, sliced="all"),
     Layout(dp=2, tp=2, ep=2, sequence_parallel=True, sliced="all"),
     Layout(cp=2, tp=2, ep=2, sequence_parallel=True, sliced="all"),
+    Layout(dp=2, tp=2, ep=2, sequence_parallel=True, sliced="all", chunks=3),
 ]
 
 
-KEPT = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], LAYOUTS[-2])
+KEPT = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], LAYOUTS[-3])
 """Experts over data and context parallel ranks, with sequence parallelism and without."""
 
 

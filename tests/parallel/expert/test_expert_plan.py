@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
+from nxdt_core.nn.moe.dispatch import LocalDispatcher
 from nxdt_core.parallel.estimate.run import estimate
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import LayoutOptions
@@ -14,11 +15,26 @@ from nxdt_core.testing.models.moe import MoEBuilder
 from nxdt_core.testing.models.moe_config import MoEConfig, MoEModelConfig
 
 
-def planned(capacity_factor, **sizes):
+class InChunks(MoEBuilder):
+    """Sends tokens in several parts."""
+
+    chunks = 1
+
+    def build(self):
+        model = super().build()
+        for part in model.modules():
+            if isinstance(part, LocalDispatcher):
+                part.chunks = self.chunks
+        return model
+
+
+def planned(capacity_factor, *, chunks=1, **sizes):
     config = MoEModelConfig(moe=MoEConfig(num_experts=8, capacity_factor=capacity_factor))
+    builder = InChunks(config)
+    builder.chunks = chunks
     return estimate(
         Workload(
-            builder=MoEBuilder(config),
+            builder=builder,
             objective=CausalLM(None),
             precision=PrecisionPolicy(name="fp32"),
             state_bytes=8,
@@ -42,3 +58,15 @@ def test_experts_and_their_traffic_are_in_the_plan(capacity_factor):
     trips = 2 * 2 * 2 * 2  # layers, micro-batches, there and back, forward and backward
     counts_bytes = 0 if capacity_factor else 2 * 2 * 8 * 8
     assert many.sent["ep"] == 3 * (trips * rows_bytes + counts_bytes) // 4  # three of four parts leave
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_chunks_send_the_same_and_hide_it_behind_experts(capacity_factor):
+    whole = planned(capacity_factor, dp_shard=4, ep=4)
+    chunked = planned(capacity_factor, chunks=4, dp_shard=4, ep=4)
+    counts = 0 if capacity_factor else 3 * 3 * 2 * 2 * 8 * 8 // 4  # three more chunks, each with its counts
+    assert chunked.fullest.sent["ep"] == whole.fullest.sent["ep"] + counts
+    assert "ep" not in whole.hidden_behind
+    assert chunked.never_hidden == {"ep": 1 / 4}
+    active = 2 * 2 * 3 * 32 * 32  # layers, experts of a token, matrices
+    assert chunked.hidden_behind["ep"] == pytest.approx(6 * active / chunked.flops_per_token)

@@ -41,6 +41,7 @@ FOUR_RANKS = [
     slow(Case(schedule="interleaved", dp_shard=2, zero_stage=1, tied=True, steps=20)),
     slow(Case(schedule="zbv", dp_shard=2, zero_stage=1, tied=True, steps=20)),
     slow(Case(dp_shard=2, zero_stage=3, tied=True, steps=20)),
+    slow(Case(schedule="zbv", dp_shard=2, zero_stage=3, steps=20)),
     slow(Case(schedule="1f1b", dp_replicate=2, zero_stage=3)),
     slow(Case(schedule="interleaved", dp_replicate=2, zero_stage=3)),
     slow(Case(schedule="zbv", dp_replicate=2, zero_stage=3)),

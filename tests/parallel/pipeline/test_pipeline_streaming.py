@@ -239,10 +239,8 @@ def test_zero_stages_reduce_and_gather_as_often_as_they_promise(ranks, schedule)
         groups, _, _, ends = stage_1
         assert stage_1 == (groups, groups, groups, ends)
         assert stage_2 == (groups, groups * count, groups, ends)
-        # A layer is gathered for forward and for backward, an end once. Of the rank of ZBV that has both ends, one is
-        # gathered again.
-        once = min(ends, 1) if schedule == "zbv" else ends
-        assert stage_3 == (groups, groups * count, (groups * 2 - once) * count, ends)
+        # A layer is gathered for forward and for backward, an end once.
+        assert stage_3 == (groups, groups * count, (groups * 2 - ends) * count, ends)
 
 
 def mixed_gradients(case):

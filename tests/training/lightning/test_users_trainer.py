@@ -1,5 +1,6 @@
 """A ``Trainer`` of the user's own: every entry point in any order on one and on two ranks, monitors, arguments."""
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -181,3 +182,31 @@ def test_the_figures_of_a_run_of_nxdt_train_are_not_logged_twice(small_run):
     train(config)
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
+
+
+class Fails(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if pl_module.train_state.step == 3:
+            raise ValueError("callback")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_between_steps_in_a_users_trainer(small_run, fails):
+    before, found = (gc.isenabled(), gc.get_freeze_count() > 0), []
+    config = small_run("trainer.gc_interval=2")
+    module, trainer = NxdtModule(config), trainer_of(config, max_steps=5, callbacks=[Fails()] if fails else [])
+
+    def collected(phase, info):
+        if phase == "start" and not gc.isenabled():
+            found.append((module.train_state.step, info["generation"]))
+
+    gc.callbacks.append(collected)
+    try:
+        trainer.fit(module, NxdtDataModule(config))
+    except ValueError:
+        assert fails
+    finally:
+        gc.callbacks.remove(collected)
+        trainer.strategy.close()
+    assert found == [(1, 2), (2, 2)] if fails else [(1, 2), (2, 2), (4, 2)]
+    assert (gc.isenabled(), gc.get_freeze_count() > 0) == before
