@@ -20,6 +20,7 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
+from tests.at_rest import at_rest
 from tests.sampling import slow, slow_except
 
 BATCH, HEADS, SEQ, WIDTH = 2, 4, 48, 8
@@ -209,7 +210,7 @@ def held(method: str) -> tuple[list[tuple[int, ...]], int, set[tuple[int, ...]],
         leaves = [t.requires_grad_() for t in qkv]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Sizes() as forward:
             output = core(*leaves)
-        living = forward.living()
+        living = at_rest(forward.living)
         with Sizes() as backward:
             output.backward(grad)
     return saved, living, {tuple(s) for s in forward.seen}, {tuple(s) for s in backward.seen}

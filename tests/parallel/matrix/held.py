@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,13 +78,6 @@ def live_bytes() -> int:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def live_bytes_at_rest() -> int:
-    """Return the least of two moments: a thread of gloo may still hold what it has just sent."""
-    first = live_bytes()
-    time.sleep(0.2)
-    return min(first, live_bytes())
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:

@@ -15,12 +15,12 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
+from tests.at_rest import at_rest
 from tests.parallel.matrix.batches import MICRO_BATCHES, ROWS, SEQ, VOCAB, global_batch, share
 from tests.parallel.matrix.held import (
     Held,
     gradient_bytes,
     live_bytes,
-    live_bytes_at_rest,
     optimizer_bytes,
     watched,
     weight_bytes,
@@ -123,7 +123,7 @@ def train(
         run.step()
     for _ in range(steps - 2):
         run.step()
-    live = live_bytes_at_rest() - before - sum(gradient.nbytes for gradient in gradients.values())
+    live = at_rest(live_bytes) - before - sum(gradient.nbytes for gradient in gradients.values())
     report = Report(
         rank=place.rank,
         losses=run.losses,

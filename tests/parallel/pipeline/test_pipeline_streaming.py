@@ -20,6 +20,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.testing.ranks import RanksFailed, process_group
 from nxdt_core.torch_versions import fsdp_parameter_groups
+from tests.at_rest import at_rest
 from tests.parallel.pipeline.cases import (
     Case,
     arguments,
@@ -46,9 +47,8 @@ class Alive:
     def watch(self, tensor):
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))
         self.total += 1
-        self.most = max(self.most, self.now)
+        self.most = max(self.most, self.now())
 
-    @property
     def now(self):
         return sum(not storage.expired() for storage in self._storages)
 
@@ -88,7 +88,7 @@ def peaks(case):
                 stage.register_forward_hook(lambda module, args, output: sent.watch(output))
         run.step()
         gc.collect()
-        return [(alive.most, alive.total, alive.now) for alive in (ids, received, sent)]
+        return [(alive.most, alive.total, at_rest(alive.now)) for alive in (ids, received, sent)]
 
 
 @pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
