@@ -23,10 +23,10 @@ from nxdt_core.training.state import TrainState
 
 pytestmark = pytest.mark.timeout(1800)  # the first test waits for all cases
 STEPS, ROWS, MICRO, LENGTH, VOCABULARY = 6, 8, 1, 16, 64
-LIMITS = {"loss": 1e-6, "grad norm": 5e-6, "weight norm": 1e-6, "weight": 1e-5, "log prob": 1e-5}
-"""Largest differences, relative to values above 1. Adam magnifies those of small gradients in single weights."""
-BFLOAT16 = 2**14
-"""Factor on the limits: bfloat16 has 16 bits less of each number."""
+LIMITS = {"loss": 1e-6, "grad norm": 2e-5, "weight norm": 1e-6, "weight": 1e-5, "log prob": 5e-5}
+"""Largest differences, relative to values above 1. After one step they are below 1e-6; how far they grow until the last
+depends on the CPU: 2e-6 to 1.6e-5 for log probabilities."""
+BFLOAT16_LIMITS = {"loss": 0.016, "grad norm": 0.08, "weight norm": 0.016, "weight": 0.16, "log prob": 0.16}
 
 _SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 _LLAMA = {**_SIZES, "name": "llama", "num_kv_heads": 2, "ffn_hidden_size": 48, "max_position_embeddings": 32}
@@ -263,6 +263,5 @@ def test_a_layout_trains_as_the_torch_engine_does(case: str, of_ranks: Mapping[s
     expected, found = reference_of(case), of_ranks[case]
     assert {name for rank in found for name in rank.weights} == expected.weights.keys()
     assert expected.losses[-1] < expected.losses[0] - 0.05
-    factor = BFLOAT16 if "precision" in CASES[case][2] else 1
-    differences = differences_of(case, found)
-    assert not {key: value for key, value in differences.items() if value > LIMITS[key] * factor}
+    limits = BFLOAT16_LIMITS if "precision" in CASES[case][2] else LIMITS
+    assert not {key: value for key, value in differences_of(case, found).items() if value > limits[key]}
