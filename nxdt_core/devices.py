@@ -68,6 +68,9 @@ class DeviceProfile:
     """Whether the default process group gets its device when it starts. It then connects at once, as NCCL can."""
     all_to_all: bool = True
     """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
+    reduce_scatter: bool = True
+    """Whether its process group has a reduce-scatter that sends no more than the parts. Gloo's sums the whole tensor on
+    every rank, which sends twice as much."""
     symmetric_memory: bool = False
     """Whether its processes on one machine can read one another's memory (``torch.distributed._symmetric_memory``), as
     ``distributed_strategy.async_tensor_parallel`` needs."""
@@ -113,6 +116,11 @@ class DeviceProfile:
     """What a machine needs so that torch finds it."""
 
     @property
+    def sums_by_exchange(self) -> bool:
+        """Whether a reduce-scatter is made of an all-to-all and a sum."""
+        return self.all_to_all and not self.reduce_scatter
+
+    @property
     def never_waits(self) -> bool:
         """Whether a step must not read a value of the device: that ends a graph, or empties the queue of graphs."""
         return self.lazy or self.static_shapes
@@ -130,6 +138,7 @@ CPU = DeviceProfile(
     host=True,
     cache_bound_kernels=True,
     fused_optimizers=True,
+    reduce_scatter=False,
     attention_kernel="masked_flash",
 )
 """The host."""

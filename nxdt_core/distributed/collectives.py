@@ -25,6 +25,7 @@ from nxdt_core.torch_versions import (
 __all__ = [
     "PendingGather",
     "all_to_all",
+    "begun_sum",
     "copy_to_group",
     "exchanged_rows",
     "exchanged_while",
@@ -32,6 +33,7 @@ __all__ = [
     "gather_whole",
     "reduce_from_group",
     "scatter_sum_along",
+    "sum_scattered",
 ]
 
 
@@ -315,8 +317,34 @@ def _scattered_sum(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> 
     split = (*tensor.shape[:dim], ranks, -1, *tensor.shape[dim + 1 :])
     parts = tensor if dim == 0 else tensor.reshape(split).movedim(dim, 0).flatten(0, 1)
     part = tensor.new_empty((parts.shape[0] // ranks, *parts.shape[1:]))
-    reduce_scatter_single(part, parts.contiguous(), group=group)
+    sum_scattered(part, parts.contiguous(), group)
     return part
+
+
+def sum_scattered(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Set ``part`` to this rank's part of the sum of the ranks' tensors. Without gradients.
+
+    Args:
+        part: [n, ...], which is written.
+        whole: [ranks * n, ...], contiguous.
+        group: of the ranks.
+    """
+    if profile_of(whole.device).sums_by_exchange and not torch.compiler.is_compiling():
+        begun_sum(part, whole, group)()
+    else:
+        reduce_scatter_single(part, whole, group=group)
+
+
+def begun_sum(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begin :func:`sum_scattered` by an exchange, and return what waits for it and writes ``part``."""
+    parts = torch.empty_like(whole)
+    work = dist.all_to_all_single(parts, whole, group=group, async_op=True)
+
+    def end() -> None:
+        work.wait()
+        torch.sum(parts.view(group.size(), *part.shape), 0, out=part)
+
+    return end
 
 
 def exchanged_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -20,21 +20,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from nxdt_core.devices import profile_of
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.gathers import WeightGather, gather_as, gather_forms
 from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.parallel.overlapped_sums import ScatteredSum, ScatteredSums
 from nxdt_core.parallel.tensor.vocabulary_layers import VocabularyEmbedding
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.torch_versions import fsdp_parameter_groups
 
 __all__ = [
     "Ends",
@@ -173,6 +176,8 @@ def apply_data_parallel(
         own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
     ends, dense = ends_of(module, plan), _mesh(mesh)
+    profile = profile_of(torch.device(dense.device_type))
+    sums, overlapped = ScatteredSums(), mesh.sizes.pp == 1 and mesh.sizes.dp_replicate == 1
     parts = [((name,), _mesh(mesh, expert=True)) for name in experts] + [((name,), dense) for name in layers]
     parts += [((ends.first,), dense)] * bool(ends.first) + [(ends.last, dense)] * bool(ends.last) + [(("",), dense)]
     for names, where in parts:
@@ -187,12 +192,18 @@ def apply_data_parallel(
         sharded = _sharded(module, names[0])  # the modules of a group share what is set
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+        if profile.sums_by_exchange:
+            for group in fsdp_parameter_groups(sharded._get_fsdp_state()):
+                group_sums = ScatteredSum(sums, group.fsdp_params, overlapped=overlapped)
+                cast(Any, sharded).set_custom_reduce_scatter(group_sums)
         layer = next((layer for layer in layers if names[0].startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
         gather = gather_as(sharded, forms, {id(parameter): path for path, parameter in module.named_parameters()})
         if gather is not None:
             gathers.append(gather)
+    if profile.host:  # which has no streams: without this, a gather that begins early is waited for at once
+        _sharded(module, "")._set_unshard_async_op(True)
     if ends.first:
         _sharded(module, ends.first).set_unshard_in_backward(False)
     _prefetch(module, ends, layers, experts)

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.devices import HOST, PROFILES
 from nxdt_core.distributed.collectives import (
@@ -15,6 +16,7 @@ from nxdt_core.distributed.collectives import (
     gather_along,
     reduce_from_group,
     scatter_sum_along,
+    sum_scattered,
 )
 from nxdt_core.testing.ranks import process_group
 
@@ -60,6 +62,32 @@ def forward_and_backward():
         rows = torch.arange(4).view(2, 2) + 10 * rank
         results["rows"] = (exchanged_rows(rows, group), rows)
         return results
+
+
+def sums_of_both_kinds():
+    """A rank's part of a sum by an exchange, as on this device, and by the process group's own reduce-scatter."""
+    with process_group():
+        whole = own(dist.get_rank(), (6, 5))
+        found = []
+        for profile in (PROFILES[HOST.type], replace(PROFILES[HOST.type], reduce_scatter=True)):
+            with patch.dict(PROFILES, {HOST.type: profile}), Operations() as called:
+                part = torch.empty(2, 5, dtype=whole.dtype)
+                sum_scattered(part, whole, dist.group.WORLD)
+            found.append((part, called.names))
+        return found
+
+
+class Operations(TorchDispatchMode):
+    """Names of the collectives that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
 
 
 def ramp(shape) -> torch.Tensor:
@@ -112,6 +140,15 @@ def test_scatter(results, dim: int) -> None:
         output, grad = results[rank][f"scatter {dim}"]
         torch.testing.assert_close(output, (own(0) + own(1)).chunk(2, dim)[rank])
         assert torch.equal(grad, torch.cat([ramp(output.shape), 2 * ramp(output.shape)], dim))
+
+
+def test_a_sum_is_scattered_by_an_exchange_where_the_group_would_sum_all_of_it(ranks) -> None:
+    whole = sum(own(rank, (6, 5)) for rank in range(3))
+    for rank, ((exchanged, first), (reduced, second)) in enumerate(ranks(3).run(sums_of_both_kinds)):
+        assert first == ["alltoall_base_"]
+        assert second == ["_reduce_scatter_base_"]
+        torch.testing.assert_close(exchanged, whole[2 * rank :][:2])
+        torch.testing.assert_close(reduced, exchanged)
 
 
 def test_all_to_all(results) -> None:
