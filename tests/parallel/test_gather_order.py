@@ -34,7 +34,8 @@ class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 part.register_forward_pre_hook(lambda *_, name=name: self.seen.append(f"run {name}"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and func._opname in ("_allgather_base_", "_reduce_scatter_base_"):
+        # On the host a reduction is an exchange and a sum.
+        if func.namespace == "c10d" and func._opname in ("_allgather_base_", "alltoall_base_"):
             gathers = func._opname == "_allgather_base_"
             whole = args[0 if gathers else 1].numel()
             self.seen.append(f"{'gather' if gathers else 'reduce'} {NAMES.get(whole, whole)}")

@@ -39,7 +39,7 @@ WHOLE = ROWS * SEQ * HIDDEN
 class Kernels(TorchDispatchMode):
     """Names of collectives and matrix products, in order."""
 
-    KNOWN = ("_allgather_base_", "_reduce_scatter_base_", "mm", "addmm", "bmm")
+    KNOWN = ("_allgather_base_", "alltoall_base_", "mm", "addmm", "bmm")
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._opname
         if name in self.KNOWN:
-            self.names.append({"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter"}.get(name, "product"))
+            self.names.append({"_allgather_base_": "gather", "alltoall_base_": "scatter"}.get(name, "product"))
         return func(*args, **(kwargs or {}))
 
 

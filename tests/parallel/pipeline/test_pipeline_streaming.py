@@ -223,7 +223,7 @@ def collectives(cases):
                 for group in fsdp_parameter_groups(part._get_fsdp_state())
             }
             ends = sum(len({"embed_tokens", "lm_head"} & _with_weights(stage)) for stage in run.stages.values())
-            found.append((len(groups), mode.counts["_reduce_scatter_base_"], mode.counts["_allgather_base_"], ends))
+            found.append((len(groups), mode.counts["alltoall_base_"], mode.counts["_allgather_base_"], ends))
         return found
 
 
