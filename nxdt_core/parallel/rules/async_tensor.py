@@ -12,6 +12,7 @@ __all__ = ["async_tensor_parallel_fits"]
 
 _ASYNC = "distributed_strategy.async_tensor_parallel"
 _SP, _COMPILE = "distributed_strategy.sequence_parallel", "model.compile"
+_REGATHER = "distributed_strategy.sequence_parallel_regather"
 
 
 def async_tensor_parallel_fits(settings: Settings) -> Iterator[ImpossibleCombination]:
@@ -30,6 +31,13 @@ def async_tensor_parallel_fits(settings: Settings) -> Iterator[ImpossibleCombina
                 reason=f"async_tensor_parallel needs {key}=true: {reason}",
                 advice=f"Set {key}=true, or {_ASYNC}=false.",
             )
+    if settings.values.get(_REGATHER):
+        yield ImpossibleCombination(
+            **settings.place(_ASYNC, _REGATHER),
+            reason="the pass of async_tensor_parallel knows no gather of backward that another operation has begun, as"
+            " sequence_parallel_regather does",
+            advice=f"Set {_ASYNC}=false or {_REGATHER}=false.",
+        )
     if devices % tp:
         yield ImpossibleCombination(
             **settings.place(_ASYNC, TP, *WORLD),

@@ -120,6 +120,9 @@ def test_it_needs_what_the_pass_needs() -> None:
     said = "\n".join(map(str, raised.value.problems))
     assert "needs distributed_strategy.sequence_parallel=true" in said
     assert "needs model.compile=true" in said
+    again = "distributed_strategy.sequence_parallel_regather=true"
+    with pytest.raises(ConfigError, match=r"async_tensor_parallel=false or .*sequence_parallel_regather=false"):
+        load("recipe:llama-tiny", [*TP2, ASYNC, SP, again, "model.compile=true"])
     with pytest.raises(ConfigError, match="groups of 2 are not on one machine of 1 devices"):
         load("recipe:llama-tiny", [*TP2, "trainer.devices=1", "trainer.num_nodes=2", ASYNC, SP, "model.compile=true"])
 
