@@ -13,16 +13,15 @@ import resource, sys
 import torch
 from nxdt_core.distributed.host_memory import keep_freed_memory
 
-def step():
-    kept = [torch.zeros(2**21) for _ in range(4)]  # 8 MiB each
-    small = torch.zeros(64)
-    del kept
-    return small
+def steps(count):
+    for _ in range(count):
+        tensors = [torch.zeros(2**21) for _ in range(4)]  # 8 MiB each
+        del tensors
 
 found = keep_freed_memory()
-smalls = [step() for _ in range(3)]
+steps(3)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-smalls += [step() for _ in range(5)]
+steps(5)
 print(found, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 PAGES = 5 * 4 * 2**11
