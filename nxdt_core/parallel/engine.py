@@ -15,8 +15,8 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS
-from nxdt_core.parallel.compile_cache import ahead_of, use_cache
-from nxdt_core.parallel.data import check_sums, needs_sharding
+from nxdt_core.parallel.compile.cache import ahead_of, use_cache
+from nxdt_core.parallel.data.fsdp import check_sums, needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.layout import materialise as materialise_stages

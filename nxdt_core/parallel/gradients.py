@@ -10,8 +10,8 @@ from torch import nn
 
 from nxdt_core.distributed.bucketed_sums import by_dtype, sum_over
 from nxdt_core.distributed.placement import local_of, sharded_over
+from nxdt_core.parallel.data.overlapped_sums import OverlappedSums
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
-from nxdt_core.parallel.overlapped_sums import OverlappedSums
 
 __all__ = ["GradientSums", "clip", "global_norm"]
 

@@ -23,15 +23,15 @@ from nxdt_core.engines.weights import allocate, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.nn.attention.blocks import BlockAttention
 from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.parallel.compile import compile_layers
+from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
-from nxdt_core.parallel.data import apply_data_parallel, needs_sharding
+from nxdt_core.parallel.data.fsdp import apply_data_parallel, needs_sharding
+from nxdt_core.parallel.data.gathers import WeightGather
 from nxdt_core.parallel.dropout import salt_dropouts
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, exchange_chunks, expert_modules
 from nxdt_core.parallel.expert.dispatch import Sliced
 from nxdt_core.parallel.expert.figures import routers_of
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle
-from nxdt_core.parallel.gathers import WeightGather
 from nxdt_core.parallel.loss.chunked import chunk_loss
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.pipeline.cuts import PartCosts, choose_cuts, counted_costs

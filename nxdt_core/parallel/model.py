@@ -19,8 +19,9 @@ from nxdt_core.nn.loss.logit_rows import with_row_kernels
 from nxdt_core.nn.loss.token_losses import token_labels
 from nxdt_core.nn.random.dropout_masks import draws_of_step, rows_of_batch
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
-from nxdt_core.parallel.copied_masters import CopiedMasters
-from nxdt_core.parallel.data import begin_micro_batch, copies_masters
+from nxdt_core.parallel.data.copied_masters import CopiedMasters
+from nxdt_core.parallel.data.fsdp import begin_micro_batch, copies_masters
+from nxdt_core.parallel.data.scaled_weights import ScaledWeights
 from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
@@ -34,7 +35,6 @@ from nxdt_core.parallel.pipeline.stream import HiddenLike
 from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.parallel.replicas import Replicas, replica_group
 from nxdt_core.parallel.rounding.masters import rounded_weights
-from nxdt_core.parallel.scaled_weights import ScaledWeights
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies

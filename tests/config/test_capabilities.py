@@ -47,7 +47,7 @@ ELSEWHERE = {
     "adapters": "tests/parallel/layouts/test_lora_layouts.py",
     "reference": "tests/parallel/layouts/test_preference_layouts.py",
     "pad_heads": "tests/parallel/tensor/test_padded_heads.py",
-    "sp:regather": "tests/parallel/test_gathered_again.py",
+    "sp:regather": "tests/parallel/tensor/test_gathered_again.py",
     "token_shuffle": "tests/parallel/expert/test_token_shuffle.py",
     "compile": "tests/parallel/compile/test_compiled_runs.py",
     "param_groups": "tests/parallel/optimizer/test_optimizers_sharded.py",

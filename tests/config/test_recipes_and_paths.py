@@ -50,6 +50,18 @@ def test_a_recipe_is_found_by_name_or_with_its_plugin(packages):
     assert find_recipe(packages, "beta:both").plugin == "beta"
 
 
+def test_recipes_are_found_in_folders_and_two_of_one_name_are_an_error(packages, tmp_path):
+    folder = tmp_path / "alpha_plug" / "recipes" / "trn1"
+    folder.mkdir()
+    (folder / "two.yaml").write_text("# The second.\n")
+    assert find_recipe(packages, "two").summary == "The second."
+    (folder / "one.yaml").touch()
+    with pytest.raises(UnknownRecipe) as raised:
+        find_recipe(packages, "one")
+    assert "one.yaml' are recipes of the same name" in str(raised.value)
+    assert "Rename all but one of these files." in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -87,7 +87,7 @@ def command(*words: str, allowed: tuple[int, ...] = (0, 1, 2)) -> tuple[int, str
 
 
 def _recipes() -> list[Any]:
-    found = sorted(ROOT.glob("plugins/*/*/src/*/recipes/*.yaml"))
+    found = sorted(ROOT.glob("plugins/*/*/src/*/recipes/**/*.yaml"))
     return [yaml.safe_load(path.read_text(encoding="utf-8")) for path in found]
 
 

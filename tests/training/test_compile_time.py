@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers.logger import DummyLogger
 
-from nxdt_core.parallel.compile import compile_layers
+from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
 from nxdt_core.training.callbacks.compile_time import CompileTime

@@ -1,4 +1,4 @@
-"""Ready-made configurations that plugins ship: ``<plugin package>/recipes/*.yaml``."""
+"""Ready-made configurations that plugins ship: the YAML files in ``<plugin package>/recipes`` and its folders."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
     if len(meant) == 1:
         return meant[0]
     place = f"{RECIPE_SCHEME}{name}"
+    if len({recipe.plugin for recipe in meant}) == 1:
+        files = " and ".join(f"'{recipe.path}'" for recipe in meant)
+        advice = "rename all but one of these files"
+        raise UnknownRecipe(place=place, key="", reason=f"{files} are recipes of the same name", advice=advice)
     if meant:
         spelled = tuple(f"{RECIPE_SCHEME}{recipe.plugin}:{recipe.name}" for recipe in meant)
         raise UnknownRecipe(
@@ -69,7 +73,7 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
 
 def _recipes_of(plugin: PluginInfo) -> Iterator[Recipe]:
     directory = _package_directory(plugin)
-    for path in sorted((directory / "recipes").glob("*.yaml")) if directory else ():
+    for path in sorted((directory / "recipes").rglob("*.yaml")) if directory else ():
         yield Recipe(name=path.stem, plugin=plugin.name, summary=_summary(path), path=path)
 
 

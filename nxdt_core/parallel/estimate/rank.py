@@ -16,7 +16,8 @@ from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
 from nxdt_core.nn.patterns import matches
-from nxdt_core.parallel.data import keeps_experts
+from nxdt_core.parallel.data.fsdp import keeps_experts
+from nxdt_core.parallel.data.gathers import gather_forms
 from nxdt_core.parallel.estimate.compiled import keep_as_compiled
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.memory import Storage
@@ -24,7 +25,6 @@ from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.parallel.estimate.weights import ParameterCounts, count_parameters
 from nxdt_core.parallel.estimate.workload import Workload
-from nxdt_core.parallel.gathers import gather_forms
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies

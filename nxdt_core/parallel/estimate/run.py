@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nxdt_core.engines.stages import stage_layers, stages_of_rank
-from nxdt_core.parallel.data import check_sums, needs_sharding
+from nxdt_core.parallel.data.fsdp import check_sums, needs_sharding
 from nxdt_core.parallel.estimate.memory import Storage, fullest_moment
 from nxdt_core.parallel.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.parallel.estimate.traffic import sent_in_a_step

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.parallel.data import Ends, ends_of
-from nxdt_core.parallel.gathers import GatherForms
+from nxdt_core.parallel.data.fsdp import Ends, ends_of
+from nxdt_core.parallel.data.gathers import GatherForms
 from nxdt_core.parallel.rounding.adam import AdamUpdates
 from nxdt_core.parallel.rounding.updates import in_buckets
 from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState

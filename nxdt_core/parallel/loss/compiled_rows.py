@@ -13,7 +13,8 @@ __all__ = ["compiled_rows"]
 
 @functools.cache
 def compiled_rows(backend: str, *, static_shapes: bool = False) -> RowKernels:
-    """Compile the passes when they first run; arguments as of :func:`nxdt_core.parallel.compile.compile_layers`."""
+    """Compile the passes when they first run; arguments as of
+    :func:`nxdt_core.parallel.compile.layers.compile_layers`."""
     dynamic = False if static_shapes else None
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
     sums, gradients = compiled(_sums), compiled(_gradients)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from nxdt_core.compile_counts import CompileClock, GraphCounts
 from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.parallel.compile import compile_layers
+from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 from tests.sampling import slow
@@ -152,7 +152,7 @@ class Counting(Layer):
 
 
 def test_a_layer_that_is_compiled_too_often_runs_as_written_and_is_named_once(plain, caplog, monkeypatch):
-    monkeypatch.setattr("nxdt_core.parallel.compile._GRAPHS", 2)
+    monkeypatch.setattr("nxdt_core.parallel.compile.layers._GRAPHS", 2)
     plain.layers["1"].__class__ = Counting
     compiled = copy.deepcopy(plain)
     with torch._dynamo.config.patch(recompile_limit=2, specialize_int=True):

@@ -15,7 +15,7 @@ from nxdt_core.config import load
 from nxdt_core.devices import PROFILES
 from nxdt_core.nn.attention.blocks import BlockAttention
 from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.parallel.compile import compile_layers
+from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.parallel.compile import compile_layers
+from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.training import build
 from nxdt_core.training.plan import plan
 from tests.parallel.compile.partition import Kept, Partition

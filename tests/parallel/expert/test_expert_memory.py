@@ -7,7 +7,7 @@ import gc
 import torch
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.parallel.data import keeps_experts
+from nxdt_core.parallel.data.fsdp import keeps_experts
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy

@@ -18,7 +18,7 @@ from nxdt_core.engines.stages import cut_stage, stages_of_rank
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.moe.aux_loss import add_aux_loss, aux_loss_scale
 from nxdt_core.nn.random.init import draw, rule_for
-from nxdt_core.parallel.data import apply_data_parallel
+from nxdt_core.parallel.data.fsdp import apply_data_parallel
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline.runner import PipelineRunner
 from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group

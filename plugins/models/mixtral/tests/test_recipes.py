@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 from nxdt_core.config import load
 from nxdt_core.training.plan import plan
 
-RECIPES = sorted(path.name for path in files("nxdt_plugin_mixtral").joinpath("recipes").iterdir())
+RECIPES = sorted(path.name for path in Path(str(files("nxdt_plugin_mixtral"))).glob("recipes/**/*.yaml"))
 
 
 def test_the_tiny_recipe_can_be_cut_in_any_layout_of_8_processes():

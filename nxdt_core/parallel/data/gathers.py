@@ -1,7 +1,7 @@
 """Gathering weights: those of matrix products travel in the dtype that the products cast them to anyway.
 
 Under autocast that is autocast's dtype. Where a precision policy computes products in one byte per element, it is that,
-under scaling factors of whole weights (:mod:`nxdt_core.parallel.scaled_weights`). What is gathered makes products
+under scaling factors of whole weights (:mod:`nxdt_core.parallel.data.scaled_weights`). What is gathered makes products
 bitwise what the weight itself makes them, so results do not change. Norms, embeddings, routers, biases and weights
 that an adapter reads, as DoRA does, stay as they are.
 """

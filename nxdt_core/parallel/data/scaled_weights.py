@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.parallel.gathers import WeightGather
+from nxdt_core.parallel.data.gathers import WeightGather
 
 __all__ = ["ScaledWeights"]
 

@@ -30,9 +30,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from nxdt_core.devices import profile_of
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.parallel.gathers import WeightGather, gather_as, gather_forms
+from nxdt_core.parallel.data.gathers import WeightGather, gather_as, gather_forms
+from nxdt_core.parallel.data.overlapped_sums import ScatteredSum, ScatteredSums
 from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.overlapped_sums import ScatteredSum, ScatteredSums
 from nxdt_core.parallel.tensor.vocabulary_layers import VocabularyEmbedding
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
@@ -63,8 +63,10 @@ def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
 
 
 def copies_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
-    """Return whether no other rank has the weights of this one, so that their masters need no FSDP2
-    (:mod:`nxdt_core.parallel.copied_masters`). Stages of a pipeline add to gradients past the hooks that this needs."""
+    """Return whether no other rank has the weights of this one, so that their masters need no FSDP2.
+
+    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.parallel.data.copied_masters` needs.
+    """
     alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
     return alone and precision.master_weights and precision.gradients == "float32"
 

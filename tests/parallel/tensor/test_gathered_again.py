@@ -205,5 +205,5 @@ def test_losses_of_experts_are_those_of_gathered_inputs_that_are_kept(ranks, ste
 
 
 def trained_in_float64(steps: int, recipe: str, *overrides: str) -> list[float]:
-    components = Path(__file__).parent / "matrix" / "components.py"
+    components = Path(__file__).parents[1] / "matrix" / "components.py"
     return trained(configured(recipe, "float64", 2, f"plugins.local=[{components}]", *overrides), steps=steps)

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.parallel import overlapped_sums
-from nxdt_core.parallel.overlapped_sums import OverlappedSums
+from nxdt_core.parallel.data import overlapped_sums
+from nxdt_core.parallel.data.overlapped_sums import OverlappedSums
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.ranks import process_group
-from tests.parallel.test_gather_order import LAYER, TABLE
+from tests.parallel.data.test_gather_order import LAYER, TABLE
 from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
 from tests.sampling import slow
 

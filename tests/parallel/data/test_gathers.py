@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.updates import Update, UpdatedLinear
-from nxdt_core.parallel.gathers import GatherForms, gather_as, product_weights
+from nxdt_core.parallel.data.gathers import GatherForms, gather_as, product_weights
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.testing.ranks import process_group
 from tests.parallel.test_traffic import STRATEGY, configured, trained

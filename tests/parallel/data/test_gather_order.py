@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.engines.stages import cut_stage
-from nxdt_core.parallel.data import Ends, ends_of
+from nxdt_core.parallel.data.fsdp import Ends, ends_of
 from nxdt_core.training import build
 from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
 

@@ -1,0 +1,1 @@
+"""``torch.compile``: layers, one by one, and the cache of their graphs."""
