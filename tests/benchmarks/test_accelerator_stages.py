@@ -14,7 +14,8 @@ from accelerator.stages import STAGES
 
 from tests.sampling import sampled, takes_all
 
-SAMPLE = 2
+DEFAULT = ("train-1b", "lora-8b", "traces", "checkpoint", "generate")
+"""Each is one of another kind, and takes a second at most."""
 APART = frozenset({"machine", "tests"})
 """One has a test of its own; the other starts pytest, with tests that are skipped here."""
 
@@ -23,7 +24,8 @@ def pytest_generate_tests(metafunc):
     if "stage" in metafunc.fixturenames:
         apart = APART if takes_all(metafunc.config) else APART | {"runs"}  # eleven runs: a minute of one core
         cases = [stage for stage in STAGES if stage.name not in apart]
-        taken = sampled(metafunc.config, cases, SAMPLE)
+        default = [stage for stage in cases if stage.name in DEFAULT]
+        taken = sampled(metafunc.config, cases, len(DEFAULT), default=default)
         metafunc.parametrize("stage", taken, ids=[stage.name for stage in taken])
 
 

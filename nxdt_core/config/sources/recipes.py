@@ -25,9 +25,13 @@ class Recipe:
     name: str
     """Stem of the file."""
     plugin: str
-    summary: str
-    """First comment line of the file; empty where it does not start with one."""
     path: Path
+
+    @property
+    def summary(self) -> str:
+        """Return the first comment line of the file; empty where the file does not start with one."""
+        first = self.text.lstrip().partition("\n")[0]
+        return first.lstrip("#").strip() if first.startswith("#") else ""
 
     @property
     def text(self) -> str:
@@ -74,7 +78,7 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
 def _recipes_of(plugin: PluginInfo) -> Iterator[Recipe]:
     directory = _package_directory(plugin)
     for path in sorted((directory / "recipes").rglob("*.yaml")) if directory else ():
-        yield Recipe(name=path.stem, plugin=plugin.name, summary=_summary(path), path=path)
+        yield Recipe(name=path.stem, plugin=plugin.name, path=path)
 
 
 def _package_directory(plugin: PluginInfo) -> Path | None:
@@ -91,8 +95,3 @@ def _package_directory(plugin: PluginInfo) -> Path | None:
 def _by_size(name: str) -> list[tuple[int, str]]:
     """Sorts ``llama3-8b`` before ``llama3-70b``: a number counts its digits before it is compared."""
     return [(len(part) if part.isdigit() else 0, part) for part in re.findall(r"\d+|\D", name)]
-
-
-def _summary(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").lstrip().partition("\n")[0]
-    return first.lstrip("#").strip() if first.startswith("#") else ""

@@ -18,8 +18,8 @@ _NEEDED = "torch>=2.10"
 
 def torch_runs_zbv(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Yield ZBV on torch 2.9, whose schedule has a rank send to itself between two consecutive stages."""
-    sizes, installed = mesh_sizes(settings), _older()
-    if installed and sizes is not None and sizes.schedule == "zbv" and sizes.pp > 1:
+    sizes = mesh_sizes(settings)
+    if sizes is not None and sizes.schedule == "zbv" and sizes.pp > 1 and (installed := _older()):
         yield ImpossibleCombination(
             **settings.place(_SCHEDULE),
             reason=f"the schedule zbv needs {_NEEDED}, and torch {installed} is installed",
@@ -30,8 +30,8 @@ def torch_runs_zbv(settings: Settings) -> Iterator[ImpossibleCombination]:
 def torch_shards_copied_heads(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Yield layouts that torch 2.9 cannot run: a mesh cannot be split, and FSDP2 takes only parameters whose mesh has
     the root of its own."""
-    numbers, installed = settings.numbers(_KV_HEADS, TP), _older()
-    if installed and numbers is not None and numbers[0] < numbers[1]:
+    numbers = settings.numbers(_KV_HEADS, TP)
+    if numbers is not None and numbers[0] < numbers[1] and (installed := _older()):
         heads, tp = numbers
         yield ImpossibleCombination(
             **settings.place(_KV_HEADS, TP),

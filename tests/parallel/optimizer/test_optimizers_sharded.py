@@ -10,7 +10,7 @@ import torch
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, ParameterGroupEmpty
 from nxdt_core.training import build, primitives
 from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, configuration, saved, train
-from tests.sampling import slow_except
+from tests.sampling import slow_except, takes_all
 
 PADDED = (TP2, f"{STRATEGY}sequence_parallel=true", f"{STRATEGY}pad_heads=true")
 EP2 = f"{STRATEGY}expert_model_parallel_size=2"
@@ -23,16 +23,20 @@ LAYOUTS = {
     "dp2-ep2-tp2": (4, (EP2, TP2), OF_WHOLES, True),
 }
 """ZeRO-1 throughout. Ranks, overrides, optimizers, and whether the model has experts."""
+FIRST = (*OF_WHOLES, "adamw", "adagrad")
+"""Optimizers of the default run: those that reduce over matrices, and two that torch updates element by element."""
 EACH = [(layout, name) for layout, (_, _, names, _) in LAYOUTS.items() for name in names]
-CASES = slow_except(EACH, [case for case in EACH if LAYOUTS[case[0]][0] == 2])
+CASES = slow_except(EACH, [case for case in EACH if LAYOUTS[case[0]][0] == 2 and case[1] in FIRST])
 
 
 @pytest.fixture(scope="module")
-def trained(ranks, tmp_path_factory):
+def trained(ranks, tmp_path_factory, pytestconfig):
     """``trained(layout)``: what each rank finds, and where they saved; each layout runs once."""
+    taken = NAMES if takes_all(pytestconfig) else FIRST
 
     @cache
     def run(world, overrides, names, experts):
+        names = tuple(name for name in names if name in taken)
         directory = tmp_path_factory.mktemp("run")
         more = (f"trainer.devices={world}", *overrides)
         return ranks(world).run(train, directory, more, names, experts, timeout_s=240), directory

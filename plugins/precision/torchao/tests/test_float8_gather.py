@@ -15,7 +15,7 @@ from nxdt_core.parallel.estimate.live import WireBytes
 from nxdt_core.parallel.estimate.rank import dimensions
 from nxdt_core.testing.ranks import RankPool
 from tests.parallel.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, STRATEGY, SUMS, configured, planned, running
-from tests.sampling import slow, slow_except
+from tests.sampling import shortened, slow, slow_except
 
 TENSORWISE = "precision.scaling=tensorwise"
 AUTOCAST = "precision.rest=autocast"
@@ -49,18 +49,19 @@ def ranks():
     return cache(RankPool)
 
 
-def trained(world: int, *overrides: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(world: int, steps: int, *overrides: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of this rank, and its shards of what a checkpoint would have."""
     with running(configured("llama-tiny", "float8", world, TENSORWISE, *overrides)) as (_, model, step):
-        losses = [float(step().loss.loss) for _ in range(STEPS)]
+        losses = [float(step().loss.loss) for _ in range(steps)]
         held = model.state_dict()
         return losses, {name: local_of(getattr(each, "tensor", each)).clone() for name, each in held.items()}
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("zero3",)))
-def test_nothing_changes_within_twenty_steps(ranks, layout):
+def test_nothing_changes_within_twenty_steps(ranks, layout, pytestconfig):
     world, overrides = LAYOUTS[layout]
-    wide, narrow = (ranks(world).run(trained, world, *overrides, *more, timeout_s=240) for more in ((WIDE,), ()))
+    steps = shortened(pytestconfig, STEPS)
+    wide, narrow = (ranks(world).run(trained, world, steps, *overrides, *more, timeout_s=240) for more in ((WIDE,), ()))
     for (losses, weights), (expected, others) in zip(narrow, wide, strict=True):
         assert losses == expected
         assert losses[-1] < losses[0]
@@ -70,7 +71,7 @@ def test_nothing_changes_within_twenty_steps(ranks, layout):
 @pytest.mark.slow
 def test_losses_are_those_of_unsharded_weights(ranks):
     layouts = ((f"{STRATEGY}zero1=false",), (ZERO3,))
-    whole, sharded = (ranks(2).run(trained, 2, AUTOCAST, *layout, timeout_s=240) for layout in layouts)
+    whole, sharded = (ranks(2).run(trained, 2, STEPS, AUTOCAST, *layout, timeout_s=240) for layout in layouts)
     for (expected, _), (losses, _) in zip(whole, sharded, strict=True):
         assert losses == pytest.approx(expected, rel=1e-6)
 
