@@ -108,29 +108,32 @@ and back. An all-reduce at one of both ends is as much as a gather and a reduce-
 HEAD = EMBEDDING = STATES // 2 * 2
 
 
+@pytest.mark.parametrize("precision", ["autocast", "mixed_precision"])
 @pytest.mark.parametrize("layout", [slow(TP2), SP2], ids=["tp", "tp-sp"])
-def test_tensor_parallel_traffic_is_in_the_compute_dtype(counted, layout):
-    """But for the embedding's sums, of which one term is not zero: the residual stream begins in float32."""
-    wide, narrow = counted("tp", "fp32", *layout), counted("tp", "autocast", *layout)
+def test_tensor_parallel_traffic_is_in_the_compute_dtype(counted, layout, precision):
+    """But for the embedding's sums under autocast, of which one term is not zero: its residual stream is float32."""
+    wide, narrow = counted("tp", "fp32", *layout), counted("tp", precision, *layout)
     rest = wide - 4 * (BLOCKS + HEAD + EMBEDDING)  # of the loss, and of gradients: float32
-    assert narrow == 2 * (BLOCKS + HEAD) + 4 * EMBEDDING + rest
+    assert narrow == 2 * (BLOCKS + HEAD) + (4 if precision == "autocast" else 2) * EMBEDDING + rest
     assert rest < narrow / 40
 
 
+@pytest.mark.parametrize("precision", ["autocast", slow("mixed_precision")])
 @pytest.mark.parametrize("method", ["ring", slow("gather")])
-def test_context_parallel_traffic_is_in_the_compute_dtype(ranks, method):
+def test_context_parallel_traffic_is_in_the_compute_dtype(ranks, method, precision):
     """Keys and values in forward and again in backward, and their gradients; a hop or a collective each."""
     half = STATES // HIDDEN // 2 * 2 * (2 * 8)  # tokens of a rank, keys and values, two heads of 8
     layout = (f"{STRATEGY}context_parallel_size=2", f"{STRATEGY}context_parallel_method={method}")
-    found = ranks(2).run(sent_in_a_step, "llama-tiny", "autocast", 2, *layout, timeout_s=240)
-    expected = planned("llama-tiny", "autocast", 2, *layout)[0]
+    found = ranks(2).run(sent_in_a_step, "llama-tiny", precision, 2, *layout, timeout_s=240)
+    expected = planned("llama-tiny", precision, 2, *layout)[0]
     assert expected["cp"] == 2 * 3 * half * LAYERS
     # Weights and their gradients go to the same ranks.
     assert [sent["cp"] - SUMS for sent in found] == [expected["cp"] + expected["dp"]] * 2
 
 
-def test_pipeline_traffic_is_in_the_compute_dtype(counted):
-    assert counted("pp", "autocast", *PP2) == 2 * STATES  # one rank sends hidden states, the other their gradients
+@pytest.mark.parametrize("precision", ["autocast", slow("mixed_precision")])
+def test_pipeline_traffic_is_in_the_compute_dtype(counted, precision):
+    assert counted("pp", precision, *PP2) == 2 * STATES  # one rank sends hidden states, the other their gradients
 
 
 def test_dispatched_tokens_are_in_the_compute_dtype(ranks):
@@ -193,8 +196,14 @@ def test_slices_are_sent_as_planned(ranks):
 
 @pytest.mark.parametrize("stage", [1, slow(3)])
 def test_weights_of_matrix_products_are_gathered_in_the_compute_dtype(counted, stage):
-    wide, narrow = (counted("dp", precision, f"{STRATEGY}zero_stage={stage}") for precision in ("fp32", "autocast"))
+    wide, narrow, masters = (
+        counted("dp", precision, f"{STRATEGY}zero_stage={stage}")
+        for precision in ("fp32", "autocast", "mixed_precision")
+    )
     layers, head = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2 + 3 * 64), 272 * HIDDEN
     passes = 1 if stage == 1 else 2  # the head stays gathered between its forward and its backward
     gathers = 1 if stage == 1 else MICRO_BATCHES // 2
     assert wide - narrow == 2 * (passes * layers + head) * gathers // 2
+    # With masters, all that is gathered is in bfloat16: embedding and norms, too.
+    norms, last_norm = LAYERS * 2 * HIDDEN, HIDDEN
+    assert wide - masters == 2 * (passes * (layers + norms) + 2 * head + last_norm) * gathers // 2

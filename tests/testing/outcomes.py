@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.sampling import takes_all
+from tests.sampling import slow_except, takes_all
 
-__all__ = ["CaughtBy", "Outcomes", "assert_fails_where_wrong", "requirements", "run_contract", "run_mutants"]
+__all__ = [
+    "CaughtBy",
+    "Outcomes",
+    "asked",
+    "assert_fails_where_wrong",
+    "every_second",
+    "requirements",
+    "run_contract",
+    "run_mutants",
+]
 
 CaughtBy = Mapping[str, AbstractSet[str]]
 """Mutant, or ``Right`` → the requirements that it breaks."""
@@ -45,14 +55,29 @@ def run_contract(
     return plugin
 
 
-def run_mutants(file: Path, caught_by: CaughtBy, config: pytest.Config, *more: str) -> Outcomes:
-    """Run the right one under all tests, and each mutant under those that it fails, or under all of all samples.
+def every_second(mutants: Iterable[Any]) -> list[Any]:
+    """Return cases for ``parametrize``: ``Right`` and every second mutant, the others in the slow tests."""
+    cases = [*mutants]
+    return slow_except(cases, ["Right", *cases[::2]])
+
+
+def asked(request: pytest.FixtureRequest, caught_by: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the tests of this run ask for: ``Right``, and the mutants that are parameters of a test."""
+    of_file = (item for item in request.session.items if item.path == request.path)
+    names = {item.callspec.params.get("mutant") for item in of_file if hasattr(item, "callspec")}
+    return {name: tests for name, tests in caught_by.items() if name in {*names, "Right"}}
+
+
+def run_mutants(file: Path, caught_by: CaughtBy, request: pytest.FixtureRequest, *more: str) -> Outcomes:
+    """Run the right one under all tests, and each mutant that the tests of this run ask for under those that it fails,
+    or under all of all samples.
 
     ``more`` are options of pytest.
     """
-    if takes_all(config):
+    if takes_all(request.config):
         return run_contract(file, caught_by, {}, *more)
-    return run_contract(file, ["Right"], [(name, test) for name, tests in caught_by.items() for test in tests])
+    pairs = [(name, test) for name, tests in asked(request, caught_by).items() for test in tests]
+    return run_contract(file, ["Right"], pairs)
 
 
 def requirements(ended: Iterable[tuple[str, str]], mutant: str) -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sampling import takes_all
 from tests.testing.mutants.callback import MUTANTS
-from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, run_mutants
+from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_second, run_mutants
 
 FILE = Path(__file__).parent / "mutants/callback.py"
 IS_ONE, SAME = "test_it_is_a_callback_of_lightning", "test_a_run_with_it_has_the_losses_of_one_without"
@@ -34,12 +34,12 @@ def caught_by(pytestconfig: pytest.Config) -> dict[str, set[str]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(pytestconfig: pytest.Config, caught_by: dict[str, set[str]]) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest, caught_by: dict[str, set[str]]) -> Outcomes:
     """How the tests of the file ended."""
-    return run_mutants(FILE, caught_by, pytestconfig, "--samples=all")
+    return run_mutants(FILE, caught_by, request, "--samples=all")
 
 
-@pytest.mark.parametrize("mutant", CAUGHT_BY)
+@pytest.mark.parametrize("mutant", every_second(CAUGHT_BY))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
     outcomes: Outcomes, mutant: str, caught_by: dict[str, set[str]], pytestconfig: pytest.Config
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sampling import takes_all
 from tests.testing.mutants.plugin import MUTANTS
-from tests.testing.outcomes import Outcomes, run_contract
+from tests.testing.outcomes import Outcomes, every_second, run_mutants
 
 FILE = Path(__file__).parent / "mutants/plugin.py"
 USABLE, ELSE = "test_it_is_usable", "test_its_entry_module_changes_nothing_else"
@@ -34,14 +34,12 @@ CAUGHT_BY = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
     """Of the right one under all tests, and of each mutant under those that it fails, or under all of all samples."""
-    if takes_all(pytestconfig):
-        return run_contract(FILE, CAUGHT_BY, {})
-    return run_contract(FILE, ["Right"], [(name, test) for name, tests in CAUGHT_BY.items() for test in tests])
+    return run_mutants(FILE, CAUGHT_BY, request)
 
 
-@pytest.mark.parametrize("mutant", CAUGHT_BY)
+@pytest.mark.parametrize("mutant", every_second(CAUGHT_BY))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
     outcomes: Outcomes, mutant: str, pytestconfig: pytest.Config
 ) -> None:

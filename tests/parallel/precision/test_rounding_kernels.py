@@ -96,6 +96,7 @@ def test_a_step_of_adam_is_one_kernel_that_touches_each_element_once(state, name
     assert STATES[state] * elements <= counted.num_bytes_accessed <= STATES[state] * elements + 200
 
 
+@pytest.mark.slow
 def test_masters_are_kept_and_rounded_in_one_kernel(monkeypatch):
     monkeypatch.setattr("nxdt_core.parallel.rounding.masters.backend_on", lambda device, elements: "compile")
     master = nn.Parameter(torch.randn(300, 401))
@@ -115,7 +116,7 @@ def test_masters_are_kept_and_rounded_in_one_kernel(monkeypatch):
 
 @pytest.mark.parametrize(
     ("state", "backend"),
-    [("float32", "native"), ("bfloat16", "native"), slow("float32", "compile"), ("bfloat16", "compile")],
+    [("float32", "native"), ("bfloat16", "native"), slow("float32", "compile"), slow("bfloat16", "compile")],
 )
 def test_compiled_kernels_give_the_bits_of_eager_ones(state, backend):
     options = {"state": state, "optimizer": torch.optim.Adam if state == "bfloat16" else torch.optim.AdamW}

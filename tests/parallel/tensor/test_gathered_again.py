@@ -120,7 +120,7 @@ def test_with_recomputed_norms_no_input_of_a_block_is_kept(ranks):
     assert [one - other for one, other in zip(before, now, strict=True)] == [shards + inner] * 2
 
 
-@pytest.mark.parametrize(("precision", "size"), [slow("autocast", 2), ("fp32", 4)])
+@pytest.mark.parametrize(("precision", "size"), [slow("autocast", 2), slow("fp32", 4)])
 def test_compiled_layers_gather_again(ranks, precision, size):
     """Shards are norms' results, which a compiled backward computes again anyway."""
     before, now = (ranks(2).run(kept_by_compiled_layers, precision, *each, timeout_s=240) for each in (SP2, AGAIN))

@@ -109,6 +109,7 @@ def test_mlflow_has_the_figures_and_the_configuration(small_run, metric_rows, tm
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
 
 
+@pytest.mark.slow
 def test_two_trainings_of_a_process_are_in_their_own_mlflow_stores(small_run):
     from mlflow.tracking import MlflowClient
 

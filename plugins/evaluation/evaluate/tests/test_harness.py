@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -242,7 +243,18 @@ def test_requests_for_several_draws_of_a_text_differ(uri, tmp_path, capsys):
     assert model.generate_until(requests, disable_tqdm=True) == found
 
 
-def test_a_task_that_is_not_there_is_said_with_its_neighbours_before_a_model_is_loaded(task_dir, capsys):
+@pytest.mark.parametrize("library", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["own", "with library"])
+def test_a_task_that_is_not_there_is_said_with_its_neighbours_before_a_model_is_loaded(
+    task_dir, capsys, library, monkeypatch
+):
+    """By default without the library's own tasks, whose thousands of files take 10 seconds to read."""
+    if not library:
+        from lm_eval.tasks import TaskManager
+
+        of_path = partial(TaskManager, include_defaults=False)
+        monkeypatch.setattr(
+            "nxdt_plugin_evaluate.harness.TaskManager", lambda include_path, **_: of_path(include_path=include_path)
+        )
     assert main(["evaluate", "/nowhere", "--task", "choises", "--task-path", str(task_dir)]) == 2
     said = capsys.readouterr().err
     assert "NXDT-E006" in said
