@@ -196,10 +196,8 @@ def test_slices_are_sent_as_planned(ranks):
 
 @pytest.mark.parametrize("stage", [1, slow(3)])
 def test_weights_of_matrix_products_are_gathered_in_the_compute_dtype(counted, stage):
-    wide, narrow, masters = (
-        counted("dp", precision, f"{STRATEGY}zero_stage={stage}")
-        for precision in ("fp32", "autocast", "mixed_precision")
-    )
+    layout = f"{STRATEGY}zero_stage={stage}"
+    wide, narrow, masters = (counted("dp", each, layout) for each in ("fp32", "autocast", "mixed_precision"))
     layers, head = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2 + 3 * 64), 272 * HIDDEN
     passes = 1 if stage == 1 else 2  # the head stays gathered between its forward and its backward
     gathers = 1 if stage == 1 else MICRO_BATCHES // 2
