@@ -20,6 +20,9 @@ _LIVING = ("starting", "running")
 def mark_failed(config: ResolvedConfig, text: str) -> None:
     """Write that the run failed into those of its files that say that it runs.
 
+    The first rank may have ended with an exception of its own because another rank had died. The code in the text then
+    replaces the name of that exception.
+
     Args:
         config: of the run. With ``use_datetime_version`` files below its directory are not found, and stay.
         text: what the launcher prints of the failure; the code in it becomes the error.
@@ -29,7 +32,8 @@ def mark_failed(config: ResolvedConfig, text: str) -> None:
         if settings.health_file is not None:
             path = config.run_dir / Path(settings.health_file).expanduser()
             health = json.loads(path.read_text(encoding="utf-8"))
-            if health["state"] in _LIVING:
+            has_consequence = health["state"] == "failed" and not str(health["error"]).startswith("NXDT-")
+            if health["state"] in _LIVING or (code and has_consequence):
                 replace_text(path, strict_json({**health, "state": "failed", "error": code and code[1]}) + "\n")
     with suppress(OSError, ValueError):
         if settings.metrics_file is not None:

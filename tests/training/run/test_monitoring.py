@@ -16,6 +16,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable, StepNotFinite
 from nxdt_core.training import train
+from nxdt_core.training.monitoring.died import mark_failed
 from nxdt_core.training.monitoring.prometheus import Sample, exposition
 from tests import processes
 from tests.training.small import SMALL
@@ -240,6 +241,23 @@ def test_a_rank_that_dies_leaves_the_state_failed(tmp_path):
     found = parsed((run_dir / "nxdt.prom").read_text())
     states = {dict(labels)["state"]: number for (name, labels), number in found.items() if name == "nxdt_state"}
     assert [state for state, number in states.items() if number] == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("written", "said", "error"),
+    [
+        ("RuntimeError", "[NXDT-P048] Rank 1 died", "NXDT-P048"),
+        ("NXDT-T010", "[NXDT-P048] Rank 1 died", "NXDT-T010"),
+        ("ValueError", "Traceback (most recent call last):", "ValueError"),
+    ],
+)
+def test_the_code_of_the_launcher_replaces_the_exception_that_a_death_caused(small_run, written, said, error):
+    config = small_run(HEALTH)
+    config.run_dir.mkdir(parents=True)
+    path = config.run_dir / "health.json"
+    path.write_text(json.dumps({"state": "failed", "error": written}))
+    mark_failed(config, said)
+    assert json.loads(path.read_text()) == {"state": "failed", "error": error}
 
 
 DIES = """
