@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["DEFAULT", "resolve", "sampled", "shortened", "slow", "slow_except", "takes_all"]
+__all__ = ["DEFAULT", "asked", "resolve", "sampled", "shortened", "slow", "slow_except", "takes_all"]
 
 Case = TypeVar("Case")
 
@@ -39,6 +39,13 @@ def slow(*values: Any) -> Any:
 def slow_except(cases: Iterable[Case], kept: Container[Case]) -> list[Any]:
     """Return cases for ``parametrize``, of which only ``--samples=all`` takes those that are not in ``kept``."""
     return [case if case in kept else slow(*case) if isinstance(case, tuple) else slow(case) for case in cases]
+
+
+def asked(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
+    """Return the values of a parameter that the tests of this run and file have, also where a slow one is named."""
+    of_file = (item for item in request.session.items if item.path == request.path)
+    found = (item.callspec.params for item in of_file if hasattr(item, "callspec"))
+    return {params[parameter] for params in found if parameter in params}
 
 
 def shortened(config: pytest.Config, steps: int) -> int:

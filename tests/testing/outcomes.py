@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import sampling
 from tests.sampling import slow_except, takes_all
 
 __all__ = [
@@ -63,9 +64,8 @@ def every_second(mutants: Iterable[Any]) -> list[Any]:
 
 def asked(request: pytest.FixtureRequest, caught_by: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the tests of this run ask for: ``Right``, and the mutants that are parameters of a test."""
-    of_file = (item for item in request.session.items if item.path == request.path)
-    names = {item.callspec.params.get("mutant") for item in of_file if hasattr(item, "callspec")}
-    return {name: tests for name, tests in caught_by.items() if name in {*names, "Right"}}
+    names = {*sampling.asked(request, "mutant"), "Right"}
+    return {name: tests for name, tests in caught_by.items() if name in names}
 
 
 def run_mutants(file: Path, caught_by: CaughtBy, request: pytest.FixtureRequest, *more: str) -> Outcomes:

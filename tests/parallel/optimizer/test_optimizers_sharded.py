@@ -10,7 +10,7 @@ import torch
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, ParameterGroupEmpty
 from nxdt_core.training import build, primitives
 from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, configuration, saved, train
-from tests.sampling import slow_except, takes_all
+from tests.sampling import asked, slow_except
 
 PADDED = (TP2, f"{STRATEGY}sequence_parallel=true", f"{STRATEGY}pad_heads=true")
 EP2 = f"{STRATEGY}expert_model_parallel_size=2"
@@ -30,9 +30,9 @@ CASES = slow_except(EACH, [case for case in EACH if LAYOUTS[case[0]][0] == 2 and
 
 
 @pytest.fixture(scope="module")
-def trained(ranks, tmp_path_factory, pytestconfig):
+def trained(ranks, tmp_path_factory, request):
     """``trained(layout)``: what each rank finds, and where they saved; each layout runs once."""
-    taken = NAMES if takes_all(pytestconfig) else FIRST
+    taken = asked(request, "name")
 
     @cache
     def run(world, overrides, names, experts):
