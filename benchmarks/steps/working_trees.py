@@ -1,21 +1,26 @@
-"""Seconds per step of ``nxdt train`` in two working trees, such as two commits, by turns.
+"""Seconds per step of ``nxdt train`` in two working trees, such as two commits, step by step in turn.
 
 Claim: a change that was not made for the speed of a CPU costs none. Each tree needs a virtual environment of its own in
-``.venv``, as ``make install`` leaves it. Each case trains a few steps in both trees, in alternating order, and takes
-the median of the run's own ``step_time_s`` without the first steps. Rows give the medians over the rounds, and the
-median, least and largest ratio of a round: above 1, the second tree is faster. Needs two idle cores.
+``.venv``, as ``make install`` leaves it. Each case trains in both trees at once, but only one of them runs at a time:
+when its log has a further step, it is stopped by a signal and the other continues. So both trees take the same step
+within the same two or three seconds, and what else happens on the machine meets both. Two runs that follow each other
+differ by a tenth on a shared machine; pairs of steps repeat within one or two percent. The first steps do not count.
+Rows give the medians over all steps, the median ratio of the pairs, and the least and largest median of a round: above
+1, the second tree is faster. Needs two idle cores.
 
-    python benchmarks/steps/working_trees.py ../before . [--rounds 5] [--steps 12] [--only dp2 tp2]
+    python benchmarks/steps/working_trees.py ../before . [--rounds 3] [--steps 40] [--only dp2 tp2]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
+import signal
 import statistics
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 STRATEGY = "distributed_strategy."
@@ -67,53 +72,109 @@ CASES = {
     "packed chats": CHATS,
 }
 WARM_UP = 4
+POLL_S = 0.005
+LONGEST_STEP_S = 60.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     if load_before > 0.5:
         print(f"other programs keep {load_before:.1f} cores busy: these figures mean little")
-    print(
-        f"{'case':14} {'before ms':>9} {'after ms':>9} {'ratio':>6} {'least':>6} {'most':>6}  ({options.rounds} rounds)"
-    )
+    print(f"{'case':14} {'before ms':>9} {'after ms':>9} {'ratio':>6} {'least':>6} {'most':>6}  pairs of steps")
     for case in options.only:
-        rounds = [both(options.before, options.after, case, options.steps, turn) for turn in range(options.rounds)]
-        before, after = (statistics.median(each[tree] for each in rounds) * 1e3 for tree in (0, 1))
-        ratios = [one / two for one, two in rounds]
-        row = f"{case:14} {before:9.1f} {after:9.1f} {statistics.median(ratios):6.3f}"
-        print(f"{row} {min(ratios):6.3f} {max(ratios):6.3f}", flush=True)
+        rounds = [alternate((options.before, options.after), case, options.steps) for _ in range(options.rounds)]
+        pairs = [pair for pairs in rounds for pair in pairs]
+        before, after = (statistics.median(pair[tree] for pair in pairs) * 1e3 for tree in (0, 1))
+        medians = [median_ratio(each) for each in rounds]
+        row = f"{case:14} {before:9.1f} {after:9.1f} {median_ratio(pairs):6.3f}"
+        print(f"{row} {min(medians):6.3f} {max(medians):6.3f}  {len(pairs)}", flush=True)
 
 
-def both(before: Path, after: Path, case: str, steps: int, turn: int) -> tuple[float, float]:
-    """Return the seconds of a step in each tree; which one is first alternates."""
-    if turn % 2 == 0:
-        first = seconds(before, case, steps)
-        return first, seconds(after, case, steps)
-    last = seconds(after, case, steps)
-    return seconds(before, case, steps), last
+def median_ratio(pairs: list[tuple[float, float]]) -> float:
+    return statistics.median(before / after for before, after in pairs)
 
 
-def seconds(tree: Path, case: str, steps: int) -> float:
-    """Train in a tree and return the median of its steps."""
+def alternate(trees: tuple[Path, Path], case: str, steps: int) -> list[tuple[float, float]]:
+    """Train in both trees, one step of each in turn, and return the seconds of each counted step in both."""
     with tempfile.TemporaryDirectory() as work:
+        runs = [Run(tree, case, steps, Path(work) / str(at)) for at, tree in enumerate(trees)]
+        try:
+            while any(run.is_alive for run in runs):
+                for run in runs:
+                    run.advance()
+        finally:
+            for run in runs:
+                run.end()
+        return list(zip(*(run.seconds[WARM_UP : steps - 1] for run in runs), strict=True))
+
+
+def family(process: int) -> list[int]:
+    """Return a process and all that descend from it, parents first."""
+    found = [process]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, children.read_text().split())
+    return found
+
+
+class Run:
+    """``nxdt train`` in a tree, stopped unless it is asked to advance."""
+
+    def __init__(self, tree: Path, case: str, steps: int, work: Path) -> None:
+        work.mkdir()
+        self.work = work
+        self.seconds: list[float] = []
         command = [tree.resolve() / ".venv" / "bin" / "nxdt", "train", *CASES[case], f"trainer.max_steps={steps}"]
-        subprocess.run(
+        self.process = subprocess.Popen(
             [*command, f"exp_manager.exp_dir={work}", "trainer.log_every_n_steps=1"],
-            check=True,
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
             cwd=work,
         )
-        (log,) = Path(work).rglob("metrics.jsonl")
-        found = [json.loads(line) for line in log.read_text().splitlines()]
-    times = [each["step_time_s"] for each in found if WARM_UP < each["step"] < steps]
-    return statistics.median(times)
+        self.is_alive = True
+        self._signal(signal.SIGSTOP)
+
+    def advance(self) -> None:
+        """Run until the log has a further step, or until the process ends."""
+        if not self.is_alive:
+            return
+        self._signal(signal.SIGCONT)
+        begin = time.perf_counter()
+        while self._logged() <= len(self.seconds) and self.process.poll() is None:
+            if time.perf_counter() - begin > LONGEST_STEP_S:
+                raise RuntimeError(f"no step within {LONGEST_STEP_S:g} s in {self.work}")
+            time.sleep(POLL_S)
+        if self.process.poll() is None:
+            self._signal(signal.SIGSTOP)
+            self.seconds.append(time.perf_counter() - begin)
+            return
+        self.is_alive = False
+        if self.process.returncode:
+            raise RuntimeError(self.process.stderr.read() if self.process.stderr else "")
+
+    def end(self) -> None:
+        """Kill the process, where it is still there."""
+        if self.process.poll() is None:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the command and to its ranks, which have sessions of their own."""
+        for process in reversed(family(self.process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def _logged(self) -> int:
+        return sum(path.read_bytes().count(b"\n") for path in self.work.rglob("metrics.jsonl"))
 
 
 if __name__ == "__main__":
