@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 __all__ = ["PluginPolicy", "normalise"]
 
 
+@lru_cache(maxsize=4096)
 def normalise(dist: str) -> str:
     """Distribution name as package indices compare it (PEP 503): ``Nxdt_Plugin.X`` is ``nxdt-plugin-x``."""
     return re.sub(r"[-_.]+", "-", dist).lower()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -331,3 +333,28 @@ def test_a_lazy_module_attribute_is_not_touched(site, plugin_named):
         """,
     )
     assert plugin_named(site.start(), "lazy").state == "ok"
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_kernel_that_is_started_again_sees_what_has_changed(site, plugin_named, monkeypatch, settled):
+    """Metadata is read again where it has changed or is too new to tell."""
+    if settled:
+        monkeypatch.setattr("nxdt_core.kernel.discovery.metadata._SETTLED_NS", -(10**12))
+    site.add_optimizer("nxdt-plugin-good", "wolf", version="1.0")
+    (folder,) = site.path.glob("nxdt_plugin_good-*.dist-info")
+    entries, metadata = folder / "entry_points.txt", folder / "METADATA"
+    assert plugin_named(site.start(), "good").version == "1.0"
+    replace(metadata, "\nVersion: 1.0", "\nVersion: 2.0")
+    assert plugin_named(site.start(), "good").version == "2.0"
+    replace(entries, "good =", "fine =")
+    assert plugin_named(site.start(), "fine").state == "ok"
+    entries.unlink()
+    assert [plugin.name for plugin in site.start().plugins] == ["builtin"]
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    """Replace text of a file by as much other text, a second later."""
+    text, modified = path.read_text(), path.stat().st_mtime + 1
+    assert old in text
+    path.write_text(text.replace(old, new))
+    os.utime(path, (modified, modified))

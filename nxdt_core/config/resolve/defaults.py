@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from typing import Any, Literal
 
 from nxdt_core.config.annotations import AliasOf, DefaultsTo
@@ -18,13 +19,47 @@ __all__ = ["Completion", "complete", "section_keys"]
 _DEFAULT = Origin(kind="default", where="")
 
 
-def section_keys(core: type | None, extra: type | None) -> dict[str, tuple[Key, ...]]:
+@cache
+def section_keys(core: type | None, extra: type | None) -> Mapping[str, tuple[Key, ...]]:
     """Return the keys of a section by name; two where the core and the component both declare one, the core's first."""
     found: dict[str, tuple[Key, ...]] = {}
     for cls in (core, extra):
         for name, key in (keys_of(cls) if cls is not None else {}).items():
             found[name] = (*found.get(name, ()), key)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filling:
+    """What a key that was left out gets."""
+
+    key: Key
+    """As the core declares it, where the component does so too."""
+    default: Node | None
+    """The component's default before the core's: who reads a key knows what it should be."""
+    link: AliasOf | DefaultsTo | None
+    """The key whose value it takes instead of a default."""
+    null_is_unset: bool
+
+
+@cache
+def _fillings(core: type | None, extra: type | None) -> Mapping[str, _Filling]:
+    """What each key of a section gets; worked out once, since nodes are never changed."""
+    return {
+        name: _Filling(
+            key=keys[0],
+            default=next((_default(key, extra) for key in reversed(keys) if key.default is not REQUIRED), None),
+            link=next((mark for mark in keys[0].marks if isinstance(mark, (AliasOf, DefaultsTo))), None),
+            null_is_unset=any(each.default is not REQUIRED or each.marks for each in keys)
+            and not any(each.optional for each in keys),
+        )
+        for name, keys in section_keys(core, extra).items()
+    }
+
+
+def _default(key: Key, extra: type | None) -> Node:
+    origin = Origin(kind="default", where=extra.__name__) if key.owner is extra and extra else _DEFAULT
+    return from_plain(_plain(key.default), origin)
 
 
 class Completion:
@@ -49,19 +84,18 @@ class Completion:
         extra = self.composition.classes.get(path)
         given = node.children if node is not None else {}
         filled: dict[str, Node] = {}
-        declared = section_keys(cls, extra)
-        for name, keys in declared.items():
-            child = self._key(keys, given.get(name), join(path, name), extra)
+        declared = _fillings(cls, extra)
+        for name, filling in declared.items():
+            child = self._key(filling, given.get(name), join(path, name))
             if child is not None:
                 filled[name] = child
         unknown = {name: child for name, child in given.items() if name not in filled and name not in declared}
         return Node({**filled, **unknown}, node.origin if node is not None else _DEFAULT)
 
-    def _key(self, declared: tuple[Key, ...], node: Node | None, path: str, extra: type | None) -> Node | None:
-        key = declared[0]
+    def _key(self, filling: _Filling, node: Node | None, path: str) -> Node | None:
+        key = filling.key
         self.known.append(path)
-        has_default = any(each.default is not REQUIRED or each.marks for each in declared)
-        if node is not None and node.value is None and has_default and not any(each.optional for each in declared):
+        if node is not None and node.value is None and filling.null_is_unset:
             self.unset.add(path)
             node = None
         if key.section is not None and (node is None or node.value is None or isinstance(node.value, dict)):
@@ -69,19 +103,10 @@ class Completion:
             if key.optional and absent:
                 return node or Node(None, _DEFAULT)
             return self._section(key.section, node, path)
-        for mark in key.marks:
-            if isinstance(mark, (AliasOf, DefaultsTo)):
-                self.links.append((path, mark))
-                return node
-        return node or self._default(declared, extra, path)
-
-    def _default(self, declared: tuple[Key, ...], extra: type | None, path: str) -> Node | None:
-        """The component's default before the core's: who reads a key knows what it should be."""
-        for key in reversed(declared):
-            if key.default is not REQUIRED:
-                origin = Origin(kind="default", where=extra.__name__) if key.owner is extra and extra else _DEFAULT
-                return from_plain(_plain(key.default), origin)
-        return None
+        if filling.link is not None:
+            self.links.append((path, filling.link))
+            return node
+        return node or filling.default
 
     def _follow_aliases(self) -> None:
         groups: dict[str, list[str]] = {}

@@ -41,8 +41,7 @@ class Recipe:
 
 def list_recipes(kernel: Kernel) -> tuple[Recipe, ...]:
     """Return the recipes of all usable plugins, sorted by name, numbers in it by size, and plugin."""
-    found = [recipe for plugin in kernel.plugins if plugin.state == "ok" for recipe in _recipes_of(plugin)]
-    return tuple(sorted(found, key=lambda recipe: (_by_size(recipe.name), recipe.plugin)))
+    return tuple(sorted(_recipes_of_usable(kernel), key=lambda recipe: (_by_size(recipe.name), recipe.plugin)))
 
 
 def find_recipe(kernel: Kernel, name: str) -> Recipe:
@@ -51,9 +50,10 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
     Raises:
         UnknownRecipe: there is none, there is more than one, or its plugin cannot be used.
     """
-    recipes = list_recipes(kernel)
+    recipes = _recipes_of_usable(kernel)
     plugin, _, short = name.rpartition(":")
     meant = [recipe for recipe in recipes if recipe.name == short and plugin in ("", recipe.plugin)]
+    meant.sort(key=lambda recipe: recipe.plugin)
     if len(meant) == 1:
         return meant[0]
     place = f"{RECIPE_SCHEME}{name}"
@@ -73,6 +73,10 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
     close = difflib.get_close_matches(short, [recipe.name for recipe in recipes], n=3)
     candidates = tuple(f"{RECIPE_SCHEME}{match}" for match in dict.fromkeys(close))
     raise UnknownRecipe(place=place, key="", reason="no plugin has a recipe of that name", candidates=candidates)
+
+
+def _recipes_of_usable(kernel: Kernel) -> list[Recipe]:
+    return [recipe for plugin in kernel.plugins if plugin.state == "ok" for recipe in _recipes_of(plugin)]
 
 
 def _recipes_of(plugin: PluginInfo) -> Iterator[Recipe]:

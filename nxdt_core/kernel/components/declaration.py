@@ -56,6 +56,7 @@ def declare(plugin: PluginInfo, hooks: Hooks) -> Declaration:
     components = [
         _registered(plugin, kind, record)
         for kind in KINDS
+        if hooks.implementations(kind.hook)
         for record in _yielded(kind.hook, partial(hooks.components, kind), kind.record)
     ]
     _refuse_duplicates(components)

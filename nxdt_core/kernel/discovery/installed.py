@@ -16,10 +16,12 @@ from nxdt_core._version import __version__
 from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.kernel.discovery.metadata import (
     MalformedMetadata,
+    directory_above,
     directory_name,
     directory_stem,
     plugin_entries,
     read_core_metadata,
+    read_metadata_file,
 )
 from nxdt_core.kernel.discovery.requirement import admits, is_bounded
 from nxdt_core.kernel.plugin import PluginInfo
@@ -65,7 +67,7 @@ def _distributions(path: Sequence[str] | None) -> Iterator[tuple[str, str, Distr
     real = cache(os.path.realpath)  # hundreds of distributions share a directory
     by_location: dict[str, dict[str, Distribution]] = {}
     for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
-        location = real(str(dist.locate_file("")))
+        location = real(directory_above(dist))
         by_location.setdefault(location, {}).setdefault(directory_name(dist) or f"?{number}", dist)
     for location, dists in by_location.items():
         for directory in sorted(dists, reverse=True):
@@ -75,7 +77,7 @@ def _distributions(path: Sequence[str] | None) -> Iterator[tuple[str, str, Distr
 def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[PluginInfo]:
     """The plugins of one distribution, ``ok`` or ``corrupt``; none for one that does not concern us."""
     try:
-        text = dist.read_text("entry_points.txt")
+        text = read_metadata_file(dist, "entry_points.txt")
     except Exception as error:  # not UTF-8, a failing disk, or whatever a finder of somebody else's raises
         if stem.startswith("nxdt-plugin"):
             yield _corrupt(stem, stem, location, f"entry_points.txt cannot be read: {error}")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from dataclasses import dataclass
 from email.parser import HeaderParser
-from importlib.metadata import Distribution
+from functools import lru_cache
+from importlib.metadata import Distribution, PathDistribution
+from pathlib import Path
 
 from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.kernel.policy import normalise
@@ -13,12 +17,16 @@ from nxdt_core.kernel.policy import normalise
 __all__ = [
     "CoreMetadata",
     "MalformedMetadata",
+    "directory_above",
     "directory_name",
     "directory_stem",
     "plugin_entries",
     "read_core_metadata",
+    "read_metadata_file",
 ]
 
+_SETTLED_NS = 2_000_000_000
+"""A file that changed within this time may change once more at the same time, as file systems round it."""
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?(\s*\[.*\])?")
 
 
@@ -34,6 +42,33 @@ class CoreMetadata:
     version: str
     requires_core: tuple[str, ...]
     """``Requires-Dist`` values on nxdt-core, markers included."""
+
+
+def read_metadata_file(dist: Distribution, name: str) -> str | None:
+    """Return the text of a metadata file, or None where there is none. A file is read again only if it has changed.
+
+    A kernel that is started again in a process, as each :func:`nxdt_core.config.load` does, would otherwise spend half
+    of its time on the metadata of a hundred distributions that have no plugin.
+    """
+    folder = getattr(dist, "_path", None)
+    if type(dist) is not PathDistribution or not isinstance(folder, Path):
+        return dist.read_text(name)
+    path = f"{folder}/{name}"
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):
+        return dist.read_text(name)
+    if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
+        return dist.read_text(name)
+    return _text(path, (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino))
+
+
+@lru_cache(maxsize=4096)
+def _text(path: str, version: tuple[int, ...]) -> str:
+    """The text of a file in one of its versions."""
+    return Path(path).read_text(encoding="utf-8")
 
 
 def plugin_entries(text: str) -> list[tuple[str, str]]:
@@ -67,11 +102,16 @@ def read_core_metadata(dist: Distribution) -> CoreMetadata:
         MalformedMetadata: no such file, not UTF-8, or no name or version in it.
     """
     try:
-        text = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
+        text = read_metadata_file(dist, "METADATA") or read_metadata_file(dist, "PKG-INFO")
     except Exception as error:  # not UTF-8, a failing disk, or whatever a finder of somebody else's raises
         raise MalformedMetadata(f"METADATA cannot be read: {error}") from error
     if not text:
         raise MalformedMetadata("METADATA is missing or empty")
+    return _core_metadata(text)
+
+
+@lru_cache(maxsize=1024)
+def _core_metadata(text: str) -> CoreMetadata:
     headers = HeaderParser().parsestr(re.split(r"\r?\n\r?\n", text, maxsplit=1)[0])
     name, version = headers.get("Name"), headers.get("Version")
     if not name or not version:
@@ -90,8 +130,21 @@ def directory_name(dist: Distribution) -> str:
 
     (There is no public accessor; the standard library's own de-duplication reads the same private attribute.)
     """
+    return _split_path(dist)[1]
+
+
+def directory_above(dist: Distribution) -> str:
+    """Return the path of the directory that the metadata directory is in."""
+    above = _split_path(dist)[0] if type(dist) is PathDistribution else ""
+    return above or str(dist.locate_file(""))
+
+
+def _split_path(dist: Distribution) -> tuple[str, str]:
+    """The path of a metadata directory, and the directory's own name, without the cost of path objects."""
     path = getattr(dist, "_path", None)
-    return "" if path is None else str(path).rstrip("/\\").replace("\\", "/").rpartition("/")[2]
+    text = "" if path is None else str(path).rstrip("/\\").replace("\\", "/")
+    above, _, name = text.rpartition("/")
+    return above, name
 
 
 def directory_stem(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from nxdt_core.kernel.discovery.metadata import MalformedMetadata
 
@@ -14,6 +15,7 @@ _RANGE = rf"{_CLAUSE.pattern}(?:\s*,\s*{_CLAUSE.pattern})*"
 _PLAIN = re.compile(rf"[\w.-]+\s*(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
 
 
+@lru_cache(maxsize=1024)
 def admits(requirement: str, version: str) -> bool:
     """Return whether ``requirement`` (``nxdt-core>=0.1,<0.2``) admits ``version``; a marker that is false admits all.
 

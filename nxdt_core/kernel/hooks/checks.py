@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from nxdt_core.api import PROJECT
 from nxdt_core.kernel.defect import PluginDefect
 
-__all__ = ["MARK", "HookSet", "collect_hooks", "hook_signature"]
+__all__ = ["MARK", "HookSet", "collect_hooks", "hook_signature", "signature_of"]
 
 MARK: Final = f"{PROJECT}_impl"
 """Attribute in which pluggy's marker keeps its options on a function."""
@@ -57,9 +58,15 @@ def collect_hooks(plugin: object, specifications: Mapping[str, inspect.Signature
     return HookSet(implementations)
 
 
+@lru_cache(maxsize=4096)
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, which is worked out once: kernels are started many times in a process."""
+    return inspect.signature(function)
+
+
 def hook_signature(name: str, function: Callable[..., Any]) -> str:
     """``nxdt_step_end(context)``, for messages."""
-    return f"{name}{inspect.signature(function)}"
+    return f"{name}{signature_of(function)}"
 
 
 def _namespace(plugin: object) -> Iterator[tuple[str, Any]]:
@@ -99,17 +106,21 @@ def _check(
         raise PluginDefect(f"{hook_signature(name, function)} is a wrapper; plugins do not wrap each other's hooks")
     if inspect.iscoroutinefunction(function):
         raise PluginDefect(f"{hook_signature(name, function)} is a coroutine; hooks are called plainly")
-    for parameter in inspect.signature(function).parameters.values():
-        _check_parameter(hook_signature(name, function), parameter, hook, specification)
+    for parameter in signature_of(function).parameters.values():
+        defect = _defect_of(parameter, hook, specification)
+        if defect:
+            raise PluginDefect(f"{hook_signature(name, function)} {defect}")
 
 
-def _check_parameter(shown: str, parameter: inspect.Parameter, hook: str, specification: inspect.Signature) -> None:
+def _defect_of(parameter: inspect.Parameter, hook: str, specification: inspect.Signature) -> str:
+    """What is wrong with an argument of an implementation; empty where nothing is."""
     if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        raise PluginDefect(f"{shown} takes {parameter}; a hook's arguments are plain names")
+        return f"takes {parameter}; a hook's arguments are plain names"
     if parameter.name not in specification.parameters:
         allowed = ", ".join(specification.parameters) or "no argument"
         close = difflib.get_close_matches(parameter.name, specification.parameters, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise PluginDefect(f"{shown} has the argument {parameter.name!r}; {hook} takes {allowed}{hint}")
+        return f"has the argument {parameter.name!r}; {hook} takes {allowed}{hint}"
     if parameter.default is not inspect.Parameter.empty:
-        raise PluginDefect(f"{shown} gives {parameter.name!r} a default; write the plain name, it is always passed")
+        return f"gives {parameter.name!r} a default; write the plain name, it is always passed"
+    return ""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import pluggy
 
 from nxdt_core.api import PROJECT
 from nxdt_core.kernel.hooks.calls import Implementation
-from nxdt_core.kernel.hooks.checks import MARK, HookSet
+from nxdt_core.kernel.hooks.checks import MARK, HookSet, signature_of
 from nxdt_core.kernel.hookspecs import PHASES
 from nxdt_core.kernel.plugin import PluginInfo
 
@@ -19,9 +21,18 @@ __all__ = ["HookTable", "order_hooks", "own_hooks", "specifications"]
 HookTable = Mapping[str, tuple[Implementation, ...]]
 
 
-def specifications() -> dict[str, inspect.Signature]:
+@cache
+def specifications() -> Mapping[str, inspect.Signature]:
     """Signature of every hook by name."""
-    return {name: inspect.signature(getattr(phase, name)) for phase in PHASES for name in phase.__all__}
+    return {name: signature_of(getattr(phase, name)) for phase in PHASES for name in phase.__all__}
+
+
+@cache
+def _all_specifications() -> ModuleType:
+    """The specifications without what else is in their modules, at which pluggy would look each time."""
+    module = ModuleType("nxdt_core.kernel.hookspecs")
+    vars(module).update({name: getattr(phase, name) for phase in PHASES for name in phase.__all__})
+    return module
 
 
 def own_hooks(plugin: PluginInfo, hooks: HookSet) -> HookTable:
@@ -36,8 +47,7 @@ def own_hooks(plugin: PluginInfo, hooks: HookSet) -> HookTable:
 def order_hooks(plugins: Sequence[tuple[PluginInfo, HookSet]]) -> HookTable:
     """Return the implementations of all plugins: ``tryfirst`` ones, the others in the order given, ``trylast`` ones."""
     manager = pluggy.PluginManager(PROJECT)
-    for phase in PHASES:
-        manager.add_hookspecs(phase)
+    manager.add_hookspecs(_all_specifications())
     by_name = {f"{plugin.dist}:{plugin.name}": plugin for plugin, _ in plugins}
     for plugin, hooks in reversed(plugins):  # pluggy calls what was registered last first
         manager.register(hooks, name=f"{plugin.dist}:{plugin.name}")
@@ -58,5 +68,5 @@ def _implementation(plugin: PluginInfo, function: Callable[..., Any]) -> Impleme
         plugin=plugin.name,
         dist=plugin.dist,
         function=function,
-        takes_context=bool(inspect.signature(function).parameters),
+        takes_context=bool(signature_of(function).parameters),
     )

@@ -12,9 +12,9 @@ from contextlib import suppress
 from importlib import metadata
 
 import nxdt_core
-from nxdt_core.api import ENTRY_POINT_GROUP
-from nxdt_core.config.fields.keys import section_paths
-from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.load import check
+from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.kernel import Kernel, PluginPolicy
 
 __all__: list[str] = []
 
@@ -41,17 +41,17 @@ def _import_all() -> None:
 
 
 def _prepare_configurations() -> None:
-    """Import the entry modules of first-party plugins, which import the API alone, and read the annotations of keys.
+    """Start a kernel with first-party plugins, which import the API alone, and read their recipes for small models.
 
-    Plugins of others are imported by each process, since their entry modules may do anything.
+    So each process has read the metadata of distributions and the annotations of keys, which takes longer than all
+    else that a configuration takes. Plugins of others are imported by each process, since their entry modules may do
+    anything.
     """
-    for dist in metadata.distributions():
-        if (dist.name or "").startswith("nxdt-plugin-"):
-            for entry in dist.entry_points:
-                if entry.group == ENTRY_POINT_GROUP:
-                    with suppress(ImportError):  # of what was installed from a folder that has gone
-                        importlib.import_module(entry.module)
-    section_paths(RunConfig)
+    names = {dist.name or "" for dist in metadata.distributions()}
+    kernel = Kernel.start(PluginPolicy(allow=tuple(name for name in names if name.startswith("nxdt-plugin-"))))
+    for recipe in list_recipes(kernel):
+        if "tiny" in recipe.name:
+            check(f"recipe:{recipe.plugin}:{recipe.name}", kernel=kernel)
 
 
 _import_all()
