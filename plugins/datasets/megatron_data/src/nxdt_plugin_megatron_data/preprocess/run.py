@@ -33,9 +33,9 @@ from nxdt_plugin_megatron_data.preprocess.errors import (
     TooManyBadRecords,
     WorkerDied,
 )
+from nxdt_plugin_megatron_data.preprocess.named_tokenizer import NamedTokenizer
 from nxdt_plugin_megatron_data.preprocess.progress import Counts, Output
 from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode_here, start_worker
-from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
 from nxdt_plugin_megatron_data.provenance import Note, note_path
 
 __all__ = ["Job", "Outcome", "preprocess"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from nxdt_core.builtins.tokenizers.files import holds_ranks
 from nxdt_core.config.resolve.bind import read_part
@@ -15,27 +14,12 @@ from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
 from nxdt_core.config.sources.paths import expand_home
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_plugin_megatron_data.preprocess.named_tokenizer import NamedTokenizer
 
-__all__ = ["NamedTokenizer", "find_tokenizer"]
+__all__ = ["find_tokenizer"]
 
 _SECTION = "data.tokenizer"
 _LLAMA_3_RANKS = 128_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTokenizer:
-    """A component of kind ``tokenizer`` and its configuration."""
-
-    label: str
-    """As it was named."""
-    component: str
-    config: Any
-
-    def build(self) -> Tokenizer:
-        """Make it."""
-        component = Kernel.start().registry.get("tokenizer", self.component)
-        return cast(Tokenizer, component.load_target()(self.config))
 
 
 def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
