@@ -9,6 +9,7 @@ it starts any thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -33,6 +34,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_IMPORTED = (
+    "torch._dynamo.backends.common",  # with the next, 1.4 CPU-seconds of what compiles
+    "torch._inductor.compile_fx",
+    "transformers.modeling_utils",  # with the next two, 1.3 CPU-seconds of many tests and of each worker
+    "peft",
+    "torchao.float8",
+)
+"""In addition to what ``nxdt train`` imports."""
 _STARTS_RANKS = ("train", "torch.distributed.run")
 _SET_NAME = 15
 _MAX_DESCRIPTORS = 16
@@ -56,8 +65,9 @@ def main() -> None:
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000)  # the imports make no garbage
     importlib.import_module("nxdt_core.testing.processes.preload")
-    importlib.import_module("torch._dynamo.backends.common")  # with the next, 1.4 CPU-seconds of what compiles
-    importlib.import_module("torch._inductor.compile_fx")
+    for name in _IMPORTED:
+        with contextlib.suppress(ImportError):  # of what is not installed
+            importlib.import_module(name)
     gc.set_threshold(*usual)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -82,7 +92,7 @@ def main() -> None:
     if task["keeps_server"]:  # a test runner says itself what is forked
         subprocess.Popen = processes.Popen.__base__  # type: ignore[misc]
     _take_on(task)
-    if not ({*program, *arguments[:1]} & {*_STARTS_RANKS} or "RANK" in task["environment"]):
+    if "RANK" not in task["environment"]:
         _leave_out_of_the_end(imported)
     sys.argv[:] = ["-c" if program[0] == "-c" else program[-1], *arguments]
     sys.orig_argv[:] = task["words"]

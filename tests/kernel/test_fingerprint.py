@@ -135,3 +135,15 @@ def test_policy_entries_that_name_nothing_are_told(site):
     site.add_optimizer("nxdt-plugin-wolf", "wolf")
     kernel = site.start(block=("lino",), prefer=("nxdt_plugin_wolf", "gone"))
     assert kernel.unmatched_policy() == ("lino", "gone")
+
+
+def test_a_file_is_read_again_once_it_has_changed(site, monkeypatch):
+    """Also where its size is the same, and where files were left alone for long."""
+    monkeypatch.setattr("nxdt_core.kernel.file_version._SETTLED_NS", -(10**12))
+    site.add_optimizer("nxdt-plugin-wolf", "wolf")
+    (site.path / "nxdt_plugin_wolf-1.0.dist-info" / "direct_url.json").write_text(EDITABLE)
+    before = digest(site, "wolf")
+    assert digest(site, "wolf") == before
+    module = site.path / "nxdt_plugin_wolf.py"
+    module.write_text(module.read_text().replace("wolf", "bear"))
+    assert digest(site, "wolf") != before

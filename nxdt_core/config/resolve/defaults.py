@@ -20,7 +20,7 @@ _DEFAULT = Origin(kind="default", where="")
 
 
 @cache
-def section_keys(core: type | None, extra: type | None) -> Mapping[str, tuple[Key, ...]]:
+def section_keys(core: type | None, extra: type | None) -> dict[str, tuple[Key, ...]]:
     """Return the keys of a section by name; two where the core and the component both declare one, the core's first."""
     found: dict[str, tuple[Key, ...]] = {}
     for cls in (core, extra):

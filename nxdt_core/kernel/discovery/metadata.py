@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from functools import lru_cache
@@ -12,6 +11,7 @@ from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
 
 from nxdt_core.api import ENTRY_POINT_GROUP
+from nxdt_core.kernel.file_version import version_of
 from nxdt_core.kernel.policy import normalise
 
 __all__ = [
@@ -25,8 +25,6 @@ __all__ = [
     "read_metadata_file",
 ]
 
-_SETTLED_NS = 2_000_000_000
-"""A file that changed within this time may change once more at the same time, as file systems round it."""
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?(\s*\[.*\])?")
 
 
@@ -55,14 +53,12 @@ def read_metadata_file(dist: Distribution, name: str) -> str | None:
         return dist.read_text(name)
     path = f"{folder}/{name}"
     try:
-        found = os.stat(path)
+        version = version_of(os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError):
         return dist.read_text(name)
-    if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
-        return dist.read_text(name)
-    return _text(path, (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino))
+    return _text(path, version) if version is not None else dist.read_text(name)
 
 
 @lru_cache(maxsize=4096)

@@ -11,9 +11,11 @@ import hashlib
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from importlib.metadata import distributions
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
+from nxdt_core.kernel.file_version import version_of
 from nxdt_core.kernel.integrity.editable import editable_source
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 
@@ -36,7 +38,7 @@ def fingerprint_plugins(plugins: Iterable[PluginInfo]) -> str:
 def digest_plugin(plugin: PluginInfo) -> str:
     """Digest of the files that the plugin was installed from. 32 hex digits."""
     if plugin.dist == LOCAL:
-        return _hex(Path(plugin.location).read_bytes())
+        return _digest_file(plugin.location)
     record = _wheel_record(plugin)
     return _hex("\n".join(record).encode()) if record else _digest_files(plugin.module)
 
@@ -67,13 +69,29 @@ def _digest_files(module: str) -> str:
     if spec is None:
         return _hex(b"")
     if not spec.submodule_search_locations:
-        return _hex(Path(spec.origin or "").read_bytes())
+        return _digest_file(spec.origin or "")
     digest = hashlib.sha256()
     for root in spec.submodule_search_locations:
         for parts, path in sorted(_files(root, ())):
-            with open(path, "rb", buffering=0) as file:
-                digest.update(f"{'/'.join(parts)}\0{_hex(file.read())}\n".encode())
+            digest.update(f"{'/'.join(parts)}\0{_digest_file(path)}\n".encode())
     return digest.hexdigest()[:32]
+
+
+def _digest_file(path: str) -> str:
+    """Digest of a file's content, which is read again only if it has changed."""
+    version = version_of(os.stat(path))
+    return _known_digest(path, version) if version is not None else _read_digest(path)
+
+
+@lru_cache(maxsize=65536)
+def _known_digest(path: str, version: tuple[int, ...]) -> str:
+    """The digest of a file in one of its versions."""
+    return _read_digest(path)
+
+
+def _read_digest(path: str) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return _hex(file.read())
 
 
 def _files(folder: str, below: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -43,12 +43,13 @@ def _import_all() -> None:
 def _prepare_configurations() -> None:
     """Start a kernel with first-party plugins, which import the API alone, and read their recipes for small models.
 
-    So each process has read the metadata of distributions and the annotations of keys, which takes longer than all
-    else that a configuration takes. Plugins of others are imported by each process, since their entry modules may do
-    anything.
+    So each process has read the metadata of distributions, the annotations of keys and the files of plugins, which
+    takes longer than all else that a configuration takes. Plugins of others are imported by each process, since their
+    entry modules may do anything.
     """
     names = {dist.name or "" for dist in metadata.distributions()}
     kernel = Kernel.start(PluginPolicy(allow=tuple(name for name in names if name.startswith("nxdt-plugin-"))))
+    kernel.fingerprint()
     for recipe in list_recipes(kernel):
         if "tiny" in recipe.name:
             check(f"recipe:{recipe.plugin}:{recipe.name}", kernel=kernel)

@@ -31,7 +31,6 @@ CHANGES = {
     "the same layout": (Layout(dp=2), Layout(dp=2)),
 }
 KEPT = {
-    "sharded weights to one process",
     "a pipeline with tied layers to data parallel",
     "experts over ranks to experts over columns",
 }

@@ -80,8 +80,11 @@ def saved_bytes(layers: int, *, packed: bool, blocks: BlockAttention | None, bac
     return sum(storage.nbytes() for key, storage in kept.items() if key not in known)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["as written", "compiled"])
-@pytest.mark.parametrize("by_blocks", [False, True], ids=["mask", "blocks"])
+@pytest.mark.parametrize(
+    ("by_blocks", "backend"),
+    [(False, None), slow(False, "aot_eager"), (True, None), (True, "aot_eager")],
+    ids=["mask-as written", "mask-compiled", "blocks-as written", "blocks-compiled"],
+)
 def test_documents_are_kept_once_for_all_layers(backend, by_blocks):
     blocks = BlockAttention(frozenset({torch.float32}), backend="aot_eager") if by_blocks else None
     with hosts_with_blocks():

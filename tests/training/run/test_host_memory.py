@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.sampling import slow
+
 PROGRAM = """
 import resource, sys
 import torch
@@ -46,7 +48,7 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
 @pytest.mark.parametrize(
     "variables",
     [
-        {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        slow({"MALLOC_MMAP_THRESHOLD_": "65536"}),
         {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"},
     ],
     ids=str,

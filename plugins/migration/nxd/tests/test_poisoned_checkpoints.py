@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ from plugins.migration.nxd.tests.nxd_writer import TensorReference, Written, ref
 from tests.checkpoint.poison import DRESSES, dressed, import_all, packed, weights
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "xser"])
-def nxd(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "xser"])
+def sound(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     cut = Written(heads=4, kv_heads=2, tp=2, pp=2, dp=2, xser=request.param, masters=False)  # then all files are read
-    return cut.write(tmp_path / "tag.ckpt", weights(), 2)
+    return cut.write(tmp_path_factory.mktemp("nxd") / "tag.ckpt", weights(), 2)
+
+
+@pytest.fixture
+def nxd(tmp_path: Path, sound: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / sound.name))
 
 
 def test_the_directory_is_good_before_it_is_poisoned(nxd: Path, builder: ModelBuilder) -> None:
